@@ -11,7 +11,7 @@ from typing import Any
 from gradcomp.plan.accuracy import written
 from gradcomp.plan.costs import LocalSteps
 from gradcomp.plan.links import Link, Node
-from gradcomp.plan.predict import Prediction, predict, to_calibrate, ways
+from gradcomp.plan.predict import predict, to_calibrate, ways
 from gradcomp.plan.rates import OUTER, Rates, calibrate
 from gradcomp.plan.workload import ALONE, Workload
 
@@ -24,16 +24,15 @@ WIDTH = 1024  # of the rows that stand for a model
 def link_of(
     identities: Sequence[str], pairs: Sequence[Mapping[str, Any]]
 ) -> tuple[Link, Node, int] | None:
-    """Return the link of every node, what a node is, and how many there are, of what pairs of ranks
-    have measured.
+    """Return the link of every node, what a node is, and the number of nodes; None if nothing was
+    measured.
 
-    A node is a host where all have as many ranks, and else a rank. Its rate is what all pairs of
-    its ranks and ranks of other nodes had in the same round together, in the best round; that of
-    the slowest node counts. None: nothing was measured.
+    A node is a host if all have as many ranks, and else a rank. Its rate is the sum over all pairs
+    of its ranks with ranks of other nodes in one round, in the best round. The slowest node counts.
 
     Args:
         identities: of every rank's host.
-        pairs: as of `gradcomp.doctor.pairs.measure_all`.
+        pairs: of `gradcomp.doctor.pairs.measure_all`.
     """
     good = [pair for pair in pairs if not pair["failed"]]
     counts = {host: identities.count(host) for host in identities}
@@ -55,14 +54,14 @@ def link_of(
 def recommend(
     link: Link, node: Node, nodes: int, options: Mapping[str, Any], cores: float, left_s: float
 ) -> dict[str, Any]:
-    """Return what the planner recommends, made of what JSON knows.
+    """Return what the planner recommends, as JSON can hold it.
 
     Args:
         link, node, nodes: of `link_of`.
         options: of the command line: what is trained.
         cores: of a rank.
-        left_s: seconds that there are for it; with few of them codecs are taken to need no time,
-            and that is said.
+        left_s: seconds that may be used; if they are few, codecs are assumed to take no time, and
+            `rates_measured` is False.
     """
     rows = max(1, round(options["parameters"] / WIDTH))
     # matrices of at most a million values: buckets are made of several of them
@@ -90,10 +89,6 @@ def recommend(
         tolerances=limits,
         by_seconds=False,
     )
-    return _to_dict(found, link, node, nodes) | {"rates_measured": bool(rates.stages)}
-
-
-def _to_dict(found: Prediction, link: Link, node: Node, nodes: int) -> dict[str, Any]:
     method, measured = found.method, found.tolerance.cost(found.method)
     step, break_even = found.result(method.name, nodes), found.break_even_bits_per_s
     return {
@@ -114,16 +109,12 @@ def _to_dict(found: Prediction, link: Link, node: Node, nodes: int) -> dict[str,
             "ranks_of_a_node": node.ranks,
         },
         "sentence": found.sentence,
+        "rates_measured": bool(rates.stages),
     }
 
 
 def in_code(advice: Mapping[str, Any], over: str) -> str:
-    """Return the recommendation as one would write it in a training script, "" for none.
-
-    Args:
-        advice: of `recommend`.
-        over: "gloo" or "mpi".
-    """
+    """Return a recommendation of `recommend` as a line of a training script, "" for none."""
     codec, every, given = advice["codec"], advice["sync_every"], advice["options"]
     rest = f'exchange="{advice["exchange"]}"'
     comm = ", comm=MpiCommunicator()" if over == "mpi" else ""

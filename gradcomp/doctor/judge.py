@@ -1,11 +1,12 @@
-"""Findings: what the ranks' cards and measurements mean, each with what to do about it.
+"""What the cards and measurements of all ranks mean: `findings` asks every check of `CHECKS`.
 
-A finding is "wrong" where training would fail, hang, or be several times slower than it needs to
-be, and a "note" elsewhere.
+A finding is "wrong" if training would fail, hang, or be several times slower than it needs to be.
+Everything else that is worth knowing is a "note".
 """
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 from collections import Counter, defaultdict
@@ -13,29 +14,37 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gradcomp.comm.addresses import INTERFACE_VARIABLE
+from gradcomp.comm.store import SETUP_VARIABLE
+from gradcomp.doctor.card import PROTOCOL
 from gradcomp.doctor.interfaces import Interface
 from gradcomp.errors import PeerLost
 from gradcomp.plan.links import format_rate, format_seconds
+from gradcomp.version import __version__
 
-FASTER = 2.0  # another interface with so many times the speed is the better one
-OUTLIER = 5.0  # a pair that is so many times slower than the middle of its kind
-SLOW_LINK = 0.1  # of what the interface says it does
-LOOKUP_S = 1.0  # for the name of one address
-PATIENCE_S = 1.0  # of those that wait for a silent member of a probe
-LATE_S = 3.0  # an error that comes so much later comes too late
+FASTER = 2.0  # another interface is better if it has so many times the speed
+OUTLIER = 5.0  # a pair is slow if the median of its kind is so many times faster
+SLOW_LINK = 0.1  # a link is slow below this share of what its interface reports
+LOOKUP_S = 1.0  # a name server is slow if the name of one address takes so long
+PATIENCE_S = 1.0  # timeout of the ranks that wait for a silent one
+LATE_S = 3.0  # an error that comes so much later is too late
+ALIKE = 2.0  # as in `TorchCommunicator`: torch may wait so many times longer without a note
+LONG_S = 600.0  # a timeout of at least this is worth a note
+NO_ADDRESS = "MASTER_ADDR is not set, and no other variable names the host of rank 0"
+SET_ADDRESS = "set MASTER_ADDR and MASTER_PORT on every rank"
 MUST_AGREE = ("gradcomp", "wire format", "torch")
 
-Card = Mapping[str, Any]
+Found = Mapping[str, Any]  # see `gradcomp.doctor.session.examine`
+Card = Mapping[str, Any]  # see `gradcomp.doctor.card.card`
 
 
 class Finding(NamedTuple):
     """One thing that was found.
 
     Attributes:
-        level: "wrong" or "note".
+        level: "wrong", which changes the exit status, or "note".
         topic: the section of the report that it belongs to.
-        text: what it is.
-        do: what to do about it; "" for nothing.
+        text: what was found.
+        do: what to do about it, or "".
     """
 
     level: str
@@ -52,6 +61,11 @@ def wrong(topic: str, text: str, do: str = "") -> Finding:
 def note(topic: str, text: str, do: str = "") -> Finding:
     """Return a finding that does not change the exit status."""
     return Finding("note", topic, text, do)
+
+
+def findings(found: Found) -> list[Finding]:
+    """Return what every check says of `gradcomp.doctor.session.examine`'s dictionary."""
+    return [finding for check in CHECKS for finding in check(found)]
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -72,35 +86,72 @@ def by(cards: Sequence[Card], key: Callable[[Card], str]) -> dict[str, list[int]
     return found
 
 
-def judge_versions(cards: Sequence[Card]) -> Iterator[Finding]:
-    """Versions, kernels and options that differ between ranks, and kernels that are slow."""
-    for name, values in _differing(cards, "versions"):
-        level = "wrong" if name in MUST_AGREE else "note"
-        text = f"{name} differs: {values}"
-        yield Finding(level, "versions", text, "install the same on every host")
-    tiers = by(cards, lambda card: card["tier"])
-    for tier, ranks in tiers.items():
-        who, best = ranks_text(ranks), cards[ranks[0]]["tiers"][-1]
-        if tier != best:
-            text = f"{who}: the {best} tier is switched off"
-            yield note("kernels", text, "unset GRADCOMP_DISABLE_CPU_FEATURES")
-        elif tier == "portable":
+def usable(cards: Sequence[Card]) -> float:
+    """Return the cores that the ranks of one host have together."""
+    cores = float(len({core for card in cards for core in card["cores"]}))
+    quotas = [card["quota"] for card in cards if card["quota"] is not None]
+    return min(cores, max(quotas)) if quotas else cores
+
+
+def speed(mbit: int | None) -> str:
+    """Return the speed of an interface in words."""
+    return "speed unknown" if mbit is None else format_rate(mbit * 1e6)
+
+
+def cannot_connect(cards: Sequence[Card]) -> bool:
+    """Tell whether gloo would fail, or wait forever, with the interfaces that these ranks take."""
+    between_hosts = len({card["identity"] for card in cards}) > 1
+    return any(
+        card["gloo"]["problem"] or (between_hosts and "loopback" in {i.kind for i in _used(card)})
+        for card in cards
+    )
+
+
+def _used(card: Card) -> list[Interface]:
+    names = card["gloo"]["names"]
+    return [Interface(**one) for one in card["interfaces"] if one["name"] in names]
+
+
+def _listed(values: Mapping[str, Sequence[int]]) -> str:
+    return ", ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in values.items())
+
+
+# ---- checks --------------------------------------------------------------------------------------
+
+
+def _ranks(found: Found) -> Iterator[Finding]:
+    """Ranks that do not answer, or that run another doctor."""
+    cards, who = found["ranks"], ranks_text(found["silent"]) if found["silent"] else ""
+    for card in cards:
+        if card["protocol"] != PROTOCOL:
             text = (
-                f"{who}: plain C kernels, several times slower; this CPU has no vector instructions"
-                " that gradcomp knows"
+                f"rank {card['rank']} has another doctor (gradcomp {card['versions']['gradcomp']}"
             )
-            yield note("kernels", text)
-    if len(tiers) > 1:
-        text = (
-            f"tiers differ: {_listed(tiers)}; results are the same to the bit, the slowest rank"
-            " sets the pace"
-        )
-        yield note("kernels", text)
-    for option, values in _differing(cards, "options"):
+            text += f" there, {__version__} on rank 0): nothing was measured"
+            yield wrong("versions", text, "install the same gradcomp on every host")
+    if who and found["measured"]:
+        remedy = "look at what the process does (py-spy dump), and at the network of its host"
+        yield wrong("ranks", f"{who} fell silent while measuring", remedy)
+    elif who:
+        text = f"{who} did not answer within {cards[0]['options']['wait']:g} s"
+        remedy = "check that the process runs, is not stopped, and that it reaches rank 0's host"
+        yield wrong("ranks", text, remedy)
+    elif len(cards) < found["world_size"]:
+        text = f"{NO_ADDRESS}: only rank 0 was examined, without links and without a lost peer"
+        yield note("ranks", text, SET_ADDRESS)
+
+
+def _versions(found: Found) -> Iterator[Finding]:
+    """Versions, options and launchers that differ between ranks."""
+    for name, values in _differing(found["ranks"], "versions"):
+        level = "wrong" if name in MUST_AGREE else "note"
+        remedy = "install the same on every host"
+        yield Finding(level, "versions", f"{name} differs: {values}", remedy)
+    for option, values in _differing(found["ranks"], "options"):
         text = f"--{option.replace('_', '-')} differs: {values}; rank 0's was taken"
-        do = "start every rank with the same command line: training needs that as well"
-        yield wrong("versions", text, do)
-    starters = by(cards, lambda card: card["starter"] or "nothing")
+        remedy = "start every rank with the same command line: training needs that as well"
+        yield wrong("versions", text, remedy)
+    starters = by(found["ranks"], lambda card: card["starter"] or "nothing")
     if len(starters) > 1:
         text = f"ranks were started by different launchers: {_listed(starters)}"
         yield wrong("versions", text, "start all of them with one")
@@ -114,159 +165,139 @@ def _differing(cards: Sequence[Card], what: str) -> Iterator[tuple[str, str]]:
             yield name, _listed(values)
 
 
-def _listed(values: Mapping[str, Sequence[int]]) -> str:
-    return ", ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in values.items())
+def _kernels(found: Found) -> Iterator[Finding]:
+    """Kernels that are slow, or differ between ranks."""
+    cards = {card["rank"]: card for card in found["ranks"]}
+    tiers = by(found["ranks"], lambda card: card["tier"])
+    for tier, ranks in tiers.items():
+        who, best = ranks_text(ranks), cards[ranks[0]]["tiers"][-1]
+        if tier != best:
+            text = f"{who}: the {best} tier is switched off"
+            yield note("kernels", text, "unset GRADCOMP_DISABLE_CPU_FEATURES")
+        elif tier == "portable":
+            text = f"{who}: plain C kernels, several times slower; this CPU has no vector"
+            text += " instructions that gradcomp knows"
+            yield note("kernels", text)
+    if len(tiers) > 1:
+        text = f"tiers differ: {_listed(tiers)}; results are the same to the bit, the slowest rank"
+        text += " sets the pace"
+        yield note("kernels", text)
 
 
-def judge_network(cards: Sequence[Card], over: str) -> Iterator[Finding]:
-    """The interfaces that gloo takes: missing, the loopback between hosts, a bridge, a slower
-    one than there is.
-    """
-    several = len({card["identity"] for card in cards}) > 1
-    level, of_mpi = "wrong", ""
-    if over == "mpi":
-        level, of_mpi = "note", " (gloo's; an MPI chooses by itself)"
+def _network(found: Found) -> Iterator[Finding]:
+    """Interfaces that gloo takes: missing, the loopback between hosts, a bridge, a slow one."""
+    cards, over_mpi = found["ranks"], found["over"] == "mpi"
+    between_hosts = len({card["identity"] for card in cards}) > 1
+    level = "note" if over_mpi else "wrong"
+    of_mpi = " (gloo's; an MPI chooses by itself)" if over_mpi else ""
     alike, shared = defaultdict(list), defaultdict(set)
     for card in cards:
-        found = _wrong_interface(card, several)
-        if found is not None:
-            alike[found].append(card["rank"])
+        problem = _wrong_interface(card, between_hosts)
+        if problem is not None:
+            alike[problem].append(card["rank"])
         for one in _used(card):
-            if one.kind != "loopback":
-                for address in one.addresses:
-                    shared[address].add(card["identity"])
-    for (text, do), ranks in alike.items():
-        yield Finding(level, "network", f"{ranks_text(ranks)}: {text}{of_mpi}", do)
+            for address in one.addresses if one.kind != "loopback" else ():
+                shared[address].add(card["identity"])
+    for (text, remedy), ranks in alike.items():
+        yield Finding(level, "network", f"{ranks_text(ranks)}: {text}{of_mpi}", remedy)
     for address, hosts in shared.items():
         if len(hosts) > 1:
-            text = (
-                f"{len(hosts)} hosts have the address {address}{of_mpi}: it leads from each of them"
-                " to itself"
-            )
-            do = f"set {INTERFACE_VARIABLE} to an interface that joins the hosts"
-            yield Finding(level, "network", text, do)
+            text = f"{len(hosts)} hosts have the address {address}{of_mpi}: it leads from each of"
+            text += " them to itself"
+            remedy = f"set {INTERFACE_VARIABLE} to an interface that joins the hosts"
+            yield Finding(level, "network", text, remedy)
 
 
-def cannot_connect(cards: Sequence[Card]) -> bool:
-    """Whether gloo would fail, or wait for nothing, by what these ranks take."""
-    several = len({card["identity"] for card in cards}) > 1
-    return any(
-        card["gloo"]["problem"] or (several and any(i.kind == "loopback" for i in _used(card)))
-        for card in cards
-    )
-
-
-def _wrong_interface(card: Card, several: bool) -> tuple[str, str] | None:
-    """Return what is wrong with the interface that gloo takes on a rank, and what to do, or
-    None.
-    """
-    choice, there, used = card["gloo"], _interfaces(card), _used(card)
-    better = _better(used, there) if several or choice["variable"] else None
+def _wrong_interface(card: Card, between_hosts: bool) -> tuple[str, str] | None:
+    """Return what is wrong with the interface that gloo takes on a rank, and what to do."""
+    choice, used = card["gloo"], _used(card)
+    there = [Interface(**one) for one in card["interfaces"]]
     loopback = [i.name for i in there if i.kind == "loopback" and i.is_up]
-    fast = sorted((i for i in there if i.carries), key=lambda i: i.mbit or 0)
-    names = [*(loopback[:1]), *(i.name for i in fast)]
-    do = f"{INTERFACE_VARIABLE}={names[-1]}" if names else "switch an interface with an address on"
-    kinds = {i.kind for i in used} if several else set()
+    carriers = sorted((i for i in there if i.carries), key=lambda i: i.mbit or 0)
+    names = [*loopback[:1], *(i.name for i in carriers)]
+    remedy = f"{INTERFACE_VARIABLE}={names[-1]}" if names else "switch on one that has an address"
+    kinds = {i.kind for i in used} if between_hosts else set()
     taken, why = f"gloo takes {', '.join(choice['names'])}", choice["why"]
     if choice["problem"]:
-        return f"gloo cannot start: {choice['problem']}", do
+        return f"gloo cannot start: {choice['problem']}", remedy
     if "loopback" in kinds:
-        return f"{taken}, the loopback, which leads to no other host ({why})", do
+        return f"{taken}, the loopback, which leads to no other host ({why})", remedy
     if "bridge" in kinds:
-        return f"{taken}, a bridge of containers or virtual machines ({why})", do
-    if better is not None:
-        slow = min(used, key=lambda i: i.mbit or 0)
-        text = (
-            f"gloo takes {slow.name} ({speed(slow.mbit)}) although {better.name}"
-            f" ({speed(better.mbit)}) is up"
-        )
-        return text, f"{INTERFACE_VARIABLE}={better.name}, if it leads to the other ranks"
-    return None
-
-
-def _better(used: Sequence[Interface], there: Sequence[Interface]) -> Interface | None:
-    """Return an interface that is much faster than those in use, as far as the kernel gives
-    speeds.
-    """
-    if not used or any(i.mbit is None or i.kind == "loopback" for i in used):
+        return f"{taken}, a bridge of containers or virtual machines ({why})", remedy
+    is_known = bool(used) and all(i.mbit and i.kind != "loopback" for i in used)
+    if not is_known or not carriers or not (between_hosts or choice["variable"]):
         return None
-    others = [i for i in there if i.carries and i.mbit is not None]
-    fast = max(others, key=lambda i: i.mbit or 0, default=None)
-    total = sum(i.mbit or 0 for i in used)
-    return fast if fast is not None and (fast.mbit or 0) >= FASTER * total else None
+    fast, slow = carriers[-1], min(used, key=lambda i: i.mbit or 0)
+    if (fast.mbit or 0) < FASTER * sum(i.mbit or 0 for i in used):
+        return None
+    text = f"gloo takes {slow.name} ({speed(slow.mbit)}) although {fast.name} ({speed(fast.mbit)})"
+    text += " is up"
+    return text, f"{INTERFACE_VARIABLE}={fast.name}, if it leads to the other ranks"
 
 
-def judge_names(cards: Sequence[Card]) -> Iterator[Finding]:
+def _names(found: Found) -> Iterator[Finding]:
     """Name servers that do not answer: torch asks them at every start."""
-    waits = {card["rank"]: card.get("lookup_s", 0.0) for card in cards}
+    waits = {card["rank"]: card.get("lookup_s", 0.0) for card in found["ranks"]}
     slow = [rank for rank, seconds in waits.items() if seconds >= LOOKUP_S]
     if slow:
-        text = (
-            f"{ranks_text(slow)}: the name of an address is looked up for"
-            f" {format_seconds(max(waits.values()))}, as torch does at every start"
-        )
-        do = (
-            "repair the name server in /etc/resolv.conf, or set RES_OPTIONS='timeout:1 attempts:1'"
-            " on every rank, or name the hosts in /etc/hosts as ::ffff:ADDRESS"
-        )
-        yield note("network", text, do)
+        text = f"{ranks_text(slow)}: the name of an address is looked up for"
+        text += f" {format_seconds(max(waits.values()))}, as torch does at every start"
+        remedy = "repair the name server in /etc/resolv.conf, or set RES_OPTIONS='timeout:1"
+        remedy += " attempts:1' on every rank, or name the hosts in /etc/hosts as ::ffff:ADDRESS"
+        yield note("network", text, remedy)
 
 
-def judge_pairs(
-    cards: Sequence[Card], pairs: Sequence[Mapping[str, Any]], silent: Sequence[int]
-) -> Iterator[Finding]:
-    """Pairs that do not reach each other, that are much slower than others, and links that are
-    slower than their interfaces say.
-    """
+def _link(found: Found) -> Iterator[Finding]:
+    """Pairs that do not reach each other or are slow, and links slower than their interfaces."""
+    cards, pairs = found["ranks"], found["pairs"]
+    if found["not_connected"]:  # then pairs fail for the same reason
+        remedy = "look for a firewall between the hosts, and at the interfaces below 'network'"
+        yield wrong("link", found["not_connected"], remedy)
+        return
     for pair in pairs:
-        if pair["failed"] and not silent:
+        if pair["failed"] and not found["silent"]:  # a silent rank is named already
             text = f"{ranks_text(pair['ranks'])} do not reach each other: {pair['failed']}"
             yield wrong("link", text, "look for a firewall, or another interface")
+    hosts = [card["identity"] for card in cards]
     for kind, level in (("between", "wrong"), ("inside", "note")):
-        some = []
-        for pair in pairs:
-            first, second = (cards[rank]["identity"] for rank in pair["ranks"])
-            if not pair["failed"] and (first != second) == (kind == "between"):
-                some.append(pair)
+        some = [
+            pair
+            for pair in pairs
+            if not pair["failed"]
+            and (len({hosts[rank] for rank in pair["ranks"]}) > 1) == (kind == "between")
+        ]
         rate = statistics.median(pair["bits_per_s"] for pair in some) if some else 0.0
         for pair in [pair for pair in some if pair["bits_per_s"] * OUTLIER < rate][:5]:
-            text = (
-                f"{ranks_text(pair['ranks'])}: {format_rate(pair['bits_per_s'])}, where pairs"
-                f" {kind} hosts have {format_rate(rate)}"
-            )
-            do = "look at the cable, the port and the interface of these hosts"
-            yield Finding(level, "link", text, do)
-        told = [i.mbit * 1e6 for card in cards for i in _used(card) if i.mbit]
-        if some and kind == "between" and told and rate < SLOW_LINK * min(told):
-            text = (
-                f"pairs between hosts have {format_rate(rate)} over interfaces that say"
-                f" {format_rate(min(told))}"
-            )
-            do = (
-                "something between the hosts is slower (a switch, a limit, another job): iperf3"
-                " shows whether it is the network"
-            )
-            yield note("link", text, do)
+            text = f"{ranks_text(pair['ranks'])}: {format_rate(pair['bits_per_s'])}, where pairs"
+            text += f" {kind} hosts have {format_rate(rate)}"
+            remedy = "look at the cable, the port and the interface of these hosts"
+            yield Finding(level, "link", text, remedy)
+        speeds = [i.mbit * 1e6 for card in cards for i in _used(card) if i.mbit]
+        if some and kind == "between" and speeds and rate < SLOW_LINK * min(speeds):
+            text = f"pairs between hosts have {format_rate(rate)} over interfaces that say"
+            text += f" {format_rate(min(speeds))}"
+            remedy = "something between the hosts is slower (a switch, a limit, another job):"
+            remedy += " iperf3 shows whether it is the network"
+            yield note("link", text, remedy)
 
 
-def judge_cores(cards: Sequence[Card]) -> Iterator[Finding]:
-    """More threads, or ranks, than cores; ranks that are bound to the same core."""
+def _cores(found: Found) -> Iterator[Finding]:
+    """More threads or ranks than cores; ranks that are bound to the same core."""
+    cards = found["ranks"]
     for alike in by(cards, lambda card: card["identity"]).values():
         here = [card for card in cards if card["rank"] in alike]
-        together, threads = usable(here), [card["threads"] for card in here]
+        cores, threads = usable(here), [card["threads"] for card in here]
         where = f"{ranks_text(alike)} on {here[0]['host']}" if len(cards) > 1 else "here"
-        if sum(threads) > together + 0.5 and max(threads) > 1:
-            each = max(1, int(together // len(here)))
-            text = (
-                f"{where}: {sum(threads)} threads of torch on {together:g} cores take the cores"
-                " from each other"
-            )
-            yield wrong("cores", text, f"OMP_NUM_THREADS={each}, or torch.set_num_threads({each})")
-        elif len(here) > together + 0.5:
-            text = f"{where}: {len(here)} ranks on {together:g} cores"
-            yield note(
-                "cores", text, "fewer ranks: they compute no faster than the cores there are"
-            )
+        if sum(threads) > cores + 0.5 and max(threads) > 1:
+            each = max(1, int(cores // len(here)))
+            text = f"{where}: {sum(threads)} threads of torch on {cores:g} cores take the cores"
+            text += " from each other"
+            remedy = f"OMP_NUM_THREADS={each}, or torch.set_num_threads({each})"
+            yield wrong("cores", text, remedy)
+        elif len(here) > cores + 0.5:
+            text = f"{where}: {len(here)} ranks on {cores:g} cores"
+            remedy = "fewer ranks: they compute no faster than the cores there are"
+            yield note("cores", text, remedy)
         bound = Counter(tuple(card["cores"]) for card in here)
         machine = max(os.cpu_count() or 1, max(max(card["cores"]) for card in here) + 1)
         for some, count in bound.items():
@@ -276,37 +307,56 @@ def judge_cores(cards: Sequence[Card]) -> Iterator[Finding]:
                 yield wrong("cores", text, "look at the launcher's --bind-to")
 
 
-def usable(cards: Sequence[Card]) -> float:
-    """Return the cores that the ranks of one host have together."""
-    cores = float(len({core for card in cards for core in card["cores"]}))
-    quotas = [card["quota"] for card in cards if card["quota"] is not None]
-    return min(cores, max(quotas)) if quotas else cores
+def _timeouts(found: Found) -> Iterator[Finding]:
+    """Timeouts in the wrong order, too short for a step, or very long."""
+    limits, compute_s = found["timeouts"], found["ranks"][0]["options"]["compute"]
+    ours_s, setup_s, apart_s = (limits[f"{name}_s"] for name in ("gradcomp", "setup", "apart"))
+    torch_s = ours_s if limits["torch_s"] is None else limits["torch_s"]  # None: over MPI
+    job_s = math.inf if limits["job_s"] is None else limits["job_s"]
+    group = f"init_process_group(timeout=timedelta(seconds={ours_s:g}))"
+
+    if limits["setup_problem"]:
+        yield wrong("timeouts", limits["setup_problem"], f"unset {SETUP_VARIABLE}")
+    if apart_s > setup_s / 2:
+        text = f"the ranks came {apart_s:.0f} s apart, and wait {setup_s:g} s for each other to"
+        text += " register"
+        yield wrong("timeouts", text, f"{SETUP_VARIABLE}={4 * apart_s:.0f}, on every rank")
+    if compute_s >= ours_s / 2:
+        text = f"a step computes for {compute_s:g} s, and a peer is given up after {ours_s:g} s: a"
+        text += " slow step would end training"
+        remedy = f"timeout_s={10 * compute_s:.0f} in register, and the same in init_process_group"
+        yield wrong("timeouts", text, remedy)
+    if torch_s < ours_s:
+        text = f"torch gives up after {torch_s:g} s, before gradcomp after {ours_s:g} s: the error"
+        text += " then names no rank"
+        yield wrong("timeouts", text, f"{group}, or a shorter timeout_s in register")
+    if torch_s > ALIKE * ours_s:
+        text = f"gradcomp gives a peer up after {ours_s:g} s, torch's own collectives (broadcast of"
+        text += f" buffers) after {torch_s:g} s"
+        yield note("timeouts", text, f"{group} makes them alike")
+    if ours_s >= LONG_S:
+        text = "a peer that falls silent without ending (a frozen host, a pulled cable) is given up"
+        text += f" after {ours_s:g} s"
+        remedy = "a shorter timeout_s in register and in init_process_group, several times the"
+        remedy += " longest step and checkpoint"
+        yield note("timeouts", text, remedy)
+    if job_s < ours_s:
+        text = f"the job ends in {job_s:.0f} s, before a silent peer is given up after {ours_s:g} s"
+        yield note("timeouts", text, "a shorter timeout_s")
 
 
-def judge_probe(probe: Mapping[str, Any]) -> Iterator[Finding]:
+def _lost_peer(found: Found) -> Iterator[Finding]:
     """A lost peer that was not noticed, or not in time."""
-    for rank, seen in probe["seen"].items():
+    for rank, seen in found["lost_peer"]["seen"].items():
         one = seen.get("silent")
         if one is None:
             text = f"the probe did not come to its end on rank {rank}: {seen['failed']}"
-            do = "the same would happen to training: send this report"
-            yield wrong("lost peer", text, do)
+            remedy = "the same would happen to training: send this report"
+            yield wrong("lost peer", text, remedy)
         elif one["error"] != PeerLost.__name__ or one["seconds"] > PATIENCE_S + LATE_S:
-            text = (
-                f"rank {rank} did not get an error for a lost peer in time (silent:"
-                f" {one['error'] or 'no error'} after {one['seconds']:.1f} s)"
-            )
+            text = f"rank {rank} did not get an error for a lost peer in time (silent:"
+            text += f" {one['error'] or 'no error'} after {one['seconds']:.1f} s)"
             yield wrong("lost peer", text, "send this report")
 
 
-def speed(mbit: int | None) -> str:
-    """Return the speed of an interface in words."""
-    return "speed unknown" if mbit is None else format_rate(mbit * 1e6)
-
-
-def _interfaces(card: Card) -> list[Interface]:
-    return [Interface(**one) for one in card["interfaces"]]
-
-
-def _used(card: Card) -> list[Interface]:
-    return [one for one in _interfaces(card) if one.name in card["gloo"]["names"]]
+CHECKS = (_ranks, _versions, _kernels, _network, _names, _cores, _link, _timeouts, _lost_peer)

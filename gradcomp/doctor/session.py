@@ -1,7 +1,6 @@
-"""The session: ranks meet, tell who they are, measure, and rank 0 puts together what is wrong and
-what to do.
+"""Ranks meet, tell who they are, and measure; rank 0 puts together what is wrong and what to do.
 
-Rank 0 asks and the others answer by words in a store, so a silent rank is known by its number and
+Rank 0 asks and the others answer through a store, so a silent rank is known by its number and
 keeps no rank waiting. What rank 0 has found is one dictionary that JSON can hold.
 """
 
@@ -16,22 +15,22 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from gradcomp.comm.base import Channel, Communicator, Work
+from gradcomp.comm.base import Channel, Communicator, first_line
 from gradcomp.comm.mpi import RANK_VARIABLES, MpiCommunicator, describe_mpi, load
 from gradcomp.comm.torch_private import store_below
 from gradcomp.comm.torchdist import TorchCommunicator, open_group, open_store
 from gradcomp.doctor import advise, judge
 from gradcomp.doctor.card import PROTOCOL, Lookup, card
-from gradcomp.doctor.judge import Finding, note, ranks_text, wrong
+from gradcomp.doctor.judge import NO_ADDRESS, SET_ADDRESS, ranks_text
 from gradcomp.doctor.options import agreed
 from gradcomp.doctor.pairs import measure_all
-from gradcomp.doctor.timeouts import Timeouts
+from gradcomp.doctor.timeouts import timeouts
 from gradcomp.doctor.words import Words
 from gradcomp.errors import GradcompError, peers_answer
 from gradcomp.version import __version__
@@ -43,8 +42,6 @@ PROBE_S = 3.0  # that a probe takes
 SETUP_S = 6.0  # longest wait for the members of a probe to meet
 LATE_S = 5.0  # for the last words of ranks whose time is up
 BESIDE_S = 60.0  # longer than everything together, after which a rank ends itself
-NO_ADDRESS = "MASTER_ADDR is not set, and no other variable names the host of rank 0"
-SET_ADDRESS = "set MASTER_ADDR and MASTER_PORT on every rank"
 TROUBLE = (RuntimeError, ConnectionError, TimeoutError, OSError, GradcompError)
 
 Found = dict[str, Any]
@@ -148,7 +145,7 @@ def say(text: str) -> None:
 
 
 def examine(me: Me, options: argparse.Namespace) -> Found | None:
-    """Return what was found on rank 0, and None on the other ranks.
+    """Return everything that was found on rank 0, and None on the other ranks.
 
     Raises:
         ConnectionError: the other ranks cannot be reached.
@@ -156,8 +153,7 @@ def examine(me: Me, options: argparse.Namespace) -> Found | None:
     begun = time.monotonic()
     mine = card(me.rank, agreed(options), me.mpi)
     if me.address is None:
-        skipped = [] if me.world_size == 1 else [note("ranks", _SKIPPED, f"{SET_ADDRESS}")]
-        return None if me.rank else _conclude([mine], options, me, begun, {}, 0.0, skipped)
+        return None if me.rank else _conclude([mine], options, me, begun, {}, 0.0)
     watch = Watch(me.rank, 2 * options.wait + options.seconds + BESIDE_S)
     watch.doing = "meeting the other ranks"
     lookup = Lookup(me.address[0])
@@ -177,56 +173,39 @@ def examine(me: Me, options: argparse.Namespace) -> Found | None:
     return None
 
 
-_SKIPPED = f"{NO_ADDRESS}: only rank 0 was examined, without links and without a lost peer"
-
-
 def _ask(
     me: Me, words: Words, mine: Found, options: argparse.Namespace, watch: Watch, begun: float
 ) -> Found:
-    others, told = range(1, me.world_size), dict[int, Found]()
+    """Return what rank 0 finds: collect the cards, have every rank measure, and conclude."""
+    others, cards = range(1, me.world_size), {0: mine}
     first_at = last_at = time.monotonic()  # others can connect from now on
-    while len(told) < len(others) and time.monotonic() - first_at < options.wait:
-        news = words.collect([rank for rank in others if rank not in told], "card", 0.2)
-        told |= news
+    while len(cards) < me.world_size and time.monotonic() - first_at < options.wait:
+        news = words.collect([rank for rank in others if rank not in cards], "card", 0.2)
+        cards |= news
         last_at = time.monotonic() if news else last_at
-    cards = [mine, *(told[rank] for rank in sorted(told))]
-    silent = [rank for rank in others if rank not in told]
-    findings = [
-        wrong(
-            "versions",
-            f"rank {one['rank']} has another doctor (gradcomp {one['versions']['gradcomp']}"
-            f" there, {__version__} on rank 0): nothing was measured",
-            "install the same gradcomp on every host",
-        )
-        for one in cards
-        if one["protocol"] != PROTOCOL
-    ]
-    if silent:
-        text = f"{ranks_text(silent)} did not answer within {options.wait:g} s"
-        do = "check that the process runs, is not stopped, and that its host reaches rank 0's host"
-        findings.append(wrong("ranks", text, do))
-    measures = not findings and not (me.over == "gloo" and judge.cannot_connect(cards))
-    members = members_of([one["identity"] for one in cards])
-    go = {"measure": measures, "seconds": options.seconds, "members": members}
-    for rank in told:
+    here = [cards[rank] for rank in sorted(cards)]
+    silent = [rank for rank in others if rank not in cards]
+    is_alike = all(one["protocol"] == PROTOCOL for one in here)
+    is_stuck = me.over == "gloo" and judge.cannot_connect(here)
+    go = {
+        "measure": is_alike and not silent and not is_stuck,
+        "seconds": options.seconds,
+        "members": members_of([one["identity"] for one in here]),
+    }
+    for rank in sorted(cards)[1:]:
         words.post(rank, "go", go)
-    seen: dict[int, Found] = {}
+    if not go["measure"]:  # the store ends with this rank: the others must have read their message
+        words.collect(sorted(cards)[1:], "seen", LATE_S)
+        return _conclude(here, options, me, begun, {}, last_at - first_at, silent)
     started = time.monotonic()
-    if measures:
-        seen[0] = _measure(me, words, go, watch)
-        is_short = seen[0]["failed"] or any(pair["failed"] for pair in seen[0]["pairs"])
-        left_s = max(0.0, started + options.seconds - time.monotonic()) if is_short else 0.0
-        seen |= words.collect(others, "seen", LATE_S + left_s)
-        silent = [rank for rank in others if rank not in seen]
-        if silent:
-            text = f"{ranks_text(silent)} fell silent while measuring"
-            do = "look at what the process does (py-spy dump), and at the network of its host"
-            findings.append(wrong("ranks", text, do))
-    else:  # the store ends with this rank: the others must have read their word
-        words.collect(told, "seen", LATE_S)
+    seen = {0: _measure(me, words, go, watch)}
+    # ranks that did not connect, or waited for a silent one, take the time that there is
+    is_short = seen[0]["failed"] or any(pair["failed"] for pair in seen[0]["pairs"])
+    left_s = max(0.0, started + options.seconds - time.monotonic()) if is_short else 0.0
+    seen |= words.collect(others, "seen", LATE_S + left_s)
+    silent = [rank for rank in others if rank not in seen]
     watch.doing = "predicting"
-    since = started if measures else begun
-    return _conclude(cards, options, me, since, seen, last_at - first_at, findings, silent)
+    return _conclude(here, options, me, started, seen, last_at - first_at, silent)
 
 
 def _measure(me: Me, words: Words, go: Found, watch: Watch) -> Found:
@@ -239,7 +218,7 @@ def _measure(me: Me, words: Words, go: Found, watch: Watch) -> Found:
     except TROUBLE as error:
         seen["failed"] = (
             f"rank {me.rank} is not connected to all others after {time.monotonic() - begun:.1f} s"
-            f" (longest {CONNECT_S:g} s): {(str(error) or type(error).__name__).splitlines()[0]}"
+            f" (longest {CONNECT_S:g} s): {first_line(error)}"
         )
         return seen
     try:
@@ -255,7 +234,7 @@ def _measure(me: Me, words: Words, go: Found, watch: Watch) -> Found:
 
 
 def members_of(hosts: Sequence[str]) -> list[int]:
-    """Return the ranks of a probe: of two or three hosts one each, or of one host up to three.
+    """Return the ranks of a probe: one each of up to three hosts, or up to three of one host.
 
     Args:
         hosts: of every rank, what tells its host from others.
@@ -266,56 +245,53 @@ def members_of(hosts: Sequence[str]) -> list[int]:
 
 
 def _probe(comm: Communicator, members: Sequence[int], left_s: float, words: Words) -> Found:
-    """Return what this rank sees when a peer is lost, if all members have time for it."""
+    """Take part in a probe of `members`, if all have time for it: they make a communicator of
+    their own, of which the last rank is silent until the others have given up.
+
+    Returns:
+        `lost`: this was the silent rank; or `silent`: the `error`, `seconds` and `text` that
+        another rank got; or why there is neither, `skipped` or `failed`.
+    """
     others = [rank for rank in members if rank != comm.rank]
     for rank in others:
         words.post(rank, "probe", left_s > PROBE_S)
-    said = words.collect(others, "probe", PROBE_S)
-    if missing := [rank for rank in others if rank not in said]:
+    answers = words.collect(others, "probe", PROBE_S)
+    if missing := [rank for rank in others if rank not in answers]:
         return {"skipped": f"{ranks_text(missing)} did not answer"}
-    if left_s <= PROBE_S or not all(said.values()):
+    if left_s <= PROBE_S or not all(answers.values()):
         return {"skipped": "there was no time left for it (--seconds gives more)"}
     try:
-        return probe_here(comm, members, words)
+        inner = comm.subset(members, SETUP_S)
+        try:
+            inner.all_gather_bytes(b"ready", SETUP_S, Channel.FIRST)
+            if comm.rank != members[-1]:
+                return {"silent": _wait_for_silent(inner, words, members[-1])}
+            words.collect(members[:-1], "gave up", judge.PATIENCE_S + judge.LATE_S)
+            with contextlib.suppress(ConnectionError, TimeoutError):  # ends what the others began
+                inner.all_gather_bytes(bytes(8), SETUP_S, Channel.FIRST)
+            return {"lost": True}
+        finally:
+            inner.close()
     except TROUBLE as error:
-        return {"failed": f"{type(error).__name__}: {(str(error) or '?').splitlines()[0]}"}
+        return {"failed": f"{type(error).__name__}: {first_line(error)}"}
 
 
-def probe_here(comm: Communicator, ranks: Sequence[int], words: Words) -> Found:
-    """Take part in a probe of `ranks`, a communicator of their own in which the last one is
-    silent until the others say that they gave up; return what this rank sees.
-    """
-    inner = comm.subset(ranks, SETUP_S)
-    try:
-        inner.all_gather_bytes(b"ready", SETUP_S, Channel.FIRST)
-        if inner.rank < inner.world_size - 1:
-            seen, work = _wait(inner, judge.PATIENCE_S)
-            words.post(ranks[-1], "gave up", None)
-            late = time.monotonic() + SETUP_S
-            while work is not None and not work.is_done() and time.monotonic() < late:
-                time.sleep(0.01)  # an MPI does not come to its end with a collective under way
-            return {"silent": seen}
-        words.collect(ranks[:-1], "gave up", judge.PATIENCE_S + judge.LATE_S)
-        with contextlib.suppress(ConnectionError, TimeoutError):  # ends what the others began
-            inner.all_gather_bytes(bytes(8), SETUP_S, Channel.FIRST)
-        return {"lost": True}
-    finally:
-        inner.close()
-
-
-def _wait(comm: Communicator, timeout_s: float) -> tuple[Found, Work | None]:
-    """Wait for all members, one of which is silent; return the error and the seconds that it
-    took, and what was waited for.
-    """
+def _wait_for_silent(comm: Communicator, words: Words, silent: int) -> Found:
+    """Return the error that rank `silent` causes on this rank, and the seconds until it came."""
     begun, work, name, text = time.perf_counter(), None, "", "it ended without that member"
     send, recv = (torch.zeros(8 * n, dtype=torch.uint8) for n in (1, comm.world_size))
     try:
         with peers_answer("probe"):
             work = comm.start_all_gather(send, recv, Channel.FIRST)
-            work.wait(timeout_s)
+            work.wait(judge.PATIENCE_S)
     except GradcompError as error:
         name, text = type(error).__name__, str(error)
-    return {"error": name, "seconds": time.perf_counter() - begun, "text": text}, work
+    seen = {"error": name, "seconds": time.perf_counter() - begun, "text": text}
+    words.post(silent, "gave up", None)
+    deadline = time.monotonic() + SETUP_S
+    while work is not None and not work.is_done() and time.monotonic() < deadline:
+        time.sleep(0.01)  # an MPI does not come to its end with a collective under way
+    return seen
 
 
 def _conclude(
@@ -325,47 +301,35 @@ def _conclude(
     started: float,
     seen: Mapping[int, Found],
     apart_s: float,
-    more: Iterable[Finding] = (),
     silent: Sequence[int] = (),
 ) -> Found:
     """Return everything that was found, findings and recommendation included."""
     pairs = _merged([pair for one in seen.values() for pair in one["pairs"]])
-    probe = _probes({rank: one["probe"] for rank, one in seen.items() if one["probe"]})
-    timeouts = Timeouts.here(me.over, options.timeout, options.torch_timeout, apart_s)
-    failed = [one["failed"] for one in seen.values() if one["failed"]][:1]
-    do = "look for a firewall between the hosts, and at the interfaces below 'network'"
-    findings = [
-        *more,
-        *judge.judge_versions(cards),
-        *judge.judge_network(cards, me.over),
-        *judge.judge_names(cards),
-        *judge.judge_cores(cards),
-        *(wrong("link", text, do) for text in failed),
-        *(() if failed else judge.judge_pairs(cards, pairs, silent)),
-        *timeouts.findings(options.compute),
-        *judge.judge_probe(probe),
-    ]
     advice, link = None, advise.link_of([one["identity"] for one in cards], pairs)
     if link is not None:
         here = [one for one in cards if one["identity"] == cards[0]["identity"]]
         left_s = options.seconds - (time.monotonic() - started)
         advice = advise.recommend(*link, vars(options), judge.usable(here) / len(here), left_s)
-    return {
+    found = {
         "gradcomp": __version__,
         "over": me.over,
         "ranks": list(cards),
         "world_size": me.world_size,
         "silent": list(silent),
+        "not_connected": next((one["failed"] for one in seen.values() if one["failed"]), ""),
         "pairs": pairs,
         "pairs_not_measured": math.comb(me.world_size, 2) - len(pairs) if seen else 0,
         "measured": bool(seen),
-        "timeouts": timeouts.to_dict(),
-        "lost_peer": probe,
+        "timeouts": timeouts(me.over, options.timeout, options.torch_timeout, apart_s),
+        "lost_peer": _probes({rank: one["probe"] for rank, one in seen.items() if one["probe"]}),
         "recommendation": advice,
-        "findings": [finding._asdict() for finding in findings],
-        "seconds": time.monotonic() - started,
         "budget_s": options.seconds,
+    }
+    findings = judge.findings(found)
+    return found | {
+        "findings": [finding._asdict() for finding in findings],
         "status": int(any(finding.level == "wrong" for finding in findings)),
+        "seconds": time.monotonic() - started,
     }
 
 

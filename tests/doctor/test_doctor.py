@@ -3,6 +3,7 @@ what it says of each.
 """
 
 import contextlib
+import fnmatch
 import io
 import json
 import logging
@@ -28,20 +29,17 @@ from gradcomp.doctor import advise, card, judge, pairs, report, session
 from gradcomp.doctor.__main__ import main
 from gradcomp.doctor.interfaces import Interface, gloo_takes, interfaces
 from gradcomp.doctor.options import agreed, build_parser, parse
-from gradcomp.doctor.timeouts import Timeouts
+from gradcomp.doctor.timeouts import timeouts
 from gradcomp.plan.links import Link, Node
 
 WHY = hosts.unavailable()
+ROOT_ONLY = pytest.mark.skipif(bool(WHY), reason=WHY)
 QUIET = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def environment(**more):
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    return (
-        {k: v for k, v in os.environ.items() if k not in names}
-        | QUIET
-        | {k: str(v) for k, v in more.items()}
-    )
+def environment():
+    return {k: v for k, v in os.environ.items() if k not in PLACE} | QUIET
 
 
 class Machine:
@@ -66,13 +64,8 @@ class Machine:
 
     def start(self, rank, world_size, port, *options, first="", address="127.0.0.1", **variables):
         """Start a rank; `first` is a program that makes it otherwise than others are."""
-        given = {
-            "RANK": rank,
-            "WORLD_SIZE": world_size,
-            "MASTER_ADDR": address,
-            "MASTER_PORT": port,
-            **variables,
-        }
+        given = {"RANK": rank, "WORLD_SIZE": world_size, **variables}
+        given |= {"MASTER_ADDR": address, "MASTER_PORT": port}
         files = [str(self.folder / f"{len(self.started)}.{what}") for what in ("out", "err")]
         pid = self.ask([options, {k: str(v) for k, v in given.items()}, first, *files])
         self.started.append(pid)
@@ -99,6 +92,22 @@ def machine(tmp_path_factory):
     made.close()
 
 
+@pytest.fixture
+def two_hosts(tmp_path):
+    """Return start(two): a Machine on each of the hosts of an open `hosts.Hosts`."""
+    with contextlib.ExitStack() as closing:
+
+        def start(two):
+            there = []
+            for number in range(2):
+                (tmp_path / str(number)).mkdir()
+                there.append(Machine(tmp_path / str(number), two.command(number)))
+                closing.callback(there[-1].close)
+            return there
+
+        yield start
+
+
 def wrongs(found, topic=None):
     return [
         f["text"]
@@ -110,39 +119,22 @@ def wrongs(found, topic=None):
 # ---- under launchers
 
 
-def check_two_ranks(found, over):
-    assert found["over"] == over and found["world_size"] == len(found["ranks"]) == 2
-    assert found["status"] == 0 and wrongs(found) == []
-    (pair,) = found["pairs"]
-    assert pair["ranks"] == [0, 1] and not pair["failed"]
-    assert (
-        1e-6 < pair["latency_s"] < 0.2
-        and 1e5 < pair["bits_per_s"] < 1e13
-        and pair["nbytes"] >= 1 << 16
-    )
-    seen = found["lost_peer"]["seen"]["0"]
-    assert found["lost_peer"]["lost"] == 1 and set(seen) == {"silent"}
-    assert seen["silent"]["error"] == "PeerLost"
-    assert judge.PATIENCE_S <= seen["silent"]["seconds"] < judge.PATIENCE_S + judge.LATE_S
-    advice = found["recommendation"]
-    assert advice["link"]["bits_per_s"] == pair["bits_per_s"] and advice["link"]["nodes"] == 2
-    assert found["seconds"] < 60
+LAUNCHERS = {
+    "torchrun": ("torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+    "mpich": ("gradcomp.launch", "-n", "2"),
+    "openmpi": ("gradcomp.launch", "-n", "2"),
+}
 
 
 @pytest.mark.slow
-def test_under_torchrun(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "gradcomp.doctor",
-        "--seconds",
-        "30",
-    ]
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_two_ranks_under_a_launcher(launcher, tmp_path):
+    python = Path(sys.executable)
+    if launcher != "torchrun":
+        python = Path(f"{sys.prefix}-{launcher}", "bin", "python")
+    if not python.exists():
+        pytest.skip(f"{python} is missing: make mpi")
+    command = [python, "-m", *LAUNCHERS[launcher], "-m", "gradcomp.doctor", "--seconds", "30"]
     out = subprocess.run(
         [*command, "--json", tmp_path / "found.json"],
         env=environment(),
@@ -151,52 +143,29 @@ def test_under_torchrun(tmp_path):
         timeout=100,
         check=False,
     )
-    assert out.returncode == 0, out.stderr
+    assert out.returncode == 0, out.stdout + out.stderr
     found = json.loads((tmp_path / "found.json").read_text())
-    check_two_ranks(found, "gloo")
-    assert found["ranks"][0]["starter"] == "torchrun"
-    for words in (
-        "2 of 2, started by torchrun, bytes over gloo",
-        "gloo takes lo (loopback",
-        "rank 1 fell silent: PeerLost",
-        "Nothing wrong",
-    ):
+    over = "gloo" if launcher == "torchrun" else "mpi"
+    assert found["over"] == over and found["world_size"] == len(found["ranks"]) == 2
+    assert found["status"] == 0 and wrongs(found) == [] and found["seconds"] < 60
+    (pair,) = found["pairs"]
+    assert pair["ranks"] == [0, 1] and not pair["failed"] and pair["nbytes"] >= 1 << 16
+    assert 1e-6 < pair["latency_s"] < 0.2 and 1e5 < pair["bits_per_s"] < 1e13
+    assert found["lost_peer"]["lost"] == 1 and set(found["lost_peer"]["seen"]["0"]) == {"silent"}
+    silent = found["lost_peer"]["seen"]["0"]["silent"]
+    assert silent["error"] == "PeerLost"
+    assert judge.PATIENCE_S <= silent["seconds"] < judge.PATIENCE_S + judge.LATE_S
+    advice = found["recommendation"]
+    assert advice["link"]["bits_per_s"] == pair["bits_per_s"] and advice["link"]["nodes"] == 2
+    for words in ("gloo takes lo (loopback", "rank 1 fell silent: PeerLost", "Nothing wrong"):
         assert words in out.stdout
     assert out.stdout.count("recommended") == 1  # rank 0 alone prints
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flavour", ["mpich", "openmpi"])
-def test_under_mpi(flavour):
-    python = Path(f"{sys.prefix}-{flavour}", "bin", "python")
-    if not python.exists():
-        pytest.skip(f"{python} is missing: make mpi")
-    command = [
-        python,
-        "-m",
-        "gradcomp.launch",
-        "-n",
-        "2",
-        "-m",
-        "gradcomp.doctor",
-        "--json",
-        "-",
-        "--seconds",
-        "30",
-    ]
-    out = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=100, check=False
-    )
-    assert out.returncode == 0, out.stdout + out.stderr
-    found = json.loads(out.stdout)
-    check_two_ranks(found, "mpi")
-    assert {"mpich": "MPICH", "openmpi": "Open MPI"}[flavour] in found["ranks"][1]["versions"][
-        "MPI"
-    ]
-    assert (
-        "MpiCommunicator" in advise.in_code(found["recommendation"], "mpi")
-        or found["recommendation"]["codec"] is None
-    )
+    if over == "gloo":
+        assert "2 of 2, started by torchrun, bytes over gloo" in out.stdout
+    else:
+        library = {"mpich": "MPICH", "openmpi": "Open MPI"}[launcher]
+        assert library in found["ranks"][1]["versions"]["MPI"]
+        assert "MpiCommunicator" in advise.in_code(advice, "mpi") or advice["codec"] is None
 
 
 def test_alone_it_looks_at_the_machine_and_says_how_to_start_ranks(capsys, caplog, monkeypatch):
@@ -204,35 +173,20 @@ def test_alone_it_looks_at_the_machine_and_says_how_to_start_ranks(capsys, caplo
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     caplog.set_level(logging.WARNING, "gradcomp")  # main sets another one
-    crowded = any(found.level == "wrong" for found in judge.judge_cores([card.card(0, {}, None)]))
+    crowded = any(
+        found.level == "wrong" for found in judge._cores({"ranks": [card.card(0, {}, None)]})
+    )
     assert main(["--plain"]) == int(crowded)
     text = capsys.readouterr().out
-    for words in (
-        "alone on",
-        "torchrun --standalone",
-        "python -m gradcomp.launch -n 2",
-        "srun -n 4",
-        f"torch {torch.__version__}",
-        " tier",
-    ):
-        assert words in text
-    assert "start several ranks" in text
+    launchers = "torchrun --standalone", "python -m gradcomp.launch -n 2", "srun -n 4"
+    seen = "alone on", f"torch {torch.__version__}", " tier", "start several ranks"
+    assert [words for words in (*launchers, *seen) if words not in text] == []
 
 
 def test_variables_of_srun_are_understood(monkeypatch):
-    step = {
-        "SLURM_JOB_ID": "4711",
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NODELIST": "node[07-08]",
-        "SLURM_NODEID": "1",
-    }
-    task = {
-        "SLURM_PROCID": "2",
-        "SLURM_NTASKS": "4",
-        "SLURM_LOCALID": "0",
-        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-    }
-    me = session.Me.find("auto", step | task)
+    step = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "node[07-08]"}
+    task = {"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "1"}
+    me = session.Me.find("auto", step | task | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"})
     assert (me.rank, me.world_size, me.over, me.address) == (2, 4, "gloo", ("node07", 12573))
     assert session.Me.find("auto", {}).world_size == 1
     with pytest.raises(ValueError, match="MASTER_ADDR is not set"):
@@ -263,21 +217,15 @@ def test_mpi_without_an_address_examines_rank_0_and_says_what_it_skipped(monkeyp
 
 @pytest.mark.timed
 @pytest.mark.slow
-@pytest.mark.skipif(bool(WHY), reason=WHY)
-def test_a_link_between_hosts_is_measured_and_loopback_is_an_error(tmp_path):
-    with hosts.Hosts(2, Link(1e8)) as two, contextlib.ExitStack() as closing:
-        there = []
-        for number in range(2):
-            (tmp_path / str(number)).mkdir()
-            there.append(Machine(tmp_path / str(number), two.command(number)))
-            closing.callback(there[-1].close)
+@ROOT_ONLY
+def test_a_link_between_hosts_is_measured_and_loopback_is_an_error(two_hosts):
+    with hosts.Hosts(2, Link(1e8)) as two:
+        there = two_hosts(two)
 
         def run(interface, port):
             given = {"address": two.address(0), "GLOO_SOCKET_IFNAME": interface}
-            ranks = [
-                there[k].start(k, 2, port, "--json", "-", "--seconds", "8", **given)
-                for k in range(2)
-            ]
+            options = "--json", "-", "--seconds", "8"
+            ranks = [there[k].start(k, 2, port, *options, **given) for k in range(2)]
             first, second = [end(rank) for rank in ranks]
             assert (second[0], second[1]) == (0, ""), second
             return first[0], json.loads(first[1])
@@ -301,13 +249,12 @@ def test_a_link_between_hosts_is_measured_and_loopback_is_an_error(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(bool(WHY), reason=WHY)
-def test_a_name_server_that_does_not_answer_is_said_and_hinders_nothing(tmp_path):
+@ROOT_ONLY
+def test_a_name_server_that_does_not_answer_is_said_and_hinders_nothing(two_hosts):
     """torch asks it for the name of every first connection, for longer than the members of a probe
     take to meet.
     """
     with hosts.Hosts(2, Link(1e9)) as two, contextlib.ExitStack() as closing:
-        there = []
         for number in range(2):
             name = two.command(number)[3]
             own = Path("/etc/netns") / name
@@ -316,38 +263,25 @@ def test_a_name_server_that_does_not_answer_is_said_and_hinders_nothing(tmp_path
             # an address of nobody
             (own / "resolv.conf").write_text("nameserver 192.0.2.1\noptions timeout:3 attempts:1\n")
             (own / "nsswitch.conf").write_text("hosts: files dns\n")
-            subprocess.run(
-                ["ip", "-n", name, "route", "add", "default", "via", two.address(1 - number)],
-                check=True,
-            )
-            (tmp_path / str(number)).mkdir()
-            there.append(Machine(tmp_path / str(number), two.command(number)))
-            closing.callback(there[-1].close)
-        given = {
-            "address": two.address(0),
-            "GLOO_SOCKET_IFNAME": "eth0",
-            "first": "from gradcomp.doctor import session; session.SETUP_S = 2.5",
-        }
+            way = ["route", "add", "default", "via", two.address(1 - number)]
+            subprocess.run(["ip", "-n", name, *way], check=True)
+        there, given = two_hosts(two), {"address": two.address(0), "GLOO_SOCKET_IFNAME": "eth0"}
+        given["first"] = "from gradcomp.doctor import session; session.SETUP_S = 2.5"
         ranks = [there[k].start(k, 2, 29500, "--json", "-", **given) for k in range(2)]
         (status, text, _), (other, *_) = [end(rank) for rank in ranks]
     found = json.loads(text)
     assert (status, other, wrongs(found)) == (0, 0, [])
     assert set(found["lost_peer"]["seen"]["0"]) == {"silent"}
     (said,) = [f for f in found["findings"] if "looked up" in f["text"]]
-    seconds = re.match(
-        r"ranks 0 and 1: the name of an address is looked up for ([\d.]+)", said["text"]
-    )
-    assert seconds and float(seconds[1]) >= 2.9, said
+    asked = r"ranks 0 and 1: the name of an address is looked up for ([\d.]+)"
+    assert float(re.match(asked, said["text"])[1]) >= 2.9, said
     assert "/etc/resolv.conf" in said["do"]
 
 
 # ---- ranks that are silent, or otherwise
 
 
-@pytest.mark.slow
-def test_a_rank_that_does_not_come_is_named(machine):
-    port, empty = free_port(), free_port()
-    patient = """
+COMES = """
 import time
 from gradcomp.doctor import session
 meet = session.Me.meet
@@ -359,150 +293,89 @@ def meets(self, wait_s):
     return words
 session.Me.meet = meets
 """
-    ranks = [
-        machine.start(0, 4, port, "--wait", "2", first=patient),
-        machine.start(2, 4, port, "--wait", "30"),
-    ]
-    lone = machine.start(1, 2, empty, "--wait", "2")
-    (status, text, _), (other, *_) = [end(rank) for rank in ranks]
-    assert (status, other) == (1, 0)
-    assert (
-        "wrong: ranks 1 and 3 did not answer within 2 s" in text
-        and "what is wrong above comes first" in text
-    )
-    status, _, said = end(lone)
-    assert status == 1 and "rank 1 does not reach rank 0 at 127.0.0.1" in said
+IMPORTS = "import os, signal, time; from gradcomp.doctor import card, session; "
+STOPS = "lambda *args: os.kill(os.getpid(), signal.SIGSTOP)"
+IMPATIENT = f"{IMPORTS}session.CONNECT_S = 2.0; "
+LONGER = f"{IMPORTS}session.PAIRS_SHARE = 0.9"  # rank 2 waits for rank 1 first
+NO_INTERFACE = "import os; os.environ['GLOO_SOCKET_IFNAME'] = 'nope0'"
+WAITS, SHORT = ("--wait", "3"), ("--seconds", "7")
+# what is wrong: {rank: (what makes it otherwise, *options)}, ranks that end, good pairs
+SCENES = {
+    "ranks 1 and 3 did not answer within 2 s": (
+        {0: (COMES, "--wait", "2"), 2: ("", "--wait", "30")},
+        *((0, 2), []),
+    ),
+    "rank 1 did not answer within 3 s": (
+        {0: ("", *WAITS), 1: (f"{IMPORTS}session.card = {STOPS}", *WAITS)},
+        *((0,), []),
+    ),
+    "rank 1 fell silent while measuring": (
+        {
+            0: (LONGER, *SHORT),
+            1: (f"{IMPORTS}session.measure_all = {STOPS}", *SHORT),
+            2: (LONGER, *SHORT),
+        },
+        *((0, 2), [[0, 2]]),
+    ),
+    # as behind a firewall
+    "rank 0 is not connected to all others after": (
+        {0: (IMPATIENT,), 1: (f"{IMPATIENT}session.open_group = lambda *_: time.sleep(3)",)},
+        *((0,), []),
+    ),
+    f"gradcomp differs: {gradcomp.__version__} on rank 0, 0.0.9 on rank 1": (
+        {0: ("", "--seconds", "2"), 1: (f"{IMPORTS}card.__version__ = '0.0.9'", "--seconds", "2")},
+        *((0, 1), [[0, 1]]),
+    ),
+    "--compute differs: 0.1 on rank 0, 3.0 on rank 1; rank 0's was taken": (
+        {0: ("",), 1: ("", "--compute", "3")},
+        *((0, 1), [[0, 1]]),
+    ),
+    "rank 1 has another doctor": ({0: ("",), 1: (f"{IMPORTS}card.PROTOCOL = 7",)}, (0, 1), []),
+    "ranks 0 and 1: gloo cannot start: there is no interface 'nope0' here": (
+        dict.fromkeys((0, 1), (NO_INTERFACE,)),
+        *((0, 1), []),
+    ),
+}
 
 
 @pytest.mark.slow
-def test_a_rank_that_stops_before_it_has_come_is_named(machine):
-    stops = (
-        "import os, signal; from gradcomp.doctor import session; session.card = lambda *args:"
-        " os.kill(os.getpid(), signal.SIGSTOP)"
-    )
-    options, port = ["--json", "-", "--wait", "3"], free_port()
-    first, _ = machine.start(0, 2, port, *options), machine.start(1, 2, port, *options, first=stops)
-    status, text, _ = end(first)
-    found = json.loads(text)
-    assert (status, found["silent"], wrongs(found)) == (
-        1,
-        [1],
-        ["rank 1 did not answer within 3 s"],
-    )
+@pytest.mark.parametrize("wrong", SCENES)
+def test_what_is_wrong_with_ranks(machine, wrong):
+    """A rank that is silent is named, and all that can be measured without it is."""
+    programs, ends, good = SCENES[wrong]
+    port, world_size = free_port(), 4 if "ranks 1 and 3" in wrong else len(programs)
+    started = {
+        rank: machine.start(rank, world_size, port, "--json", "-", *options, first=first)
+        for rank, (first, *options) in programs.items()
+    }
+    ended = {rank: end(started[rank]) for rank in ends}
+    assert {rank: one[0] for rank, one in ended.items()} == dict.fromkeys(ends, 0) | {0: 1}
+    found = json.loads(ended[0][1])
+    (text,) = [one for one in wrongs(found) if not one.startswith("--wait differs")]
+    assert text.startswith(wrong) and found["seconds"] < 40
+    silent = re.match("ranks? (.*) (did not answer|fell silent)", wrong)
+    assert found["silent"] == (list(map(int, silent[1].split(" and "))) if silent else [])
+    assert [p["ranks"] for p in found["pairs"] if not p["failed"]] == good
+    assert (found["recommendation"] is not None) == bool(good)
+    if "fell silent" in wrong:
+        assert found["lost_peer"]["skipped"] == "rank 1 did not answer"
+    if "gradcomp differs" in wrong:
+        assert "no time left for it (--seconds" in found["lost_peer"]["skipped"]
 
 
 @pytest.mark.slow
-def test_a_rank_that_stops_leaves_the_others_to_be_measured(machine):
-    stops = (
-        "import os, signal; from gradcomp.doctor import session; session.measure_all ="
-        " lambda *args: os.kill(os.getpid(), signal.SIGSTOP)"
-    )
-    port = free_port()
-    patient = (  # rank 2 waits for rank 1 first
-        "from gradcomp.doctor import session; session.PAIRS_SHARE = 0.9"
-    )
-    ranks = [
-        machine.start(
-            k, 3, port, "--json", "-", "--seconds", "7", first=stops if k == 1 else patient
-        )
-        for k in range(3)
-    ]
-    status, text, _ = end(ranks[0])
-    found = json.loads(text)
-    assert (status, found["silent"], wrongs(found)) == (
-        1,
-        [1],
-        ["rank 1 fell silent while measuring"],
-    )
-    assert [p["ranks"] for p in found["pairs"] if not p["failed"]] == [[0, 2]]
-    assert found["recommendation"] is not None and end(ranks[2])[0] == 0
-    assert found["lost_peer"]["skipped"] == "rank 1 did not answer" and found["seconds"] < 30
-
-
-@pytest.mark.slow
-def test_ranks_that_gloo_does_not_connect(machine):
-    """One rank never comes to connect, as behind a firewall: nobody waits longer than for that,
-    and it is said.
-    """
-    never = (
-        "import time; from gradcomp.doctor import session; session.CONNECT_S = 2.0;"
-        " session.open_group = lambda *args: time.sleep(3)"
-    )
-    patient, port = "from gradcomp.doctor import session; session.CONNECT_S = 2.0", free_port()
-    ranks = [machine.start(k, 2, port, "--plain", first=never if k else patient) for k in range(2)]
-    status, text, _ = end(ranks[0])
-    assert (
-        status == 1
-        and "wrong: rank 0 is not connected to all others after" in text
-        and "a firewall between the hosts" in text
-    )
-
-
-@pytest.mark.slow
-def test_a_port_that_is_taken(machine):
+def test_ranks_that_do_not_meet(machine):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        status, _, text = end(machine.start(0, 2, server.getsockname()[1], "--wait", "2"))
-    assert (
-        status == 1
-        and "rank 0 cannot serve the ranks' store at 127.0.0.1" in text
-        and "Is the port free?" in text
-    )
+        taken = machine.start(0, 2, server.getsockname()[1], "--wait", "2")
+        status, _, text = end(taken)
+    assert status == 1 and "Is the port free?" in text
+    assert "rank 0 cannot serve the ranks' store at 127.0.0.1" in text
+    status, _, text = end(machine.start(1, 2, free_port(), "--wait", "2"))
+    assert status == 1 and "rank 1 does not reach rank 0 at 127.0.0.1" in text
 
 
 @pytest.mark.slow
-def test_a_rank_with_another_version_and_other_arguments_is_named(machine):
-    other = "import gradcomp.doctor.card as card; card.__version__ = '0.0.9'"
-    options, port = ["--json", "-", "--seconds", "2"], free_port()
-    ranks = [
-        machine.start(0, 2, port, *options),
-        machine.start(1, 2, port, *options, "--compute", "3", first=other),
-    ]
-    (status, text, _), (there, *_) = [end(rank) for rank in ranks]
-    assert (status, there) == (1, 0)
-    found = json.loads(text)
-    assert wrongs(found, "versions") == [
-        f"gradcomp differs: {gradcomp.__version__} on rank 0, 0.0.9 on rank 1",
-        "--compute differs: 0.1 on rank 0, 3.0 on rank 1; rank 0's was taken",
-    ]
-    assert found["recommendation"] is not None  # what can be measured is
-    assert found["lost_peer"]["skipped"] == "there was no time left for it (--seconds gives more)"
-
-
-@pytest.mark.slow
-def test_another_doctor_is_named_and_not_spoken_to(machine):
-    port = free_port()
-    ranks = [
-        machine.start(
-            k, 2, port, first="import gradcomp.doctor.card as card; card.PROTOCOL = 7" * k
-        )
-        for k in range(2)
-    ]
-    (status, text, _), (there, *_) = [end(rank) for rank in ranks]
-    assert (status, there) == (1, 0) and "wrong: rank 1 has another doctor" in text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("nope0", "there is no interface 'nope0' here"),
-        ("^lo", "NCCL's way to leave interfaces out"),
-    ],
-)
-def test_an_interface_that_is_not_there(machine, name, says):
-    port = free_port()
-    ranks = [machine.start(rank, 2, port, GLOO_SOCKET_IFNAME=name) for rank in range(2)]
-    (status, text, _), (other, *_) = [end(rank) for rank in ranks]
-    assert (status, other) == (1, 0)
-    assert (
-        "wrong: ranks 0 and 1: gloo cannot start" in text
-        and says in text
-        and "-> GLOO_SOCKET_IFNAME=" in text
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(bool(WHY), reason=WHY)
+@ROOT_ONLY
 def test_no_network_at_all(tmp_path):
     """In a namespace whose loopback is down nothing reaches anything; alone it is said, and of
     several ranks each says so.
@@ -518,30 +391,34 @@ def test_no_network_at_all(tmp_path):
         bare.close()
 
 
-def test_bad_usage(capsys, tmp_path):
-    for words, says in [
-        (["--seconds", "0"], "'0' is not a number of seconds above 0"),
-        (["--seconds", "nan"], "'nan' is not"),
-        (["--parameters", "lots"], "'lots' is not a number of parameters such as"),
-        (["--parameters", ""], "'' is not a number of parameters"),
-        (["--compute", "-1"], "'-1' is not a number of seconds"),
-        (["--every", "0"], "'0' is not a number of steps"),
-        (["--optimizer", "no name"], "optimizer must be a name such as adamw"),
-        (["--tolerance", "-1"], "'-1' is not a loss in nats"),
-        (["--over", "nccl"], "invalid choice: 'nccl'"),
-        (["--json", str(tmp_path / "none" / "file")], "there is no such folder"),
-        (["surprise"], "unknown argument surprise"),
-    ]:
-        with pytest.raises(SystemExit) as ended:
-            parse(words)
-        assert ended.value.code == 2
-        assert says in capsys.readouterr().err, words
+BAD_USE = [
+    (["--seconds", "0"], "'0' is not a number of seconds above 0"),
+    (["--seconds", "nan"], "'nan' is not"),
+    (["--parameters", "lots"], "'lots' is not a number of parameters such as"),
+    (["--parameters", ""], "'' is not a number of parameters"),
+    (["--compute", "-1"], "'-1' is not a number of seconds"),
+    (["--every", "0"], "'0' is not a number of steps"),
+    (["--optimizer", "no name"], "optimizer must be a name such as adamw"),
+    (["--tolerance", "-1"], "'-1' is not a loss in nats"),
+    (["--over", "nccl"], "invalid choice: 'nccl'"),
+    (["--json", "/nowhere/file"], "there is no such folder"),
+    (["surprise"], "unknown argument surprise"),
+]
+
+
+@pytest.mark.parametrize(("words", "says"), BAD_USE)
+def test_a_wrong_command_line_is_refused(words, says, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse(words)
+    assert ended.value.code == 2 and says in capsys.readouterr().err
+
+
+def test_a_command_line():
     found = parse(["--parameters", "1.3B", "--compute", "20ms"])
     assert found.parameters == 1.3e9 and found.compute == 0.02
     assert set(agreed(found)) == set(vars(found)) - {"json", "plain"}
-    assert (
-        "exit status is 0 if all is well, 1 if something is wrong" in build_parser().format_help()
-    )
+    says = "exit status is 0 if all is well, 1 if something is wrong"
+    assert says in build_parser().format_help()
 
 
 # ---- pairs
@@ -568,23 +445,20 @@ def test_rounds_have_every_pair_once_and_every_rank_once_a_round(world_size):
     assert len(found) == world_size - 1 + world_size % 2
 
 
-def test_when_time_runs_out_it_is_said():
-    found = example(pairs_not_measured=5, seconds=12.5)
-    text = plain(found)
-    assert (
-        "5 pairs were not measured: the time ran out" in text
-        and "12.5 s, longer than the 10 s of --seconds" in text
-    )
-
-
 # ---- what is said of it
 
 
-def rank(number, **more):
-    """Return what a rank tells of itself."""
-    lo = Interface("lo", "loopback", True, None, ("127.0.0.1",))
-    eth = Interface("eth0", "ethernet", True, 1000, (f"10.0.0.{number + 1}",))
-    given = {
+LO = Interface("lo", "loopback", True, None, ("127.0.0.1",))
+
+
+def ethernet(name, mbit, *addresses, kind="ethernet", up=True):
+    return Interface(name, kind, up, mbit, addresses)
+
+
+def rank(number, *there, names=("eth0",), problem="", variable="eth0", **more):
+    """Return the card of a rank with these interfaces, of which gloo takes `names`."""
+    there = there or (LO, ethernet("eth0", 1000, f"10.0.0.{number + 1}"))
+    return {
         "rank": number,
         "host": f"n{number}",
         "identity": f"n{number}",
@@ -596,83 +470,187 @@ def rank(number, **more):
         "cores": [0, 1, 2, 3],
         "quota": None,
         "threads": 4,
-        "interfaces": [lo._asdict(), eth._asdict()],
-        "gloo": {"variable": "eth0", "names": ["eth0"], "why": "", "problem": ""},
+        "interfaces": [one._asdict() for one in there],
+        "gloo": {"variable": variable, "names": names, "why": "as it is", "problem": problem},
         "options": agreed(parse([])),
+        **more,
     }
-    return given | more
 
 
 def pair(first, second, rate, *, latency_s=1e-4, number=0, failed=""):
     return pairs.Pair((first, second), latency_s, rate, rate / 2, 1 << 20, number, failed)._asdict()
 
 
-def with_interface(number, *some, variable="", names=("eth0",)):
-    return rank(
-        number,
-        interfaces=[i._asdict() for i in some],
-        gloo={"variable": variable, "names": names, "why": "", "problem": ""},
-    )
+def limits(setup=60, ours=300, torch=300, job=None, apart=0, problem=""):
+    named = {"setup_s": setup, "gradcomp_s": ours, "torch_s": torch, "job_s": job}
+    return {
+        "timeouts": {**named, "apart_s": apart, "setup_problem": problem, "order": "setup 60 s"}
+    }
 
 
-def said(findings, level="wrong"):
-    return [f"{f.text} -> {f.do}" for f in findings if f.level == level]
+def probe(**silent):
+    return {"seen": {"0": {"silent": silent} if silent else {}}, "skipped": "", "lost": 1}
 
 
-def test_versions_that_differ():
-    assert list(judge.judge_versions([rank(0), rank(1)])) == []
-    other = rank(2, versions={"gradcomp": "1", "torch": "2.1", "python": "3.9"}, tier="portable")
-    found = list(judge.judge_versions([rank(0), rank(1), other]))
-    assert said(found) == [
-        "torch differs: 2 on ranks 0 and 1, 2.1 on rank 2 -> install the same on every host"
-    ]
-    assert any("python differs" in text for text in said(found, "note"))
-    assert any("rank 2: the avx2 tier is switched off" in text for text in said(found, "note"))
+def example(**more):
+    """Return what rank 0 has found, as `session.examine` does, with some of it otherwise."""
+    found = {
+        "over": "gloo",
+        "ranks": [rank(0), rank(1)],
+        "world_size": 2,
+        "silent": [],
+        "not_connected": "",
+        "pairs": [pair(0, 1, 1e9)],
+        "pairs_not_measured": 0,
+        "measured": True,
+        "seconds": 3.0,
+        "budget_s": 10.0,
+        "lost_peer": probe(error="PeerLost", seconds=1.0),
+        "recommendation": None,
+    }
+    found |= limits() | more
+    found["world_size"] = more.get("world_size", len(found["ranks"]))
+    said = [one._asdict() for one in judge.findings(found)]
+    return {"findings": said, "status": int(any(f["level"] == "wrong" for f in said))} | found
 
 
-def test_the_faster_interface_is_named():
-    slow, fast = (
-        Interface("eth1", "ethernet", True, 1000, ("10.0.0.1",)),
-        Interface("ib0", "infiniband", True, 100000, ("10.1.0.1",)),
-    )
-    cards = [with_interface(k, slow, fast, names=("eth1",)) for k in range(2)]
-    found = said(judge.judge_network(cards, "gloo"))
-    assert (
-        "ranks 0 and 1: gloo takes eth1 (1 Gbit/s) although ib0 (100 Gbit/s) is up ->"
-        " GLOO_SOCKET_IFNAME=ib0, if it leads to the other ranks" in found
-    )
-    assert said(judge.judge_network(cards, "mpi")) == []
-    down = Interface("ib0", "infiniband", False, 100000, ("10.1.0.1",))
-    alike = Interface("eth2", "ethernet", True, 1500, ("10.2.0.1",))
-    cards = [
-        with_interface(
-            k,
-            Interface("eth1", "ethernet", True, 1000, (f"10.0.0.{k}",)),
-            down,
-            alike,
-            names=("eth1",),
-        )
-        for k in range(2)
-    ]
-    assert said(judge.judge_network(cards, "gloo")) == []
+def on_one(count, threads=1, **more):
+    return [rank(k, identity="n", host="n", threads=threads, **more) for k in range(count)]
 
 
-def test_a_bridge_and_an_address_that_two_hosts_have():
-    docker = Interface("docker0", "bridge", True, None, ("172.17.0.1",))
-    eth = Interface("eth0", "ethernet", True, None, ("10.0.0.1",))
-    found = said(
-        judge.judge_network(
-            [with_interface(k, docker, eth, names=("docker0",)) for k in range(2)], "gloo"
-        )
-    )
-    assert any(
-        "ranks 0 and 1: gloo takes docker0, a bridge of containers" in text
-        and "GLOO_SOCKET_IFNAME=eth0" in text
-        for text in found
-    )
-    assert any("2 hosts have the address 172.17.0.1" in text for text in found)
-    one_host = [with_interface(k, docker, names=("docker0",)) | {"identity": "n"} for k in range(2)]
-    assert said(judge.judge_network(one_host, "gloo")) == []
+IB = ethernet("ib0", 100000, "10.1.0.1", kind="infiniband")
+DOCKER = ethernet("docker0", None, "172.17.0.1", kind="bridge")
+ETH = ethernet("eth0", None, "10.0.0.1")
+OLD = {"versions": {"gradcomp": "1", "torch": "2.1", "python": "3.9"}, "tier": "portable"}
+BOUND = [rank(k, identity="n", threads=1, cores=c) for k, c in enumerate([[0], [0], [1], [2, 3]])]
+FOUR = [rank(k) for k in range(4)]
+PAIRS = [pair(0, 1, 1e9), pair(0, 2, 1e9), pair(1, 2, 1e9), pair(0, 3, 1e8)]
+PAIRS += [pair(1, 3, 1e9, failed="rank 1: refused")]
+SLOW_PAIR = "wrong: ranks 0 and 3: 100 Mbit/s, where pairs between hosts have 1 Gbit/s -> *"
+NOT_NOTICED = "wrong: rank 0 did not get an error for a lost peer in time (silent: {} s) -> *"
+
+
+def slow(*others):
+    """Return what two ranks are whose gloo takes eth1, of 1 Gbit/s."""
+    eth1 = [ethernet("eth1", 1000, f"10.0.0.{k}") for k in range(2)]
+    return [rank(k, eth1[k], *others, names=("eth1",)) for k in range(2)]
+
+
+# what was found otherwise, and patterns of all findings
+FINDINGS = [
+    ({}, []),
+    (
+        {"ranks": [rank(0), rank(1), rank(2, **OLD)]},
+        [
+            "wrong: torch differs: 2 on ranks 0 and 1, 2.1 on rank 2 -> install the same on *",
+            "note: python differs: *",
+            "note: rank 2: the avx2 tier is switched off -> unset GRADCOMP_DISABLE_CPU_FEATURES",
+            "note: tiers differ: avx2 on ranks 0 and 1, portable on rank 2; *",
+        ],
+    ),
+    (
+        {"ranks": [rank(k, tier="portable", tiers=["portable"]) for k in range(2)]},
+        ["note: ranks 0 and 1: plain C kernels, several times slower*"],
+    ),
+    (
+        {"ranks": [rank(0), rank(1, starter="srun")]},
+        ["wrong: ranks were started by different launchers: torchrun on rank 0, srun on rank 1*"],
+    ),
+    (
+        {"ranks": slow(IB)},
+        ["wrong: ranks 0 and 1: gloo takes eth1 (1 Gbit/s) although ib0 (100 Gbit/s) * -> *=ib0,*"],
+    ),
+    (
+        {"ranks": slow(IB), "over": "mpi"},
+        ["note: ranks 0 and 1: gloo takes eth1 *; an MPI chooses*"],
+    ),
+    ({"ranks": slow(IB._replace(is_up=False), ethernet("eth2", 1500, "10.2.0.1"))}, []),
+    (
+        {"ranks": [rank(k, LO, ETH, names=("lo",)) for k in range(2)]},
+        ["wrong: ranks 0 and 1: gloo takes lo, the loopback, * (as it is) -> *_IFNAME=eth0"],
+    ),
+    (
+        {"ranks": [rank(k, DOCKER, ETH, names=("docker0",)) for k in range(2)]},
+        [
+            "wrong: ranks 0 and 1: gloo takes docker0, a bridge of containers * -> *_IFNAME=eth0",
+            "wrong: 2 hosts have the address 172.17.0.1: it leads from each of them to itself -> *",
+        ],
+    ),
+    (  # all of one host
+        {"ranks": [rank(k, DOCKER, names=("docker0",), identity="n", threads=1) for k in (0, 1)]},
+        [],
+    ),
+    (
+        {"ranks": [rank(0, lookup_s=1.5), rank(1, lookup_s=0.5)]},
+        ["note: rank 0: the name of an address is looked up for 1.50 s, as torch does *"],
+    ),
+    (
+        {"ranks": FOUR, "pairs": PAIRS},
+        ["wrong: ranks 1 and 3 do not reach each other: rank 1: refused -> *", SLOW_PAIR],
+    ),
+    (
+        {"ranks": FOUR, "pairs": PAIRS, "silent": [3]},
+        ["wrong: rank 3 fell silent while measuring -> look at what the process does*", SLOW_PAIR],
+    ),
+    (
+        {"pairs": [pair(0, 1, 9e7)]},
+        ["note: pairs between hosts have 90 Mbit/s over interfaces that say 1 Gbit/s -> *"],
+    ),
+    (
+        {"ranks": on_one(2, threads=4)},
+        ["wrong: ranks 0 and 1 on n: 8 threads of torch on 4 cores * -> OMP_NUM_THREADS=2, or *"],
+    ),
+    (
+        {"ranks": [rank(0, quota=1.0)], "pairs": []},
+        ["wrong: here: 4 threads of torch on 1 cores *"],
+    ),
+    ({"ranks": on_one(5)}, ["note: ranks 0-4 on n: 5 ranks on 4 cores -> fewer ranks*"]),
+    ({"ranks": BOUND}, ["wrong: ranks 0 and 1 are bound to the same 1 of 4 cores -> *--bind-to"]),
+    (limits(torch=100), ["wrong: torch gives up after 100 s, before gradcomp after 300 s: *"]),
+    (limits(torch=1800), ["note: gradcomp gives a peer up after 300 s, torch's own * 1800 s -> *"]),
+    (limits(torch=None), []),
+    (
+        limits(apart=45),
+        ["wrong: the ranks came 45 s apart, and wait 60 s * -> *_S=180, on every *"],
+    ),
+    (
+        limits(ours=1800, torch=1800),
+        ["note: a peer that falls silent * given up after 1800 s -> *"],
+    ),
+    (limits(job=100), ["note: the job ends in 100 s, before a silent peer *"]),
+    (limits(ours=0.15, torch=0.15), ["wrong: a step computes for 0.1 s, * -> timeout_s=1 in *"]),
+    (limits(problem="a bad value"), ["wrong: a bad value -> unset GRADCOMP_SETUP_TIMEOUT_S"]),
+    ({"lost_peer": probe(error="", seconds=1)}, [NOT_NOTICED.format("no error after 1.0")]),
+    ({"lost_peer": probe(error="OSError", seconds=1)}, [NOT_NOTICED.format("OSError after 1.0")]),
+    (
+        {"lost_peer": probe(error="PeerLost", seconds=60)},
+        [NOT_NOTICED.format("PeerLost after 60.0")],
+    ),
+    (
+        {"lost_peer": {"seen": {"0": {"failed": "ConnectionError: refused"}}}},
+        ["wrong: the probe did not come to its end on rank 0: ConnectionError: refused -> *"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("more", "expected"), FINDINGS)
+def test_findings(more, expected, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    found = [f"{f['level']}: {f['text']} -> {f['do']}" for f in example(**more)["findings"]]
+    assert len(found) == len(expected) and all(map(fnmatch.fnmatchcase, found, expected)), found
+
+
+def test_timeouts_here(monkeypatch):
+    monkeypatch.setenv("GRADCOMP_SETUP_TIMEOUT_S", "30")
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 100))
+    found = timeouts("gloo", None, None, 1.0)
+    assert (found["setup_s"], found["gradcomp_s"], found["torch_s"]) == (30, 1800, 1800)
+    assert 90 < found["job_s"] <= 100 and found["order"].startswith("setup 30 s, gradcomp 1800 s,")
+    over_mpi = timeouts("mpi", None, None, 0)
+    assert (over_mpi["gradcomp_s"], over_mpi["torch_s"]) == (300, None)
+    assert timeouts("gloo", 20, 40, 0)["setup_s"] == 20
+    monkeypatch.setenv("GRADCOMP_SETUP_TIMEOUT_S", "soon")
+    assert "must be a number of seconds" in timeouts("gloo", None, None, 0)["setup_problem"]
 
 
 @pytest.mark.parametrize(
@@ -687,35 +665,25 @@ def test_a_bridge_and_an_address_that_two_hosts_have():
     ],
 )
 def test_what_gloo_takes(variable, names, problem):
-    there = [
-        Interface("lo", "loopback", True, None, ("127.0.0.1",)),
-        Interface("eth0", "ethernet", True, None, ("10.0.0.1",)),
-        Interface("eth1", "ethernet", False, None, ("10.0.1.1",)),
-        Interface("eth2", "ethernet", True, None, ()),
-    ]
-    found = gloo_takes(there, variable)
-    assert (
-        found.names == names and problem in found.problem and bool(problem) == bool(found.problem)
-    )
+    down = ethernet("eth1", None, "10.0.1.1", up=False)
+    found = gloo_takes([LO, ETH, down, ethernet("eth2", None)], variable)
+    assert found.names == names and problem in found.problem
+    assert bool(problem) == bool(found.problem)
 
 
 @pytest.mark.parametrize(
-    ("addresses", "names"),
+    ("addresses", "name"),
     [
-        (["10.0.0.1"], ("eth0",)),
-        (["127.0.1.1"], ("lo",)),
-        (["10.9.9.9"], ("lo",)),
-        ([], ("lo",)),
-        (["10.9.9.9", "10.0.0.1"], ("eth0",)),
+        (["10.0.0.1"], "eth0"),
+        (["127.0.1.1"], "lo"),
+        (["10.9.9.9"], "lo"),
+        ([], "lo"),
+        (["10.9.9.9", "10.0.0.1"], "eth0"),
     ],
 )
-def test_without_the_variable_gloo_goes_by_the_host_name(addresses, names, monkeypatch):
-    there = [
-        Interface("lo", "loopback", True, None, ("127.0.0.1",)),
-        Interface("eth0", "ethernet", True, None, ("10.0.0.1",)),
-    ]
+def test_without_the_variable_gloo_goes_by_the_host_name(addresses, name, monkeypatch):
     monkeypatch.setattr("gradcomp.doctor.interfaces._resolve", lambda host: addresses)
-    assert gloo_takes(there, "").names == names
+    assert gloo_takes([LO, ETH], "").names == (name,)
 
 
 def test_interfaces_of_this_machine():
@@ -724,119 +692,12 @@ def test_interfaces_of_this_machine():
     assert set(found) == {name for _, name in socket.if_nameindex()}
 
 
-def test_pairs_that_are_slow_or_lost():
-    cards = [rank(k) for k in range(4)]
-    some = [
-        pair(0, 1, 1e9),
-        pair(0, 2, 1e9),
-        pair(1, 2, 1e9),
-        pair(0, 3, 1e8),
-        pair(1, 3, 1e9, failed="rank 1: refused"),
-    ]
-    found = said(judge.judge_pairs(cards, some, []))
-    assert len(found) == 2
-    assert found[0].startswith("ranks 1 and 3 do not reach each other: rank 1: refused")
-    assert found[1].startswith("ranks 0 and 3: 100 Mbit/s, where pairs between hosts have 1 Gbit/s")
-    assert len(said(judge.judge_pairs(cards, some, [3]))) == 1  # that rank is named elsewhere
-    slow = said(judge.judge_pairs(cards, [pair(0, 1, 9e7)], []), "note")
-    assert slow[0].startswith(
-        "pairs between hosts have 90 Mbit/s over interfaces that say 1 Gbit/s"
-    )
-
-
-def test_cores():
-    on_one = [rank(k, identity="n", host="n") for k in range(2)]
-    assert said(judge.judge_cores(on_one)) == [
-        (
-            "ranks 0 and 1 on n: 8 threads of torch on 4 cores take the cores from each other ->"
-            " OMP_NUM_THREADS=2, or torch.set_num_threads(2)"
-        )
-    ]
-    assert list(judge.judge_cores([rank(0), rank(1)])) == []
-    assert said(judge.judge_cores([rank(0, quota=1.0)])) != []  # a container that grants one core
-    many = [rank(k, identity="n", threads=1) for k in range(5)]
-    assert (
-        said(judge.judge_cores(many)) == []
-        and "5 ranks on 4 cores" in said(judge.judge_cores(many), "note")[0]
-    )
-    tied = [rank(k, identity="n", threads=1, cores=[k // 2]) for k in range(3)] + [
-        rank(3, identity="n", threads=1, cores=[2, 3])
-    ]
-    assert said(judge.judge_cores(tied))[0].startswith(
-        "ranks 0 and 1 are bound to the same 1 of 4 cores"
-    )
-
-
 def test_quota_of_a_container(tmp_path):
     assert card.cpu_quota(tmp_path) is None
     (tmp_path / "cpu.max").write_text("max 100000\n")
     assert card.cpu_quota(tmp_path) is None
     (tmp_path / "cpu.max").write_text("150000 100000\n")
     assert card.cpu_quota(tmp_path) == 1.5
-
-
-@pytest.mark.parametrize(
-    ("given", "level", "says"),
-    [
-        (Timeouts(60, 300, 300, None, 0), None, ""),
-        (
-            Timeouts(60, 300, 100, None, 0),
-            "wrong",
-            "torch gives up after 100 s, before gradcomp after 300 s",
-        ),
-        (
-            Timeouts(60, 300, 1800, None, 0),
-            "note",
-            "gradcomp gives a peer up after 300 s, torch's own",
-        ),
-        (Timeouts(60, 300, 300, None, 45), "wrong", "the ranks came 45 s apart, and wait 60 s"),
-        (Timeouts(60, 1800, 1800, None, 0), "note", "is given up after 1800 s"),
-        (Timeouts(60, 300, 300, 100, 0), "note", "the job ends in 100 s"),
-        (Timeouts(10, 15, 15, None, 0), "wrong", "a step computes for 10 s"),
-        (
-            Timeouts(300, 300, 300, None, 0, "GRADCOMP_SETUP_TIMEOUT_S must be"),
-            "wrong",
-            "GRADCOMP_SETUP_TIMEOUT_S must be",
-        ),
-    ],
-)
-def test_the_order_of_timeouts(given, level, says):
-    found = list(given.findings(10.0))
-    assert [(one.level, says in one.text) for one in found] == (
-        [] if level is None else [(level, True)]
-    )
-
-
-def test_timeouts_here(monkeypatch):
-    monkeypatch.setenv("GRADCOMP_SETUP_TIMEOUT_S", "30")
-    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 100))
-    found = Timeouts.here("gloo", None, None, 1.0)
-    assert (found.setup_s, found.gradcomp_s, found.torch_s) == (
-        30,
-        1800,
-        1800,
-    ) and 90 < found.job_s <= 100
-    assert (
-        Timeouts.here("mpi", None, None, 0).gradcomp_s == 300
-        and Timeouts.here("gloo", 20, 40, 0).setup_s == 20
-    )
-    monkeypatch.setenv("GRADCOMP_SETUP_TIMEOUT_S", "soon")
-    assert "must be a number of seconds" in Timeouts.here("gloo", None, None, 0).setup_problem
-
-
-@pytest.mark.parametrize(
-    ("seen", "says"),
-    [
-        ({"silent": {"error": "PeerLost", "seconds": 1.2}}, ""),
-        ({"silent": {"error": "", "seconds": 1.0}}, "did not get an error for a lost peer in time"),
-        ({"silent": {"error": "RuntimeError", "seconds": 1.0}}, "(silent: RuntimeError after 1.0"),
-        ({"silent": {"error": "PeerLost", "seconds": 60.0}}, "(silent: PeerLost after 60.0 s)"),
-        ({"failed": "ConnectionError: refused"}, "on rank 0: ConnectionError: refused"),
-    ],
-)
-def test_a_lost_peer_that_is_not_noticed_is_wrong(seen, says):
-    found = said(judge.judge_probe({"seen": {"0": seen}}))
-    assert [says in text for text in found] == [True] * bool(says)
 
 
 def test_who_takes_part_in_a_probe():
@@ -849,94 +710,61 @@ def test_who_takes_part_in_a_probe():
 # ---- the recommendation
 
 
-def test_the_link_of_a_node_is_what_its_ranks_have_together():
-    two_by_two = ["a", "a", "b", "b"]
-    some = [
-        pair(0, 1, 8e9),
-        pair(2, 3, 8e9),
-        pair(0, 2, 5e8, number=1),
-        pair(1, 3, 4e8, number=1),
-        pair(0, 3, 2e8, number=2),
-        pair(1, 2, 2e8, number=2),
-    ]
-    link, node, nodes = advise.link_of(two_by_two, some)
-    assert (link.bits_per_s, node, nodes) == (9e8, Node(2, Link(8e9, 1e-4)), 2)
-    link, node, nodes = advise.link_of(["a", "a"], [pair(0, 1, 8e9)])
-    assert (link.bits_per_s, node.ranks, nodes) == (8e9, 1, 2)
-    link, node, nodes = advise.link_of(
-        ["a", "a", "b"], [pair(0, 1, 8e9), pair(0, 2, 1e9), pair(1, 2, 1e9)]
-    )
-    assert (link.bits_per_s, node.ranks, nodes) == (1e9, 1, 3)  # hosts that are not alike
-    link, _, nodes = advise.link_of(
-        ["a", "b", "c"], [pair(0, 1, 1e9), pair(0, 2, 1e8, number=1), pair(1, 2, 2e8, number=2)]
-    )
-    assert (link.bits_per_s, nodes) == (2e8, 3)  # of the slowest node, at its best
+INSIDE = [pair(0, 1, 8e9), pair(2, 3, 8e9)]
+# in round 1 each node has 9e8 bit/s, in round 2 4e8
+BETWEEN = [pair(0, 2, 5e8, number=1), pair(1, 3, 4e8, number=1)]
+BETWEEN += [pair(0, 3, 2e8, number=2), pair(1, 2, 2e8, number=2)]
+SLOWEST = [pair(0, 1, 1e9), pair(0, 2, 1e8, number=1), pair(1, 2, 2e8, number=2)]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "some", "rate", "node", "nodes"),
+    [
+        ("aabb", [*INSIDE, *BETWEEN], 9e8, Node(2, Link(8e9, 1e-4)), 2),
+        ("aa", [pair(0, 1, 8e9)], 8e9, Node(), 2),
+        # hosts that are not alike
+        ("aab", [pair(0, 1, 8e9), pair(0, 2, 1e9), pair(1, 2, 1e9)], 1e9, Node(), 3),
+        ("abc", SLOWEST, 2e8, Node(), 3),  # of the slowest node, at its best
+    ],
+)
+def test_the_link_of_a_node_is_what_its_ranks_have_together(hosts, some, rate, node, nodes):
+    link, *rest = advise.link_of(list(hosts), some)
+    assert (link.bits_per_s, rest) == (rate, [node, nodes])
+
+
+def test_there_is_no_link_if_nothing_was_measured():
     assert advise.link_of(["a", "b"], [pair(0, 1, 0, failed="refused")]) is None
 
 
-def options(*words):
-    return vars(parse(list(words)))
+def recommend(*words, rate=1e8, latency_s=1e-4, left_s=0.0):
+    options = vars(parse(list(words)))
+    return advise.recommend(Link(rate, latency_s), Node(), 2, options, 2.0, left_s)
+
+
+BLOCK4 = 'ddp.register(model, Block(4), exchange="all_gather", optimizer=optimizer)'
 
 
 @pytest.mark.parametrize(
     ("words", "rate", "method", "code"),
     [
-        (
-            [],
-            1e8,
-            "block4 all_gather",
-            'ddp.register(model, Block(4), exchange="all_gather", optimizer=optimizer)',
-        ),
+        ([], 1e8, "block4 all_gather", BLOCK4),
         (["--parameters", "1e5"], 1e11, "fp32", ""),
-        (
-            ["--optimizer", "sgd"],
-            1e8,
-            "block4 all_gather",
-            'ddp.register(model, Block(4), exchange="all_gather", optimizer=optimizer)',
-        ),
+        (["--optimizer", "sgd"], 1e8, "block4 all_gather", BLOCK4),
         (["--every", "30", "--tolerance", "0.04"], 1e10, "every 30", "sync_every=30"),
     ],
 )
 def test_the_planner_recommends(words, rate, method, code):
-    latency_s = 2.0 if "--every" in words else 1e-4
-    found = advise.recommend(Link(rate, latency_s), Node(), 2, options(*words), 2.0, 0.0)
+    found = recommend(*words, rate=rate, latency_s=2.0 if "--every" in words else 1e-4)
     assert method in found["method"] and code in advise.in_code(found, "gloo")
     assert not found["rates_measured"] and (found["speedup"] > 1.05) == bool(code)
     json.dumps(found)
 
 
 def test_codecs_are_measured_where_there_is_time():
-    assert advise.recommend(Link(1e8, 1e-4), Node(), 2, options("--parameters", "1e6"), 2.0, 10.0)[
-        "rates_measured"
-    ]
+    assert recommend("--parameters", "1e6", left_s=10.0)["rates_measured"]
 
 
 # ---- the report
-
-
-def example(**more):
-    cards = [rank(k) for k in range(2)]
-    found = {
-        "over": "gloo",
-        "ranks": cards,
-        "world_size": 2,
-        "silent": [],
-        "pairs": [pair(0, 1, 1e9)],
-        "pairs_not_measured": 0,
-        "measured": True,
-        "timeouts": {"order": "setup 60 s"},
-        "seconds": 3.0,
-        "budget_s": 10.0,
-        "status": 1,
-        "lost_peer": {
-            "seen": {"0": {"silent": {"error": "PeerLost", "seconds": 1.0}}},
-            "skipped": "",
-            "lost": 1,
-        },
-        "recommendation": advise.recommend(Link(1e9, 1e-4), Node(), 2, options(), 2.0, 0.0),
-        "findings": [judge.wrong("link", "it is slow", "mend [it]")._asdict()],
-    }
-    return found | more
 
 
 def plain(found):
@@ -945,25 +773,38 @@ def plain(found):
     return out.getvalue()
 
 
-def test_the_report():
-    text = plain(example())
-    assert (
-        "ranks 0 and 1: 100 us, 1 Gbit/s, both ways at once 500 Mbit/s each" in text
-        and "wrong: it is slow\n                -> mend [it]\n" in text
-    )
-    assert "1 thing wrong, 0 notes; 3.0 s." in text
-    terminal = io.StringIO()
+MANY = [pair(i, j, 1e9 + i) for i in range(9) for j in range(i + 1, 9)]
+LATE = {"pairs_not_measured": 5, "seconds": 12.5}
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({}, "ranks 0 and 1: 100 us, 1 Gbit/s, both ways at once 500 Mbit/s each"),
+        ({}, "rank 1 fell silent: PeerLost on the others after 1.0 s, with a timeout of 1 s"),
+        ({}, "without a measured link: what is wrong above comes first"),
+        ({"recommendation": recommend(rate=1e9)}, "exchange="),
+        ({"pairs": [pair(0, 1, 9e7)]}, " Gbit/s\n                -> something between the hosts"),
+        (limits(torch=100), "1 thing wrong, 0 notes; 3.0 s."),
+        ({"pairs": MANY, "ranks": [rank(k) for k in range(9)]}, "36 pairs: 1 Gbit/s to"),
+        ({"lost_peer": {"seen": {}, "skipped": "no time", "lost": None}}, "not tried: no time"),
+        (LATE, "5 pairs were not measured: the time ran out"),
+        (LATE, "12.5 s, longer than the 10 s of --seconds"),
+    ],
+)
+def test_the_report(more, says):
+    assert says in plain(example(**more))
+
+
+def test_colours_of_the_report():
+    found, terminal = example(**limits(torch=100)), io.StringIO()
     terminal.isatty = lambda: True
-    report.show(example(), terminal)
-    assert "\x1b[1;31mwrong: it is slow\x1b[0m" in terminal.getvalue()
-    assert re.sub(r"\x1b\[[\d;]+m", "", terminal.getvalue()) == text
+    report.show(found, terminal)
+    assert "\x1b[1;31mwrong: torch gives up after 100 s" in terminal.getvalue()
+    assert re.sub(r"\x1b\[[\d;]+m", "", terminal.getvalue()) == plain(found)
     terminal.seek(0)
-    report.show(example(), terminal, plain=True)
-    assert terminal.getvalue().startswith(text)
-    many = [pair(i, j, 1e9 + i) for i in range(9) for j in range(i + 1, 9)]
-    assert "36 pairs: 1 Gbit/s to" in plain(example(pairs=many))
-    probe_skipped = {"seen": {}, "skipped": "there was no time left for it", "lost": None}
-    assert "not tried: there was no time left for it" in plain(example(lost_peer=probe_skipped))
+    report.show(found, terminal, plain=True)
+    assert terminal.getvalue().startswith(plain(found))
 
 
 def test_entries_of_both_ends_are_one():
