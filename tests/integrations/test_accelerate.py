@@ -1,30 +1,14 @@
-"""accelerate with compressed gradients and local steps: the plain run's weights to the last bit,
-checkpoints, what is refused and said.
+"""accelerate: local steps, several models, and what is refused; the rest is in
+test_integration_conformance.py.
 """
 
 import contextlib
-import re
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from _frameworks import (
-    become_a_run_of_one,
-    forget,
-    launched,
-    loader,
-    loss_of,
-    net,
-    plain,
-    run,
-    said,
-    same,
-    sgd,
-    split,
-    weights_of,
-)
-from _ranks import program
+from _frameworks import batches, become_a_run_of_one, loss_of, net, placed, same, sgd, weights_of
 from torch import nn
 
 import gradcomp
@@ -33,21 +17,13 @@ from gradcomp import GradcompError, PeerMismatch, UnsupportedTensor
 pytestmark = pytest.mark.extras
 
 
-def batches():
-    return loader(dist.get_rank(), dist.get_world_size(), shuffle=False)
-
-
 @contextlib.contextmanager
 def accelerator(**options):
     """Yield an Accelerator of the ranks that are there already."""
     from accelerate import Accelerator
 
-    with launched(OMP_NUM_THREADS=1):
-        forget()
-        try:
-            yield Accelerator(cpu=True, **options)
-        finally:
-            forget()
+    with placed():
+        yield Accelerator(cpu=True, **options)
 
 
 def epoch(accelerator, model, optimizer, data):
@@ -60,101 +36,19 @@ def epoch(accelerator, model, optimizer, data):
             optimizer.zero_grad()
 
 
-def compare_with_plain(codec, optimizer_of, accumulate):
-    from gradcomp.integrations.accelerate import register
-
-    wanted, theirs = plain(batches(), codec, optimizer_of, accumulate=accumulate, clip=0.5)
-    with accelerator(gradient_accumulation_steps=accumulate) as own:
-        model = net()
-        model, optimizer = own.prepare(model, optimizer_of(model))
-        with register(own, model, codec) as state:
-            for _ in range(2):
-                epoch(own, model, optimizer, batches())
-    assert state.stats.bytes_sent == theirs.stats.bytes_sent > 0
-    assert same(model, wanted)
-
-
-@pytest.mark.parametrize(
-    ("codec", "optimizer_of", "accumulate"),
-    [("terngrad", sgd, 1), ("onebit", sgd, 3), ("onebit", split, 1)],
-)
-def test_weights_are_those_of_plain_ddp(gloo, codec, optimizer_of, accumulate):
-    gloo(2, compare_with_plain, codec, optimizer_of, accumulate)
-
-
-def resume(folder):
-    from gradcomp.integrations.accelerate import register
-
-    rank = dist.get_rank()
-
-    def train(codec, epochs, start="", save=""):
-        with accelerator() as own, said() as warned:
-            model = net()
-            model, optimizer = own.prepare(model, sgd(model))
-            with register(own, model, codec) as state:
-                if start:
-                    own.load_state(f"{folder}/{start}")
-                for _ in range(epochs):
-                    epoch(own, model, optimizer, batches())
-                if save:
-                    own.save_state(f"{folder}/{save}")
-        dist.barrier()  # every rank writes its own file
-        return weights_of(model), state, warned
-
-    wanted = train("onebit", 4)[0]
-    train("onebit", 2, save="half")
-    files = [f"gradcomp-{n}-of-2.pt" for n in (0, 1)]
-    assert sorted(file.name for file in Path(folder, "half").glob("gradcomp*")) == files
-    weights, state, warned = train("onebit", 2, "half")
-    assert same(weights, wanted) and not warned
-    assert state.step == 24 and state.stats.steps == 12  # 6 steps an epoch
-    with pytest.raises(ValueError, match="does not fit.*OneBit.*delete gradcomp-\\*.pt from"):
-        train("block4", 1, "half")
-    dist.barrier()
-    theirs = Path(folder, "half", files[1])
-    if rank == 1:
-        theirs.rename(f"{folder}/one")
-    dist.barrier()
-    other, _, warned = train("onebit", 2, "half")
-    assert not same(other, wanted), "residuals do not matter here"
-    assert "ranks [1] have no gradcomp-*.pt in" in warned[0]
-    if rank == 0:
-        theirs.write_bytes(b"cut off")
-    dist.barrier()
-    with pytest.raises(ValueError, match="rank 1 cannot read its gradcomp-\\*.pt in"):
-        train("onebit", 2, "half")
-    dist.barrier()
-    if rank == 0:
-        Path(folder, "one").rename(theirs)
-    become_a_run_of_one()  # the same checkpoint, each rank for itself
-    _, state, warned = train("onebit", 1, "half")
-    assert state.step == 24 and not warned
-
-
-def test_a_run_resumes_bit_for_bit(gloo, tmp_path):
-    gloo(2, resume, str(tmp_path))
-
-
 def not_called():
     from gradcomp.integrations.accelerate import local_steps, register
 
     (x, y), *_ = batches()
-    missed = "gradcomp was registered but not called in this step: .*"
+    missed = "gradcomp was registered but not called in this step: .*no forward pass went through"
+    twice = "a second step on gradients that were averaged once"
     with accelerator() as own:
-        for how, why in (
-            ("module", f"{missed}no forward pass went through"),
-            ("no_sync", f"{missed}ran under no_sync"),
-            ("wrapped again", f"{missed}no forward pass went through"),
-            ("stepped twice", "a second step on gradients that were averaged once"),
-        ):
+        for how, why in (("wrapped again", missed), ("stepped twice", twice)):
             model = net()
             model, optimizer = own.prepare(model, sgd(model))
             with register(own, model, "terngrad"):
-                used = model.module if how == "module" else model
-                if how == "wrapped again":
-                    used = own.prepare_model(model.module)
-                with model.no_sync() if how == "no_sync" else contextlib.nullcontext():
-                    own.backward(loss_of(used, x, y))
+                used = own.prepare_model(model.module) if how == "wrapped again" else model
+                own.backward(loss_of(used, x, y))
                 if how == "stepped twice":
                     optimizer.step()
                 before = weights_of(model)
@@ -273,24 +167,6 @@ def test_what_is_refused(gloo):
     gloo(2, refused)
 
 
-def alone():
-    from gradcomp.integrations.accelerate import register
-
-    become_a_run_of_one()
-    with accelerator() as own:
-        kinds = type(own.state._shared_state["distributed_type"])
-        own.state._shared_state["distributed_type"] = kinds.NO  # as without a launcher
-        model = net()
-        model, optimizer = own.prepare(model, sgd(model))
-        with pytest.warns(UserWarning, match="one process: there is nobody to send gradients to"):
-            assert register(own, model, "terngrad") is None
-        epoch(own, model, optimizer, batches())
-
-
-def test_one_process_trains_and_says_that_nothing_is_compressed(gloo):
-    gloo(2, alone)
-
-
 def two_models(folder):
     from gradcomp.integrations.accelerate import register
 
@@ -319,31 +195,3 @@ def test_every_model_has_files_of_its_own(gloo, tmp_path):
         "one": {"gradcomp1"},
         "new": {"gradcomp", "gradcomp1"},
     }
-
-
-EXAMPLE = Path(__file__).parents[2] / "examples/accelerate_digits.py"
-
-
-@pytest.mark.parametrize(
-    ("options", "ratio"),
-    [(("--codec", "onebit"), "30.3 times"), (("--sync-every", "7"), "15.*in each of [36] syncs")],
-)
-def test_the_example_trains_and_goes_on_where_it_was(gloo, tmp_path, options, ratio):
-    arguments = "--epochs", 1, "--checkpoint", tmp_path / "saved", *options
-    for _ in range(2):
-        out = "".join(gloo(2, example, str(EXAMPLE), *arguments))
-        assert re.search(ratio, out.splitlines()[-1]), out
-    assert float(re.search(r"test accuracy ([\d.]+) %", out)[1]) > 60, out  # 10 is chance
-    saved = torch.load(tmp_path / "saved/gradcomp-1-of-2.pt", weights_only=True)
-    assert (saved["local"]["inner_steps"] if "local" in saved else saved["step"]) == 2 * 21
-
-
-def example(*arguments):
-    forget()
-    return program(*arguments)
-
-
-@pytest.mark.long
-def test_the_example_runs_under_torchrun():
-    launcher = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2
-    assert "15.8 times fewer bytes" in run(*launcher, EXAMPLE, "--epochs", 1)

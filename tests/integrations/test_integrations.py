@@ -90,7 +90,8 @@ def watched_and_dropped():
     def train():
         model = DistributedDataParallel(nn.Linear(64, 64))
         state = packed.register(model, "terngrad")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer, stranger = torch.optim.SGD(model.parameters(), lr=0.1), nn.Linear(2, 2)
+        torch.optim.SGD(stranger.parameters(), lr=0.1).step()  # of another model
         model(torch.randn(4, 64)).sum().backward()
         optimizer.step()
         with pytest.raises(GradcompError, match="not called in this step: no forward pass"):

@@ -1,0 +1,193 @@
+"""Every framework that owns the training loop, asked the same questions. A new one is a class in
+`_frameworks.FRAMEWORKS`.
+"""
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from _frameworks import FRAMEWORKS, become_a_run_of_one, forget, plain, run, same, sgd, split
+from _ranks import program
+
+from gradcomp import GradcompError
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+OLD_PYTHON = pytest.mark.skipif(sys.version_info < (3, 11), reason="Transformers needs Python 3.11")
+pytestmark = pytest.mark.extras
+
+
+def row(name, *values):
+    return pytest.param(name, *values, marks=[OLD_PYTHON] * (name.startswith("transformers")))
+
+
+every_framework = pytest.mark.parametrize("name", [row(name) for name in FRAMEWORKS])
+
+
+def compare_with_plain(name, codec, optimizer_of, accumulate, folder):
+    framework = FRAMEWORKS[name]
+    fused = framework.fused and optimizer_of is split
+    given = "auto" if fused else codec, optimizer_of, accumulate, 0.5
+    wanted, theirs = plain(*given, fused=fused)
+    more = {"optimizer_of": optimizer_of, "accumulate": accumulate, "clip": 0.5}
+    found = framework.fit(given[0], 2, folder, **more)
+    assert found.state.stats.bytes_sent == theirs.stats.bytes_sent > 0
+    assert same(found.weights, wanted)
+    assert fused == ("straight from payloads" in found.state.describe())
+
+
+@every_framework
+@pytest.mark.parametrize(
+    ("codec", "optimizer_of", "accumulate"),
+    [("terngrad", sgd, 1), ("onebit", sgd, 3), ("onebit", split, 1)],
+)
+def test_weights_are_those_of_plain_ddp(gloo, tmp_path, name, codec, optimizer_of, accumulate):
+    gloo(2, compare_with_plain, name, codec, optimizer_of, accumulate, str(tmp_path))
+
+
+def resume(name, folder):
+    framework, rank = FRAMEWORKS[name], dist.get_rank()
+    wanted = framework.fit("onebit", 4, f"{folder}/whole").weights
+    half, bare = framework.fit("onebit", 2, f"{folder}/half").saved, Path(folder, "bare")
+    dist.barrier()  # every rank writes its own file
+    found = framework.fit("onebit", 4, f"{folder}/resumed", half)
+    assert same(found.weights, wanted) and not found.warned
+    assert found.state.step == 24 and found.state.stats.steps == 12  # 6 steps an epoch
+    with pytest.raises(ValueError, match=f"does not fit.*OneBit.*{framework.remedy}"):
+        framework.fit("block4", 4, f"{folder}/other", half)
+    if rank == 0:
+        (shutil.copytree if half.is_dir() else shutil.copy)(half, bare)
+        framework.strip(bare)
+    dist.barrier()
+    other = framework.fit("onebit", 4, f"{folder}/bare-resumed", bare)
+    assert not same(other.weights, wanted), "residuals do not matter here"
+    become_a_run_of_one()  # the same checkpoint, each rank for itself
+    state = framework.fit("onebit", 3, f"{folder}/{rank}", half).state
+    assert state.step == 12 + state.stats.steps > 12
+    return other.warned
+
+
+@every_framework
+def test_a_run_resumes_bit_for_bit(gloo, tmp_path, name):
+    first, second = gloo(2, resume, name, str(tmp_path))
+    assert "has no gradcomp state: residuals begin at zero" in first[0] and not second
+
+
+def without_a_file(name, folder):
+    framework, rank = FRAMEWORKS[name], dist.get_rank()
+    half = framework.fit("onebit", 2, folder).saved
+    dist.barrier()
+    assert sorted(file.name for file in half.glob("gradcomp*")) == [
+        "gradcomp-0-of-2.pt",
+        "gradcomp-1-of-2.pt",
+    ]
+    dist.barrier()
+    theirs = half / "gradcomp-1-of-2.pt"
+    if rank == 1:
+        theirs.unlink()
+    dist.barrier()
+    warned = framework.fit("onebit", 3, f"{folder}/missing", half).warned
+    assert "ranks [1] have no gradcomp-*.pt in" in warned[0]
+    if rank == 0:
+        theirs.write_bytes(b"cut off")
+    dist.barrier()
+    with pytest.raises(ValueError, match="rank 1 cannot read its gradcomp-\\*.pt in"):
+        framework.fit("onebit", 3, f"{folder}/broken", half)
+
+
+@pytest.mark.parametrize("name", [row(name) for name in FRAMEWORKS if name != "lightning"])
+def test_a_rank_s_file_that_is_missing_or_broken(gloo, tmp_path, name):
+    gloo(2, without_a_file, name, str(tmp_path))
+
+
+def step_past(name, how, why, folder):
+    with pytest.raises(GradcompError, match=f"registered but not called in this step: .*{why}"):
+        FRAMEWORKS[name].fit("terngrad", 1, folder, how=how)
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "why"),
+    [row(name, *past) for name, one in FRAMEWORKS.items() for past in one.past.items()],
+)
+def test_a_step_without_the_hook_is_an_error(gloo, tmp_path, name, how, why):
+    gloo(2, step_past, name, how, why, str(tmp_path))
+
+
+def alone(name, folder):
+    framework, rank = FRAMEWORKS[name], dist.get_rank()
+    framework.become_alone()
+    warned = framework.fit("terngrad", 1, f"{folder}/{rank}").warned
+    assert any(framework.alone in one for one in warned), warned
+
+
+@every_framework
+def test_one_rank_trains_and_says_that_nothing_is_compressed(gloo, tmp_path, name):
+    gloo(2, alone, name, str(tmp_path))
+
+
+def example(*arguments):
+    forget()
+    try:
+        return program(*arguments)
+    finally:
+        forget()
+
+
+SMALL = "--save-every 5 --batch 2 --layers 1"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says", "steps"),
+    [
+        row("accelerate_digits", ["--epochs 1 --codec onebit --checkpoint"] * 2, "30.3 times", 42),
+        row(
+            "accelerate_digits",
+            ["--epochs 1 --sync-every 7 --checkpoint"] * 2,
+            "15.*[36] syncs",
+            42,
+        ),
+        row(
+            "lightning_digits",
+            [f"--epochs {n} --codec onebit --checkpoint" for n in (1, 2)],
+            r"(29|3\d)\.\d+ times fewer",
+            42,
+        ),
+        row(
+            "transformers_gpt",
+            [f"--steps {n} {SMALL} --output" for n in (5, 10)],
+            r"(5|10) steps: loss \d\.\d+, 7.\d times fewer bytes than fp32",
+            10,
+        ),
+    ],
+)
+def test_the_example_trains_and_goes_on_where_it_was(gloo, tmp_path, name, options, says, steps):
+    saved = tmp_path / "saved"
+    for given in options:
+        arguments = *given.split(), str(saved)
+        out = "".join(gloo(2, example, str(EXAMPLES / f"{name}.py"), *arguments))
+        assert re.search(says, out.splitlines()[-1]), out
+    accuracy = re.search(r"test accuracy ([\d.]+) %", out)
+    assert float(accuracy[1]) > 60 if accuracy else "gpt" in name, out  # 10 is chance
+    if saved.is_file():
+        kept = torch.load(saved, weights_only=True)["gradcomp"]
+    else:
+        kept = [torch.load(one, weights_only=True) for one in saved.rglob("gradcomp-1-of-2.pt")]
+    done = [one["local"]["inner_steps"] if "local" in one else one["step"] for one in kept]
+    assert max(done) == steps
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "launcher"),
+    [
+        ("accelerate", "-m torch.distributed.run --standalone --nproc-per-node 2"),
+        ("lightning", ""),  # it starts the ranks itself
+    ],
+)
+def test_the_example_runs_under_its_launcher(name, launcher):
+    example = EXAMPLES / f"{name}_digits.py"
+    out = run(*launcher.split(), example, "--epochs", 2)
+    assert re.search(r"15\.[78] times fewer bytes", out), out
