@@ -166,6 +166,9 @@ class Run(NamedTuple):
     warned: list  # gradcomp's warnings
 
 
+BY_DDP = (("module", "no forward pass went through"), ("no_sync", "ran under no_sync"))
+
+
 class Framework:
     """Trains `net` on `batches` with a framework, as a user would.
 
@@ -195,7 +198,7 @@ class Framework:
 
 
 class Accelerate(Framework):
-    past = {"module": "no forward pass went through", "no_sync": "ran under no_sync"}
+    past = BY_DDP
     alone = "accelerate runs one process: there is nobody to send gradients to"
     remedy = r"delete gradcomp-\*.pt from"
 
@@ -227,7 +230,7 @@ class Accelerate(Framework):
 
 
 class Lightning(Framework):
-    past = dict.fromkeys(("no_sync", "grad"), "called another hook.*changed nothing yet")
+    past = tuple((how, "called another hook.*changed nothing yet") for how in ("no_sync", "grad"))
     alone = "on one device: there is nobody to send gradients to"
     remedy = "remove its entry 'gradcomp'"
     fused = True
@@ -300,7 +303,7 @@ class Lightning(Framework):
 
 
 class Transformers(Accelerate):
-    past = {"module": "no forward pass went through"}
+    past = BY_DDP[:1]
     fused = True
 
     def fit(self, codec, until, folder, start=None, accumulate=1, clip=None, **more):
@@ -356,7 +359,6 @@ class Transformers(Accelerate):
 class Ray(Accelerate):
     """Without Ray's own processes: `register`, `save` and `load` need only its process group."""
 
-    past = {"module": "no forward pass went through", "no_sync": "ran under no_sync"}
     alone = "Ray Train runs one worker: there is nobody to send gradients to"
 
     def fit(self, codec, until, folder, start=None, optimizer_of=sgd, how="", **more):

@@ -110,7 +110,7 @@ def step_past(name, how, why, folder):
 
 @pytest.mark.parametrize(
     ("name", "how", "why"),
-    [row(name, *past) for name, one in FRAMEWORKS.items() for past in one.past.items()],
+    [row(name, *past) for name, one in FRAMEWORKS.items() for past in one.past],
 )
 def test_a_step_without_the_hook_is_an_error(gloo, tmp_path, name, how, why):
     gloo(2, step_past, name, how, why, str(tmp_path))

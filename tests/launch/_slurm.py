@@ -15,6 +15,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from gradcomp.launch.variables import NAMES
+
 from gradcomp.bench.train.hosts import Hosts, unavailable
 from gradcomp.plan.links import Link
 
@@ -47,16 +49,10 @@ START_S = 30.0
 
 def missing():
     """Return why there can be no Slurm here, "" if there can."""
-    absent = [
-        name
-        for name in PROGRAMS
-        if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None
-    ]
-    return (
-        f"{', '.join(absent)} not found: apt-get install slurm-wlm munge libpmix-dev"
-        if absent
-        else unavailable()
-    )
+    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+    absent = ", ".join(name for name in PROGRAMS if shutil.which(name, path=path) is None)
+    install = "apt-get install slurm-wlm munge libpmix-dev"
+    return f"{absent} not found: {install}" if absent else unavailable()
 
 
 class Slurm:
@@ -107,25 +103,10 @@ class Slurm:
         raise TimeoutError(f"the job has not ended after {timeout} s:\n{told}")
 
     def _environment(self, **more):
-        inherited = {
-            k: v
-            for k, v in os.environ.items()
-            if k
-            not in (
-                "RANK",
-                "WORLD_SIZE",
-                "LOCAL_RANK",
-                "LOCAL_WORLD_SIZE",
-                "MASTER_ADDR",
-                "MASTER_PORT",
-            )
-        }
-        path = f"{inherited['PATH']}:/usr/sbin:/sbin"
-        return (
-            inherited
-            | {"PATH": path, "SLURM_CONF": str(self.folder / "slurm.conf"), "OMP_NUM_THREADS": "1"}
-            | {k: str(v) for k, v in more.items()}
-        )
+        kept = {k: v for k, v in os.environ.items() if k not in NAMES}
+        kept |= {"SLURM_CONF": str(self.folder / "slurm.conf"), "OMP_NUM_THREADS": "1"}
+        kept["PATH"] += ":/usr/sbin:/sbin"
+        return kept | {k: str(v) for k, v in more.items()}
 
     def _start(self):
         hosts = self._hosts = self._closing.enter_context(Hosts(2, Link(math.inf)))

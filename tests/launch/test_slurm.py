@@ -51,30 +51,17 @@ def test_srun_starts_ranks_that_find_each_other(slurm):
         (json.loads(line) for line in ended.stdout.splitlines()), key=lambda one: one[0]["RANK"]
     )
     (first, here, ratio), (second, there, _) = told
-    assert (
-        first["RANK"],
-        second["RANK"],
-        first["WORLD_SIZE"],
-        second["LOCAL_RANK"],
-        second["LOCAL_WORLD_SIZE"],
-    ) == ("0", "1", "2", "0", "1")
-    assert (
-        first["MASTER_ADDR"] == second["MASTER_ADDR"] == "node0"
-        and first["MASTER_PORT"] == second["MASTER_PORT"]
-    )
+    names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+    assert [first[name] for name in names] == ["0", "2", "0", "1"]
+    assert [second[name] for name in names] == ["1", "2", "0", "1"]
+    assert first["MASTER_ADDR"] == second["MASTER_ADDR"] == "node0"
+    assert first["MASTER_PORT"] == second["MASTER_PORT"]
     assert here != there and ratio > 12
 
 
 def test_a_task_that_is_killed_ends_the_step(slurm):
-    ended = slurm.run(
-        "srun",
-        "-N2",
-        "-n2",
-        "--kill-on-bad-exit=1",
-        sys.executable,
-        slurm.folder / "train.py",
-        "killed",
-    )
+    srun = "srun", "-N2", "-n2", "--kill-on-bad-exit=1"
+    ended = slurm.run(*srun, sys.executable, slurm.folder / "train.py", "killed")
     assert ended.returncode != 0 and "task 1: Killed" in ended.stderr
     assert not ended.stdout  # nobody has trained to the end
 
@@ -85,20 +72,11 @@ def test_the_batch_script_trains_over_mpi(slurm, flavour, pmi):
     if not python.exists():
         pytest.skip(f"{python} is missing: make mpi")
     smaller = ["--ntasks-per-node=1", "--cpus-per-task=1", f"--output={out}"]
-    command = [
-        *smaller,
-        ROOT / "launch/slurm.sbatch",
-        ROOT / "examples/mpi_train.py",
-        "--codec",
-        "onebit",
-        "--epochs",
-        "1",
-    ]
-    assert slurm.batch(*command, MPI=pmi, PYTHON=python) == "COMPLETED", out.read_text()
-    assert (
-        "times fewer bytes than fp32; replicas are equal" in out.read_text()
-        and "over 2 ranks" in out.read_text()
-    )
+    script = [ROOT / "examples/mpi_train.py", "--codec", "onebit", "--epochs", "1"]
+    state = slurm.batch(*smaller, ROOT / "launch/slurm.sbatch", *script, MPI=pmi, PYTHON=python)
+    assert state == "COMPLETED", out.read_text()
+    assert "times fewer bytes than fp32; replicas are equal" in out.read_text()
+    assert "over 2 ranks" in out.read_text()
 
 
 def test_the_doctor_under_srun(slurm):
