@@ -17,16 +17,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_no_compiler_is_one_sentence(tmp_path):
-    command = [
-        sys.executable,
-        "setup.py",
-        "-q",
-        "build_ext",
-        "--build-temp",
-        tmp_path,
-        "--build-lib",
-        tmp_path,
-    ]
+    build = [sys.executable, "setup.py", "-q", "build_ext"]
+    command = [*build, "--build-temp", tmp_path, "--build-lib", tmp_path]
     environment = {**os.environ, "CC": "no-such-compiler"}
     out = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
@@ -41,25 +33,18 @@ def test_one_module_for_every_python():
 
 
 def test_one_version_everywhere():
-    (declared,) = re.findall(
-        r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE
-    )
-    assert gradcomp.__version__ == declared
-    newest = re.search(
-        r"^## (?:Unreleased: )?(\S+)",
-        (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"),
-        re.MULTILINE,
-    )
-    assert newest and newest[1] == declared
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert re.findall(r'^version = "(.+)"$', project, re.MULTILINE) == [gradcomp.__version__]
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    newest = re.search(r"^## (?:Unreleased: )?(\S+)", changes, re.MULTILINE)
+    assert newest and newest[1] == gradcomp.__version__
 
 
 @pytest.mark.parametrize("version", ["1.13.1", "2.7.1", "2.16.0", "3.0.0a0+git1234", "unknown"])
 def test_a_torch_that_was_not_tried_is_named(version):
-    with pytest.warns(
-        UserWarning,
-        match=rf"2\.8 to 2\.15.*{re.escape(version)}|{re.escape(version)}.*2\.8 to 2\.15",
-    ):
+    with pytest.warns(UserWarning, match=r"2\.8 to 2\.15") as caught:
         warn_about_torch(version)
+    assert version in str(caught[0].message)
 
 
 @pytest.mark.parametrize("version", ["2.8.0", "2.13.0+cpu", "2.15.1"])

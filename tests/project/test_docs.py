@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import importlib
 import inspect
 import io
 import os
@@ -14,8 +15,7 @@ import torch
 
 import gradcomp
 import gradcomp.ddp
-import gradcomp.fsdp
-from gradcomp import comm, errors
+from gradcomp import comm, errors, fsdp
 from gradcomp.exchange import stats
 from gradcomp.integrations.versions import TRIED
 from gradcomp.kernels.native.library import TIER_FEATURES
@@ -53,12 +53,8 @@ def snippets():
                 output = EXPECTED.match(text[block.end() :])
                 # so that a traceback has the page's line numbers
                 source = "\n" * line + block["body"]
-                yield (
-                    f"{name_of(page)}:{line}",
-                    block["info"],
-                    source,
-                    output["body"] if output else None,
-                )
+                place = f"{name_of(page)}:{line}"
+                yield place, block["info"], source, output["body"] if output else None
 
 
 SNIPPETS = list(snippets())
@@ -84,15 +80,8 @@ def execute_as_rank(place, source, folder):
     kept = dist.init_process_group, dist.destroy_process_group
     dist.init_process_group = dist.destroy_process_group = lambda *args, **options: None
     rank, world = dist.get_rank(), dist.get_world_size()
-    as_torchrun = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": world,
-        "LOCAL_WORLD_SIZE": world,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": 1,
-    }
-    as_torchrun["OMP_NUM_THREADS"] = 1
+    as_torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    as_torchrun |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1, "OMP_NUM_THREADS": 1}
     os.environ.update({name: str(value) for name, value in as_torchrun.items()})
     try:
         return execute(place, source, folder)
@@ -103,17 +92,12 @@ def execute_as_rank(place, source, folder):
 
 
 def of_kind(kind):
+    pages = tuple(f"docs/howto/{name}.md" for name in TRIED)
     chosen = []
     for place, found, source, output in SNIPPETS:
         if found == kind:
-            framework = kind != "no-run" and place.startswith(
-                tuple(f"docs/howto/{name}.md" for name in TRIED)
-            )
-            chosen.append(
-                pytest.param(
-                    place, source, output, id=place, marks=[pytest.mark.extras] * framework
-                )
-            )
+            marks = [pytest.mark.extras] * (kind != "no-run" and place.startswith(pages))
+            chosen.append(pytest.param(place, source, output, id=place, marks=marks))
     return pytest.mark.parametrize(("place", "source", "output"), chosen)
 
 
@@ -135,13 +119,9 @@ def test_snippets_of_ranks_run_and_print_what_is_shown(place, source, output, tm
     assert output is None or printed == output
 
 
-def test_every_snippet_has_a_known_mark():
-    assert {kind for _, kind, _, _ in SNIPPETS} == {"", "no-run", "ranks=2"}
-
-
-def test_few_snippets_are_not_run():
+def test_marks_of_snippets_are_known_and_few_are_not_run():
     kinds = [kind for _, kind, _, _ in SNIPPETS]
-    assert len(kinds) > 15
+    assert set(kinds) == {"", "no-run", "ranks=2"} and len(kinds) > 15
     assert kinds.count("no-run") <= len(kinds) // 4
 
 
@@ -165,7 +145,8 @@ def links(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_resolve(page):
+def test_links_resolve_and_no_figure_is_missing(page):
+    assert "@@MEASURE@@" not in page.read_text(encoding="utf-8")
     for target in links(page):
         path, _, anchor = target.partition("#")
         there = (page.parent / path).resolve() if path else page
@@ -179,18 +160,9 @@ def test_links_resolve(page):
 def test_every_page_is_linked():
     here = ROOT / "docs/README.md"
     linked = {(here.parent / t.partition("#")[0]).resolve() for t in links(here)} | {here}
-    tables_of_contents = ("README.md", "index.md")  # the latter is the site's first page
-    missing = [
-        name_of(p)
-        for p in (ROOT / "docs").rglob("*.md")
-        if p not in linked and p.name not in tables_of_contents
-    ]
-    assert not missing
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_no_figure_is_missing(page):
-    assert "@@MEASURE@@" not in page.read_text(encoding="utf-8")
+    contents = ("README.md", "index.md")  # the latter is the site's first page
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if page.name not in contents]
+    assert [name_of(page) for page in pages if page not in linked] == []
 
 
 def test_the_readme_is_read_in_two_minutes():
@@ -204,35 +176,20 @@ WHICH = ROOT / "docs/howto/which-mode.md"
 FIGURE = re.compile(r"(?<![\w.-])[+-]?\d[\d,]*(?:\.\d+)?")
 
 
-def claims():
-    """Yield (figures in words, pages linked to) of every paragraph, entry of a list and row of a
-    table that has both.
-    """
-    for block in re.split(r"\n\n|\n(?=[-|])", prose(WHICH)):
-        linked = {
-            (WHICH.parent / t.partition("#")[0]).resolve()
-            for t in re.findall(r"\]\(([^)\s]+)\)", block)
-        }
-        words = re.sub(r"`[^`]*`|\]\([^)]*\)", "", block)
-        yield (
-            [figure.rstrip(",") for figure in FIGURE.findall(words)],
-            [page for page in linked if page.suffix == ".md"],
-        )
+def figures(text):
+    return {figure.rstrip(",") for figure in FIGURE.findall(text)}
 
 
 def test_figures_that_decide_stand_on_the_pages_that_they_link_to():
+    """Those of every paragraph, entry of a list and row of a table that links to pages."""
     seen = 0
-    for figures, linked in claims():
-        there = {
-            figure.rstrip(",")
-            for page in linked
-            for figure in FIGURE.findall(page.read_text(encoding="utf-8"))
-        }
-        seen += len(figures)
-        assert not set(figures) - there, (
-            sorted(set(figures) - there),
-            [name_of(page) for page in linked],
-        )
+    for block in re.split(r"\n\n|\n(?=[-|])", prose(WHICH)):
+        targets = re.findall(r"\]\(([^)\s]+\.md)[^)\s]*\)", block)
+        linked = {(WHICH.parent / target).resolve() for target in targets}
+        claimed = figures(re.sub(r"`[^`]*`|\]\([^)]*\)", "", block))
+        there = set().union(*(figures(page.read_text(encoding="utf-8")) for page in linked))
+        seen += len(claimed)
+        assert not claimed - there, (sorted(claimed - there), [name_of(page) for page in linked])
     assert seen > 60
 
 
@@ -245,11 +202,8 @@ def test_figures_that_decide_stand_on_the_pages_that_they_link_to():
     ],
 )
 def test_the_page_that_decides_takes_what_auto_takes(row, family, codecs):
-    line = next(
-        line
-        for line in WHICH.read_text(encoding="utf-8").splitlines()
-        if line.startswith(f"| {row}")
-    )
+    lines = WHICH.read_text(encoding="utf-8").splitlines()
+    line = next(line for line in lines if line.startswith(f"| {row}"))
     counted = [way for way in accuracy.ways(family) if way.counts and way.training.world_size <= 4]
     found = {way.codec.name: way.figure for way in counted if way.codec.name in codecs}
     assert sorted(found) == sorted(codecs)
@@ -262,66 +216,46 @@ def commands():
     """Yield (page, words) of every command line in a shell block."""
     for page in PAGES:
         for block in FENCE.finditer(page.read_text(encoding="utf-8")):
-            if block["language"] == "sh":
-                for line in block["body"].splitlines():
-                    yield page, shlex.split(line, comments=True)
+            for line in block["body"].splitlines() if block["language"] == "sh" else ():
+                if words := shlex.split(line, comments=True):
+                    yield page, words
+
+
+def parsers():
+    """Return {program: what reads its arguments}."""
+    from gradcomp.doctor import options as doctor
+
+    def bench(*names):
+        return {name: importlib.import_module(f"gradcomp.bench.{name}") for name in names}
+
+    found = {name: module.parse for name, module in bench("codec", "allreduce", "optim").items()}
+    for name, module in bench("accuracy", "train", "report", "paper").items():
+        found[name] = module.parser().parse_args
+    for name, module in bench("ratio", "plan").items():
+        found[name] = module.build_parser().parse_args
+    demo = bench("demo")["demo"].parse_config
+    return found | {"demo": demo, "gradcomp.doctor": doctor.parse, "gradcomp.plan": found["plan"]}
 
 
 def test_commands_exist():
-    from gradcomp.bench import (
-        accuracy,
-        allreduce,
-        codec,
-        demo,
-        optim,
-        paper,
-        plan,
-        ratio,
-        report,
-        train,
-    )
-    from gradcomp.doctor import options as doctor
-
-    parsers = {
-        "demo": demo.parse_config,
-        "codec": codec.parse,
-        "ratio": ratio.build_parser().parse_args,
-    }
-    parsers |= {
-        "accuracy": accuracy.parser().parse_args,
-        "allreduce": allreduce.parse,
-        "optim": optim.parse,
-        "plan": plan.build_parser().parse_args,
-    }
-    parsers |= {
-        "train": train.parser().parse_args,
-        "report": report.parser().parse_args,
-        "paper": paper.parser().parse_args,
-    }
-    targets = re.findall(
-        r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
-    )
-    seen = 0
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = re.findall(r"^([\w-]+):", makefile, re.MULTILINE)
+    seen, known = 0, parsers()
     for page, words in commands():
-        if not words:
-            continue
         if words[0] == "make":
             assert words[1] in targets, f"{name_of(page)}: make {words[1]}"
             for word in words[2:]:
                 variable, _, value = word.partition("=")
                 assert variable in ("DEMO_ARGS", "RELEASE", "TORCH")
                 if variable == "DEMO_ARGS":
-                    demo.parse_config(shlex.split(value))
+                    known["demo"](shlex.split(value))
             seen += 1
-        elif "gradcomp.bench" in words:
-            at = words.index("gradcomp.bench") + 1
-            parsers[words[at]](words[at + 1 :])
-            seen += 1
-        elif "gradcomp.doctor" in words:
-            doctor.build_parser().parse_args(words[words.index("gradcomp.doctor") + 1 :])
-            seen += 1
-        elif "gradcomp.plan" in words:
-            parsers["plan"](words[words.index("gradcomp.plan") + 1 :])
+        program = next((word for word in words if word.startswith("gradcomp.")), "")
+        after = words[words.index(program) + 1 :] if program else []
+        if program == "gradcomp.bench":
+            program, *after = after
+        if program in known:
+            known[program](after)
             seen += 1
     assert seen > 8
 
@@ -332,26 +266,16 @@ ERRORS = (ROOT / "docs/reference/errors.md").read_text(encoding="utf-8")
 
 
 def public_names():
-    names = {f"gradcomp.{n}": getattr(gradcomp, n) for n in gradcomp.__all__}
-    names |= {f"gradcomp.comm.{n}": getattr(comm, n) for n in comm.__all__}
-    names |= {f"gradcomp.server.{n}": getattr(gradcomp.server, n) for n in gradcomp.server.__all__}
-    names |= {f"gradcomp.amp.{n}": getattr(gradcomp.amp, n) for n in gradcomp.amp.__all__}
-    names |= {f"gradcomp.optim.{n}": getattr(gradcomp.optim, n) for n in gradcomp.optim.__all__}
-    names |= {
-        f"gradcomp.onebit_sgd.{n}": getattr(gradcomp.onebit_sgd, n)
-        for n in gradcomp.onebit_sgd.__all__
-    }
-    names |= {
-        f"gradcomp.plan.{n}": getattr(gradcomp.plan, n)
-        for n in ("optimal_nodes", "simulate", "predict")
-    }
-    names |= {f"gradcomp.fsdp.{n}": getattr(gradcomp.fsdp, n) for n in gradcomp.fsdp.__all__}
+    found = {f"gradcomp.{name}": getattr(gradcomp, name) for name in gradcomp.__all__}
+    for module in (comm, gradcomp.server, gradcomp.amp, gradcomp.optim, gradcomp.onebit_sgd, fsdp):
+        found |= {f"{module.__name__}.{name}": getattr(module, name) for name in module.__all__}
+    for name in ("optimal_nodes", "simulate", "predict"):
+        found[f"gradcomp.plan.{name}"] = getattr(gradcomp.plan, name)
     for name, value in vars(gradcomp.ddp).items():
-        if (
-            not name.startswith("_") and getattr(value, "__module__", None) == gradcomp.ddp.__name__
-        ):  # defined there
-            names[f"gradcomp.ddp.{name}"] = value
-    return names
+        defined_there = getattr(value, "__module__", None) == gradcomp.ddp.__name__
+        if defined_there and not name.startswith("_"):
+            found[f"gradcomp.ddp.{name}"] = value
+    return found
 
 
 PUBLIC = public_names()
@@ -410,7 +334,7 @@ def is_described(text, argument):
 MADE_BY_OTHERS = {  # whose constructors are not for users, or take what another docstring says
     gradcomp.comm.LocalCommunicator,
     gradcomp.ddp.CompressionState,
-    gradcomp.fsdp.FsdpState,
+    fsdp.FsdpState,
     gradcomp.optim.SplitOptimizer,
     gradcomp.optim.SplitParameters,
 }
@@ -452,31 +376,20 @@ def test_stats_and_phases_are_listed():
 
 
 def test_error_page_has_every_class_check_field_and_phase():
-    classes = [
-        n
-        for n, v in vars(errors).items()
-        if isinstance(v, type) and issubclass(v, errors.GradcompError)
-    ]
-    for name in classes:
+    kinds = {n: v for n, v in vars(errors).items() if isinstance(v, type)}
+    for name in (n for n, v in kinds.items() if issubclass(v, errors.GradcompError)):
         assert name in ERRORS
         assert name == "GradcompError" or f"## {name}\n" in ERRORS
-    rejections = (
-        (ROOT / "docs/reference/wire-format.md")
-        .read_text(encoding="utf-8")
-        .split("## Rejections")[1]
-    )
+    wire_format = (ROOT / "docs/reference/wire-format.md").read_text(encoding="utf-8")
+    rejections = wire_format.split("## Rejections")[1]
     checks = re.findall(r"^\| `(\w+)` \|", rejections.split("In an exchange")[0], re.MULTILINE)
     fields = re.findall(r"^\| `(\w+)` \|", rejections.split("In an exchange")[1], re.MULTILINE)
     assert len(checks) > 12 and len(fields) > 5
     source = "".join(p.read_text() for p in (ROOT / "gradcomp").rglob("*.py"))
     raised = re.findall(r"CorruptPayload\(\s*\"(\w+)\"", source)
-    phases = re.findall(r"_wait\(\"(\w+)\"", source) + re.findall(
-        r"\bgather\([^\"]{0,60}\"(\w+)\"", source
-    )
-    phases += re.findall(r"peers_answer\(\"(\w+)\"", source) + re.findall(
-        r"\bphase(?:: str = |=)\"(\w+)\"", source
-    )
-    phases += re.findall(r"\b_compare\([^\"]*\"(\w+)\"", source)
+    calls = r"_wait\(", r"\bgather\([^\"]{0,60}", r"peers_answer\(", r"\bphase(?:: str = |=)"
+    calls += (r"\b_compare\([^\"]*",)
+    phases = [word for call in calls for word in re.findall(rf'{call}"(\w+)"', source)]
     assert len(raised) > 8 and len(set(phases)) == 13
     for word in [*checks, *raised, *fields, *fingerprint.FIELDS, *phases]:
         assert mentions(ERRORS, word), word

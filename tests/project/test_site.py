@@ -27,15 +27,8 @@ class Page(HTMLParser):
 
     def __init__(self, file):
         super().__init__()
-        self.links, self.loads, self.ids, self.classes, self.rows, self.images = (
-            [],
-            [],
-            set(),
-            [],
-            [],
-            0,
-        )
-        self.text, self._in_cell = "", False
+        self.links, self.loads, self.classes, self.rows, self.ids = [], [], [], [], set()
+        self.text, self.images, self._in_cell = "", 0, False
         self.feed(file.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag, attrs):
@@ -70,32 +63,12 @@ def site(tmp_path_factory):
     finds no other machine.
     """
     folder = tmp_path_factory.mktemp("site")
-    command = [
-        sys.executable,
-        "-m",
-        "sphinx",
-        "-q",
-        "-W",
-        "--keep-going",
-        "-c",
-        "docs",
-        "-d",
-        folder / "doctrees",
-        ".",
-        folder / "html",
-    ]
-    nowhere = {
-        name: "http://127.0.0.1:9"
-        for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
-    }
+    sphinx = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", "docs"]
+    command = [*sphinx, "-d", folder / "doctrees", ".", folder / "html"]
+    proxies = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
+    nowhere = os.environ | dict.fromkeys(proxies, "http://127.0.0.1:9")
     built = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, **nowhere},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
+        command, cwd=ROOT, env=nowhere, capture_output=True, text=True, timeout=280, check=False
     )
     assert built.returncode == 0, built.stdout + built.stderr
     return folder / "html"
@@ -163,22 +136,8 @@ def test_every_public_name_is_documented(site):
     packed = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]  # after four lines of header
     entries = [line.split() for line in zlib.decompress(packed).decode().splitlines()]
     found = {words[0] for words in entries if words[1].startswith("py:")}
-    modules = {
-        f"gradcomp.{n}"
-        for n in (
-            "amp",
-            "codecs",
-            "comm",
-            "ddp",
-            "fsdp",
-            "integrations",
-            "local",
-            "onebit_sgd",
-            "optim",
-            "plan",
-            "server",
-        )
-    }
+    names = "amp codecs comm ddp fsdp integrations local onebit_sgd optim plan server"
+    modules = {f"gradcomp.{name}" for name in names.split()}
     assert modules <= found
     assert not {*PUBLIC, *FRAMEWORKS} - found - {"gradcomp.__version__"}
     assert {
