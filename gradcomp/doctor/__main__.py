@@ -38,12 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(text, flush=True)
     else:
         show(found, plain=options.plain)
-        if options.json is not None:
-            try:
-                Path(options.json).write_text(f"{text}\n", encoding="utf-8")
-            except OSError as error:
-                say(f"--json: {error}")
-                return BAD_USE
+    if options.json not in (None, "-"):
+        try:
+            Path(options.json).write_text(f"{text}\n", encoding="utf-8")
+        except OSError as error:
+            say(f"--json: {error}")
+            return BAD_USE
     status: int = found["status"]
     if found["silent"]:  # do not wait for that rank in what ends the process
         sys.stdout.flush()

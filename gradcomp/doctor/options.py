@@ -11,7 +11,6 @@ from typing import Any
 
 from gradcomp.arguments import Parser
 from gradcomp.plan.accuracy import TOLERANCES
-from gradcomp.plan.costs import LocalSteps
 from gradcomp.plan.links import parse_seconds
 from gradcomp.plan.tolerance import check_optimizer
 
@@ -68,12 +67,9 @@ def _count(text: str) -> float:
 
 
 def _steps(text: str) -> int:
-    try:
-        return LocalSteps(int(text)).every
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of steps of at least 1"
-        ) from None
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps of at least 1")
+    return int(text)
 
 
 def _optimizer(text: str) -> str:
@@ -86,24 +82,21 @@ def _optimizer(text: str) -> str:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser."""
-    about = (
-        "Find out what is wrong with these ranks, their machines and their network, in ten"
-        " seconds, and what to do about it."
-    )
-    layout = argparse.RawDescriptionHelpFormatter
-    name = "python -m gradcomp.doctor"
     parser = Parser(
-        prog=name, description=about, epilog=EPILOG, formatter_class=layout, allow_abbrev=False
+        prog="python -m gradcomp.doctor",
+        description="Find out what is wrong with these ranks, their machines and their network, in"
+        " ten seconds, and what to do about it.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     how = parser.add_argument_group("how it looks")
     text = "longest time for all checks once all ranks have come, in seconds (default: 10)"
     how.add_argument("--seconds", type=_positive, default=10.0, metavar="S", help=text)
     text = "longest wait for ranks to come, in seconds; those that do not are named (default: 20)"
     how.add_argument("--wait", type=_positive, default=20.0, metavar="S", help=text)
-    text = (
-        "transport to check: gloo, mpi, or auto, which is MPI if an MPI started these ranks and"
-        " gloo otherwise (default: auto)"
-    )
+    text = "transport to check: gloo, mpi, or auto, which is MPI if an MPI started these ranks and"
+    text += " gloo otherwise (default: auto)"
     how.add_argument("--over", choices=("auto", "gloo", "mpi"), default="auto", help=text)
     text = "write every number to this file, or to the standard output (-) in place of the text"
     how.add_argument("--json", metavar="FILE", help=text)
@@ -114,30 +107,20 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument("--parameters", type=_count, default=25e6, metavar="N", help=text)
     text = "seconds of forward and backward of a step on one rank (default: 0.1)"
     what.add_argument("--compute", type=_duration, default=0.1, metavar="SECONDS", help=text)
-    text = (
-        "optimizer of your training, such as adamw or sgd; codecs that lose accuracy under it are"
-        " not recommended (default: adamw)"
-    )
+    text = "optimizer of your training, such as adamw or sgd; codecs that lose accuracy under it"
+    text += " are not recommended (default: adamw)"
     what.add_argument("--optimizer", type=_optimizer, default="adamw", metavar="NAME", help=text)
     text = f"largest loss over fp32 that is accepted, in nats (default: {TOLERANCES['nats']})"
     what.add_argument("--tolerance", type=_tolerance, metavar="NATS", help=text)
-    text = (
-        "also consider exchanges after H local steps (gradcomp.DiLoCo) (default: exchange at every"
-        " step)"
-    )
-    what.add_argument("--every", type=_steps, metavar="H", help=text)
+    text = "also consider exchanges after H local steps (gradcomp.DiLoCo) (default: exchange at"
+    what.add_argument("--every", type=_steps, metavar="H", help=f"{text} every step)")
 
     limits = parser.add_argument_group("the timeouts that your script sets")
-    text = (
-        "timeout_s that your script gives to register or to the communicator, in seconds (default:"
-        " that of the library)"
-    )
+    text = "timeout_s that your script gives to register or to the communicator, in seconds"
+    text += " (default: that of the library)"
     limits.add_argument("--timeout", type=_positive, metavar="S", help=text)
-    text = (
-        "timeout that your script gives to init_process_group, in seconds (default: that of torch,"
-        " 1800)"
-    )
-    limits.add_argument("--torch-timeout", type=_positive, metavar="S", help=text)
+    text = "timeout that your script gives to init_process_group, in seconds (default: that of"
+    limits.add_argument("--torch-timeout", type=_positive, metavar="S", help=f"{text} torch, 1800)")
     return parser
 
 
@@ -148,9 +131,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if options.json not in (None, "-"):
         folder = Path(options.json).absolute().parent
         if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(options.json).is_dir():
-            parser.error(
-                f"--json {options.json}: there is no such folder, or nothing can be written there"
-            )
+            text = "there is no such folder, or nothing can be written there"
+            parser.error(f"--json {options.json}: {text}")
     return options
 
 

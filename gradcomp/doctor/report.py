@@ -25,35 +25,7 @@ on each of two hosts:
 under Slurm:
   srun -n 4 python -m gradcomp.doctor"""
 
-Line = tuple[str, str]  # its level ("", "ok", "note", "wrong"), and its text
 Found = Mapping[str, Any]
-
-
-def sections(found: Found) -> list[tuple[str, list[Line]]]:
-    """Return the report: (topic, lines)."""
-    cards = found["ranks"]
-    said = {
-        "ranks": _ranks(found),
-        "versions": _same(cards, _versions),
-        "kernels": _same(cards, lambda card: f"{card['tier']} tier"),
-        "network": _same(cards, _network),
-        "link": _link(found),
-        "cores": _same(cards, _cores, here=len(cards) > 1),
-        "timeouts": [f"{found['timeouts']['order']}, each to be no shorter than the one before"],
-        "lost peer": _lost(found),
-    }
-    out = []
-    for topic, texts in said.items():
-        findings = [one for one in found["findings"] if one["topic"] == topic]
-        levels = {one["level"] for one in findings}
-        first = "wrong" if "wrong" in levels else "note" if levels else "ok"
-        lines = [("", text) for text in texts or ["not measured"]]
-        lines[0] = (first, lines[0][1])
-        for one in findings:
-            lines.append((one["level"], f"{one['level']}: {one['text']}"))
-            lines += [("", f"  -> {one['do']}")] if one["do"] else []
-        out.append((topic, lines))
-    return [*out, ("recommended", [("", line) for line in _advice(found)])]
 
 
 def show(found: Found, out: TextIO | None = None, *, plain: bool = False) -> None:
@@ -68,13 +40,38 @@ def show(found: Found, out: TextIO | None = None, *, plain: bool = False) -> Non
     has_colors = not plain and stream.isatty()
 
     def colored(level: str, text: str) -> str:
-        return f"\x1b[{COLORS[level]}m{text}\x1b[0m" if has_colors and level else text
+        return f"\x1b[{COLORS[level]}m{text}\x1b[0m" if has_colors else text
 
-    for topic, lines in sections(found):
-        for number, (level, text) in enumerate(lines):
-            print(f"{topic if number == 0 else '':<{WIDTH}}{colored(level, text)}", file=stream)
+    for topic, texts in _sections(found).items():
+        findings = [one for one in found["findings"] if one["topic"] == topic]
+        levels = {one["level"] for one in findings}
+        lines = texts or ["not measured"]
+        if topic != "recommended":
+            level = "wrong" if "wrong" in levels else "note" if levels else "ok"
+            lines = [colored(level, lines[0]), *lines[1:]]
+        for one in findings:
+            lines.append(colored(one["level"], f"{one['level']}: {one['text']}"))
+            lines += [f"  -> {one['do']}"] if one["do"] else []
+        for number, line in enumerate(lines):
+            print(f"{topic if number == 0 else '':<{WIDTH}}{line}", file=stream)
     last = colored("wrong" if found["status"] else "ok", verdict(found))
     print(f"\n{last}", file=stream, flush=True)
+
+
+def _sections(found: Found) -> dict[str, list[str]]:
+    """Return the lines of every topic, without findings."""
+    cards = found["ranks"]
+    return {
+        "ranks": _ranks(found),
+        "versions": _same(cards, _versions),
+        "kernels": _same(cards, lambda card: f"{card['tier']} tier"),
+        "network": _same(cards, _network),
+        "link": _link(found),
+        "cores": _same(cards, _cores, here=len(cards) > 1),
+        "timeouts": [f"{found['timeouts']['order']}, each to be no shorter than the one before"],
+        "lost peer": _lost(found),
+        "recommended": _advice(found),
+    }
 
 
 def verdict(found: Found) -> str:
@@ -146,17 +143,15 @@ def _link(found: Found) -> list[str]:
         rates = sorted(pair["bits_per_s"] for pair in good)
         late = sorted(pair["latency_s"] for pair in good)
         spans = [
-            f"{show(some[0])} to {show(some[-1])}, middle {show(statistics.median(some))}"
-            for some, show in ((rates, format_rate), (late, format_seconds))
+            f"{text(some[0])} to {text(some[-1])}, middle {text(statistics.median(some))}"
+            for some, text in ((rates, format_rate), (late, format_seconds))
         ]
         slowest = min(good, key=lambda pair: pair["bits_per_s"])
         lines = [f"{len(good)} pairs: {spans[0]}", f"latency {spans[1]}"]
         lines += [f"the slowest: {ranks_text(slowest['ranks'])}"]
     if found["pairs_not_measured"]:
-        lines.append(
-            f"{found['pairs_not_measured']} pairs were not measured: the time ran out (--seconds"
-            " gives more)"
-        )
+        text = f"{found['pairs_not_measured']} pairs were not measured: the time ran out (--seconds"
+        lines.append(f"{text} gives more)")
     return lines
 
 
@@ -170,12 +165,8 @@ def _lost(found: Found) -> list[str]:
     if not seen:
         return []
     slowest = max(seen, key=lambda one: one["seconds"])
-    return [
-        (
-            f"rank {probe['lost']} fell silent: {slowest['error'] or 'nothing'} on the others after"
-            f" {slowest['seconds']:.1f} s, with a timeout of {PATIENCE_S:g} s"
-        )
-    ]
+    text = f"rank {probe['lost']} fell silent: {slowest['error'] or 'nothing'} on the others after"
+    return [f"{text} {slowest['seconds']:.1f} s, with a timeout of {PATIENCE_S:g} s"]
 
 
 def _advice(found: Found) -> list[str]:
@@ -191,12 +182,7 @@ def _advice(found: Found) -> list[str]:
     said = [one for one in advice["sentence"].split(". ") if "not recommended" not in one]
     if not advice["rates_measured"]:
         said[-1] += " The time ran out, so codecs were taken to need no time."
-    return [
-        in_code(advice, found["over"]) or "no compression",
-        (
-            f"{gain}; for {options['parameters']:.3g} parameters,"
-            f" {format_seconds(options['compute'])} of computing a step, {options['optimizer']}"
-            " (--parameters, --compute, --optimizer change that)"
-        ),
-        ". ".join(said),
-    ]
+    trained = f"{gain}; for {options['parameters']:.3g} parameters,"
+    trained += f" {format_seconds(options['compute'])} of computing a step, {options['optimizer']}"
+    trained += " (--parameters, --compute, --optimizer change that)"
+    return [in_code(advice, found["over"]) or "no compression", trained, ". ".join(said)]
