@@ -19,7 +19,7 @@ from gradcomp.comm.torchdist import TorchCommunicator
 from gradcomp.ddp import CompressionState
 from gradcomp.engine.options import Changes, Options
 from gradcomp.integrations.checkpoints import Stateful, read, write
-from gradcomp.integrations.versions import missing, warn_unless_tried
+from gradcomp.integrations.versions import imported
 from gradcomp.integrations.watch import DdpWatch, Watch
 from gradcomp.local.steps import DiLoCo
 
@@ -28,14 +28,11 @@ if TYPE_CHECKING:
 
     from gradcomp.engine.step import Engine
 
-try:
+with imported("accelerate"):
     from accelerate.utils import broadcast
 
     from gradcomp.integrations.prepared import attach_prepared, check_on_cpu, inner
-except ImportError as error:
-    raise missing("accelerate", error) from error
 
-warn_unless_tried("accelerate")
 # by Accelerator and names of files
 _carried: weakref.WeakKeyDictionary[Any, dict[str, Engine]] = weakref.WeakKeyDictionary()
 
@@ -157,12 +154,11 @@ def _carry(
         watch: restarted when the state was loaded.
         needed: whether a checkpoint without it is refused.
     """
-    carried = _carried.setdefault(accelerator, {})
-    for one in [one for one, its in carried.items() if its.pipeline.closed]:
-        del carried[one]
+    before = _carried.get(accelerator, {})
+    carried = {name: its for name, its in before.items() if not its.pipeline.closed}
     names = (f"gradcomp{n or ''}" for n in itertools.count())
     name = next(one for one in names if one not in carried)
-    carried[name] = engine
+    _carried[accelerator] = carried | {name: engine}
 
     def save(_: Any, __: Any, folder: str) -> None:
         if not engine.pipeline.closed:
@@ -182,11 +178,7 @@ class _Whole:
     """
 
     def __init__(
-        self,
-        accelerator: Any,
-        model: nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
-        local: DiLoCo,
+        self, accelerator: Any, model: nn.Module, optimizers: Sequence[Any], local: DiLoCo
     ) -> None:
         self._accelerator, self._model, self._local = accelerator, model, local
         self._optimizers = optimizers
@@ -209,9 +201,7 @@ class _Whole:
         prepared = {id(inner(one)) for one in self._accelerator._optimizers}
         self._keep = prepared & {id(one) for one in self._optimizers}
 
-    def _before_load(
-        self, optimizer: torch.optim.Optimizer, _: dict[str, Any]
-    ) -> dict[str, Any] | None:
+    def _before_load(self, optimizer: torch.optim.Optimizer, _: Any) -> dict[str, Any] | None:
         if id(optimizer) not in self._keep:
             return None
         self._keep.discard(id(optimizer))

@@ -132,24 +132,19 @@ def read(
     votes = [vote[0] for vote in everyone]
     if BROKEN in votes:
         why = f": {error}" if error else ""
-        raise ValueError(
-            f"rank {votes.index(BROKEN)} cannot read its {files} in {folder}{why}"
-        ) from error
+        text = f"rank {votes.index(BROKEN)} cannot read its {files} in {folder}{why}"
+        raise ValueError(text) from error
+    text = f"{folder} has no {files}: it was not saved with local steps; load model and optimizer"
+    text += " yourself before you begin them"
     if len(set(votes)) > 1:
         without = [rank for rank, vote in enumerate(votes) if vote != max(votes)]
-        text = (
-            f"ranks {without} have no {files} in {folder}, others have: copy those of all ranks"
-            " there"
-        )
-        if needed:
-            raise ValueError(text)
-        warnings.warn(text, stacklevel=3)
+        text = f"ranks {without} have no {files} in {folder}, others have: copy those of all ranks"
+        text += " there"
+        if not needed:
+            warnings.warn(text, stacklevel=3)
         found = None
-    elif found is None and needed:
-        raise ValueError(
-            f"{folder} has no {files}: it was not saved with local steps; load model and optimizer"
-            " yourself before you begin them"
-        )
+    if found is None and needed:
+        raise ValueError(text)
     return restore(state, comm, found, str(folder), f"delete {files} from {folder}")
 
 

@@ -18,16 +18,13 @@ from gradcomp.codecs import Codec, resolve
 from gradcomp.ddp import CompressionState, register
 from gradcomp.engine.options import Options
 from gradcomp.integrations.checkpoints import gather_states, restore
-from gradcomp.integrations.versions import missing, warn_unless_tried
+from gradcomp.integrations.versions import imported
 from gradcomp.integrations.watch import DdpWatch
 from gradcomp.integrations.wrapped import check_device, warn_alone
 
-try:
+with imported("lightning"):
     from lightning.pytorch.strategies import DDPStrategy
-except ImportError as error:
-    raise missing("lightning", error) from error
 
-warn_unless_tried("lightning")
 logger = logging.getLogger("gradcomp")
 KEY = "gradcomp"  # of a checkpoint
 _OPTIONS = {field.name for field in fields(Options)}

@@ -15,7 +15,7 @@ from gradcomp.comm.torchdist import group_size
 from gradcomp.ddp import CompressionState
 from gradcomp.engine.options import Changes, Options
 from gradcomp.integrations.checkpoints import read, write
-from gradcomp.integrations.versions import missing, warn_unless_tried
+from gradcomp.integrations.versions import imported
 from gradcomp.integrations.watch import DdpWatch
 from gradcomp.integrations.wrapped import attach, check_device
 
@@ -23,15 +23,13 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Unpack
 
-try:
+with imported("ray"):
     import ray.train  # noqa: F401 - whether it is there
-except ImportError as error:
-    raise missing("ray", error) from error
 
-warn_unless_tried("ray")
 # models keep their watches alive
-_watches: weakref.WeakKeyDictionary[CompressionState, weakref.ref[DdpWatch]]
-_watches = weakref.WeakKeyDictionary()
+_watches: weakref.WeakKeyDictionary[CompressionState, weakref.ref[DdpWatch]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def register(
@@ -130,7 +128,6 @@ def load(state: CompressionState | None, folder: str | os.PathLike[str]) -> bool
     """
     if state is None or not read(state, state._engine.comm, folder):
         return False
-    watch = _watches[state]()
-    if watch is not None:
+    if (watch := _watches[state]()) is not None:
         watch.restart()
     return True

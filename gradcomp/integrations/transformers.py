@@ -13,18 +13,14 @@ from gradcomp.codecs import Codec, resolve
 from gradcomp.ddp import CompressionState
 from gradcomp.engine.options import Options
 from gradcomp.integrations.checkpoints import read, write
-from gradcomp.integrations.versions import missing, warn_unless_tried
+from gradcomp.integrations.versions import imported
 from gradcomp.integrations.watch import DdpWatch
 
-try:
+with imported("transformers"):
     from transformers import Trainer, TrainerCallback
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
     from gradcomp.integrations.prepared import attach_prepared
-except ImportError as error:
-    raise missing("transformers", error) from error
-
-warn_unless_tried("transformers")
 
 
 class Compressed:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import warnings
+from collections.abc import Iterator
 from importlib.metadata import version
 
 # oldest and newest release; pyproject.toml has them as extras, docs/howto those in between
@@ -15,13 +17,20 @@ TRIED = {
 }
 
 
-def missing(framework: str, error: ImportError) -> ImportError:
-    """Return the error of an integration without its framework."""
-    return ImportError(
-        f"gradcomp.integrations.{framework} needs {framework}: pip install 'gradcomp[{framework}]'"
-        f" ({error})",
-        name=framework,
-    )
+@contextlib.contextmanager
+def imported(framework: str) -> Iterator[None]:
+    """Name the extra to install if the imports in this block fail, and warn about a release outside
+    of `TRIED` if they do not.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(
+            f"gradcomp.integrations.{framework} needs {framework}: pip install"
+            f" 'gradcomp[{framework}]' ({error})",
+            name=framework,
+        ) from error
+    warn_unless_tried(framework)
 
 
 def warn_unless_tried(framework: str, found: str | None = None) -> None:
@@ -35,5 +44,5 @@ def warn_unless_tried(framework: str, found: str | None = None) -> None:
             f"gradcomp.integrations.{framework} was tried with {framework} {tried}, this is"
             f" {found}: it may work, but nobody has looked; pip install 'gradcomp[{framework}]'"
             " takes one that was tried",
-            stacklevel=3,
+            stacklevel=5,  # the import of the integration
         )
