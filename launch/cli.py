@@ -67,42 +67,35 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         f"python -m {NAME}", USAGE, about, EPILOG, formatter_class=layout, allow_abbrev=False
     )
-    number = "number of ranks to start (required)"
-    parser.add_argument(
-        "-n", dest="ranks", metavar="RANKS", type=_ranks, required=True, help=number
-    )
-    module = "run the program as a module, like python -m"
-    parser.add_argument("-m", dest="module", action="store_true", help=module)
+    text = "number of ranks to start (required)"
+    parser.add_argument("-n", dest="ranks", metavar="RANKS", type=_ranks, required=True, help=text)
+    text = "run the program as a module, like python -m"
+    parser.add_argument("-m", dest="module", action="store_true", help=text)
     where = parser.add_mutually_exclusive_group()
+    text = "hosts to start ranks on, each with its number of ranks if you like, such as"
+    text += " node1:4,node2:4 (default: this host)"
     where.add_argument(
         *("-H", "--host"),
         dest="hosts",
         metavar="A,B:4",
         type=mpirun.parse_hosts,
         default=[],
-        help=(
-            "hosts to start ranks on, each with its number of ranks if you like, such as "
-            "node1:4,node2:4 (default: this host)"
-        ),
+        help=text,
     )
-    lines = "file with one host a line: NAME, NAME:4 or NAME slots=4 (default: this host)"
+    text = "file with one host a line: NAME, NAME:4 or NAME slots=4 (default: this host)"
     where.add_argument(
-        "--hostfile", dest="hosts", metavar="FILE", type=mpirun.read_hostfile, help=lines
+        "--hostfile", dest="hosts", metavar="FILE", type=mpirun.read_hostfile, help=text
     )
-    bind = (
-        "bind each rank to one core or socket; none leaves the threads of torch free "
-        "(default: %(default)s)"
-    )
-    parser.add_argument("--bind", choices=("none", "core", "socket"), default="none", help=bind)
-    torchrun = "use torchrun, on this host only, instead of an MPI"
-    parser.add_argument("--torch", action="store_true", help=torchrun)
-    grace = (
-        "seconds that ranks may take to end after a failure or a signal before they are "
-        "killed (default: %(default)g)"
-    )
-    parser.add_argument("--grace", metavar="SECONDS", type=_seconds, default=5.0, help=grace)
-    dry = "print the variables and the command, and run nothing"
-    parser.add_argument("--dry-run", action="store_true", help=dry)
+    text = "bind each rank to one core or socket; none leaves the threads of torch free"
+    text += " (default: %(default)s)"
+    parser.add_argument("--bind", choices=("none", "core", "socket"), default="none", help=text)
+    text = "use torchrun, on this host only, instead of an MPI"
+    parser.add_argument("--torch", action="store_true", help=text)
+    text = "seconds that ranks may take to end after a failure or a signal before they are killed"
+    text += " (default: %(default)g)"
+    parser.add_argument("--grace", metavar="SECONDS", type=_seconds, default=5.0, help=text)
+    text = "print the variables and the command, and run nothing"
+    parser.add_argument("--dry-run", action="store_true", help=text)
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 

@@ -9,11 +9,11 @@ from .variables import FIRST_PORT, PORTS
 
 
 def free_port() -> int:
-    """Return a port that nobody has, out of those that Linux hands out to nobody by itself: it is
-    free until it is asked for by number.
+    """Return a port that no process uses, of those that Linux does not hand out by itself: it stays
+    free until a process asks for it by number.
 
     Raises:
-        OSError: of 100 of them none is free.
+        OSError: 100 ports that were tried are in use.
     """
     for port in random.SystemRandom().sample(range(FIRST_PORT, FIRST_PORT + PORTS), 100):
         with socket.socket() as probe:

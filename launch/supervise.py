@@ -79,8 +79,8 @@ def supervise(
 
 
 def _kill_descendants(process: subprocess.Popen[bytes]) -> None:
-    """Kill every process below this one, collect those that this one inherits, and wait until
-    all are gone; the status of the command itself is left to its Popen.
+    """Kill every process below this one and wait until all are gone; the status of the command
+    itself is left to its Popen.
     """
     deadline = time.monotonic() + REAP_S
     while pids := descendants(os.getpid()):

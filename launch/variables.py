@@ -20,9 +20,7 @@ ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": 
 
 
 class _Source(NamedTuple):
-    """What one starter calls the rank, the size, both of them on this host, and the job; several
-    names in order of trust.
-    """
+    """A starter's names for the rank, the size, both on this host, and the job, best first."""
 
     rank: str
     size: str
@@ -118,9 +116,7 @@ def _ranks(source: _Source, given: Mapping[str, str]) -> dict[str, str]:
 def _rendezvous(
     source: _Source | None, found: Mapping[str, str], given: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the address of rank 0's host and a port: the same on every rank, without asking
-    anybody.
-    """
+    """Return the address of rank 0's host and a port, the same on every rank without a message."""
     # Under an mpirun the Slurm step is that of the host's daemon, and differs between hosts.
     is_mpirun = _OMPI + "RANK" in given or "MPI_LOCALRANKID" in given
     job = _first(given, source.job) if source else None
@@ -145,9 +141,7 @@ def first_node(nodelist: str) -> str:
 
 
 def _slurm_local_size(given: Mapping[str, str]) -> str | None:
-    """Return how many tasks of the step are on this node: ``2(x3),1`` is 2 on nodes 0 to 2 and 1
-    on node 3.
-    """
+    """Return the number of tasks on this node: ``2(x3),1`` is 2 on nodes 0 to 2, 1 on node 3."""
     counts = _first(given, "SLURM_STEP_TASKS_PER_NODE SLURM_TASKS_PER_NODE") or ""
     node = int(_number("SLURM_NODEID", given.get("SLURM_NODEID", "0"))) if counts else 0
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):

@@ -1,5 +1,5 @@
-"""What one rank says of itself: versions, kernels, cores, interfaces, options. Nothing is measured
-but the time that a name takes.
+"""What one rank reports of itself: versions, kernels, cores, interfaces, options. Nothing is
+measured but the time that the look-up of a name takes.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from gradcomp.kernels import native
 from gradcomp.payload.wire import VERSION as WIRE
 from gradcomp.version import __version__
 
-PROTOCOL = 2  # of the words between ranks: a rank with another one is named, and gets no others
+PROTOCOL = 2  # of the messages between ranks; a rank with another one is named and not asked
 CGROUP = Path("/sys/fs/cgroup")
 STARTERS = {
     "TORCHELASTIC_RUN_ID": "torchrun",
     "OMPI_COMM_WORLD_RANK": "mpirun of Open MPI",
-    "PMI_RANK": "mpirun of MPICH or its kin",
+    "PMI_RANK": "mpirun of MPICH or Intel MPI",
     "SLURM_PROCID": "srun",
     "PMIX_RANK": "something that speaks PMIx",
     "RANK": "variables RANK and WORLD_SIZE",

@@ -53,8 +53,8 @@ class Choice(NamedTuple):
 
     Attributes:
         variable: GLOO_SOCKET_IFNAME; "" where it is not set.
-        names: the interfaces; empty where there is none.
-        why: how it comes to them, in words.
+        names: the interfaces; empty if gloo finds none.
+        why: how gloo chooses them, in words.
         problem: why gloo cannot start; "" if it can.
     """
 

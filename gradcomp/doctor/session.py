@@ -74,7 +74,7 @@ class Me:
 
         Raises:
             ValueError: the variables are incomplete, or do not fit each other.
-            ImportError, RuntimeError: MPI is asked for, and there is none.
+            ImportError, RuntimeError: MPI is asked for and not available.
         """
         given = os.environ if variables is None else variables
         found = importlib.import_module("gradcomp.launch").environment(given)
@@ -95,7 +95,7 @@ class Me:
         return me
 
     def meet(self, wait_s: float) -> Words:
-        """Return the way to the other ranks, or raise ConnectionError."""
+        """Return messages to the other ranks, or raise ConnectionError."""
         assert self.address is not None
         host, port = self.address
         by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun serves it

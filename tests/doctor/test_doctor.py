@@ -303,11 +303,13 @@ WAITS, SHORT = ("--wait", "3"), ("--seconds", "7")
 SCENES = {
     "ranks 1 and 3 did not answer within 2 s": (
         {0: (COMES, "--wait", "2"), 2: ("", "--wait", "30")},
-        *((0, 2), []),
+        (0, 2),
+        [],
     ),
     "rank 1 did not answer within 3 s": (
         {0: ("", *WAITS), 1: (f"{IMPORTS}session.card = {STOPS}", *WAITS)},
-        *((0,), []),
+        (0,),
+        [],
     ),
     "rank 1 fell silent while measuring": (
         {
@@ -315,25 +317,30 @@ SCENES = {
             1: (f"{IMPORTS}session.measure_all = {STOPS}", *SHORT),
             2: (LONGER, *SHORT),
         },
-        *((0, 2), [[0, 2]]),
+        (0, 2),
+        [[0, 2]],
     ),
     # as behind a firewall
     "rank 0 is not connected to all others after": (
         {0: (IMPATIENT,), 1: (f"{IMPATIENT}session.open_group = lambda *_: time.sleep(3)",)},
-        *((0,), []),
+        (0,),
+        [],
     ),
     f"gradcomp differs: {gradcomp.__version__} on rank 0, 0.0.9 on rank 1": (
         {0: ("", "--seconds", "2"), 1: (f"{IMPORTS}card.__version__ = '0.0.9'", "--seconds", "2")},
-        *((0, 1), [[0, 1]]),
+        (0, 1),
+        [[0, 1]],
     ),
     "--compute differs: 0.1 on rank 0, 3.0 on rank 1; rank 0's was taken": (
         {0: ("",), 1: ("", "--compute", "3")},
-        *((0, 1), [[0, 1]]),
+        (0, 1),
+        [[0, 1]],
     ),
     "rank 1 has another doctor": ({0: ("",), 1: (f"{IMPORTS}card.PROTOCOL = 7",)}, (0, 1), []),
     "ranks 0 and 1: gloo cannot start: there is no interface 'nope0' here": (
         dict.fromkeys((0, 1), (NO_INTERFACE,)),
-        *((0, 1), []),
+        (0, 1),
+        [],
     ),
 }
 
