@@ -1,18 +1,14 @@
 """Dynamic loss scaling: the scale of NNabla's mixed-precision updater, with torch's growth rule as
 an alternative.
 
-A loss multiplied by the scale gives gradients multiplied by the scale, so that small ones do not
-vanish in float16. When one overflows, the step is left out and the scale falls; after many good
-steps it rises. Deviations from NNabla: gradients of several ranks are averaged, not summed; so are
-the losses of accumulated batches; the scale keeps within bounds; ranks agree on the verdict; the
-101st overflow in a row is an error, not a step left out in silence.
+Deviations from NNabla: gradients of several ranks are averaged, not summed; so are the losses of
+accumulated batches; the scale keeps within bounds; ranks agree on the verdict; the 101st overflow
+in a row is an error, not a step left out in silence.
 
 References:
     NNabla, "Mixed Precision Training" tutorial, DynamicLossScalingUpdater.
     Micikevicius et al. 2018, "Mixed Precision Training" (arXiv 1710.03740), section 3.2.
 """
-
-from __future__ import annotations
 
 from gradcomp.amp.scaler import DynamicLossScaler
 from gradcomp.amp.updater import DynamicLossScalingUpdater

@@ -12,16 +12,19 @@ from gradcomp.errors import GradcompError, UnsupportedTensor
 
 
 def gradients(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Yield the values of every gradient of an optimizer."""
+    """Yield the values of every gradient of an optimizer; sparse ones are coalesced first.
+
+    Raises:
+        UnsupportedTensor: a gradient in a compressed sparse layout.
+        GradcompError: a gradient that is still packed.
+    """
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         grad = parameter.grad
         if grad is None:
             continue
-        if grad.layout is torch.sparse_coo:
-            if not grad.is_coalesced():  # a sum of finite duplicates may overflow
-                grad = parameter.grad = grad.coalesce()
-            yield grad._values()
-            continue
+        if grad.layout is torch.sparse_coo:  # a sum of finite duplicates may overflow
+            grad = parameter.grad = grad.coalesce()
+            grad = grad._values()
         if grad.layout is not torch.strided:
             raise UnsupportedTensor(f"gradient is {grad.layout}: not supported by the loss scaler")
         strides = (s for s, n in zip(grad.stride(), grad.shape, strict=True) if n > 1)

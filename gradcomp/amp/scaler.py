@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import struct
+import sys
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -20,16 +20,10 @@ from gradcomp.exchange.agree import gather
 STATE_VERSION = 1
 RULES = ("nnabla", "torch")
 SMALLEST, LARGEST = 2.0**-126, 2.0**126  # normal float32 numbers, with their reciprocals
+EPSILON, FLOAT_MAX = sys.float_info.epsilon, sys.float_info.max
 _RECORD = struct.Struct("<iqd")  # verdict, counter, scale
 
 _Outputs = TypeVar("_Outputs")
-
-
-def is_number(value: object) -> bool:
-    """Whether `value` is a float (NaN and Inf, too) or an int that a float can hold; no bool."""
-    if isinstance(value, int):
-        return not isinstance(value, bool) and abs(value) < 2**1000
-    return isinstance(value, float)
 
 
 def check_count(name: str, value: object, least: int, most: int = 2**31 - 1) -> None:
@@ -38,29 +32,31 @@ def check_count(name: str, value: object, least: int, most: int = 2**31 - 1) -> 
         raise ValueError(f"{name} must be an integer from {least} to {most}, got {value!r}")
 
 
+def in_range(name: str, value: Any, low: float, high: float, rule: str = "") -> float:
+    """Return `value` as a float.
+
+    Raises:
+        ValueError: it is no number from `low` to `high`; `rule` says so in other words.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        rule = rule or f"a number from {low:g} to {high:g}"
+        raise ValueError(f"{name} must be {rule}, got {value!r}")
+    return float(value)
+
+
 class DynamicLossScaler:
     """Scales losses, checks and unscales gradients, skips steps that overflowed, adapts the scale.
 
-    Use it as a `torch.amp.GradScaler`, and as `grad_scaler` for gradcomp::
+    Use it as a `torch.amp.GradScaler`, and as ``grad_scaler=`` of gradcomp. Growth rules:
 
-        scaler = gradcomp.amp.DynamicLossScaler()
-        state = gradcomp.ddp.register(model, "onebit", grad_scaler=scaler)
-        ...
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    How good steps and overflows move the scale:
-
-    - ``rule="nnabla"``: an overflow divides it by `factor`. Good step ``interval + 2`` after the
-      start or an overflow multiplies it by `factor`, then every ``interval + 1`` good steps do.
+    - ``rule="nnabla"``: an overflow divides the scale by `factor`. Good step ``interval + 2`` after
+      the start or an overflow multiplies it by `factor`, then every ``interval + 1`` good steps do.
     - ``rule="torch"``: as `torch.amp.GradScaler` with ``growth_factor=factor, backoff_factor=1 /
       factor``, bit for bit in float32: it grows after every `interval` good steps in a row.
 
     Ranks must come to the same verdict. They do if all see the same averaged gradients, as after
-    gradcomp or DDP, where one rank's NaN or Inf reaches all. If ranks update different parameters,
-    pass `comm`: all ranks' verdicts are then gathered, once for each optimizer and step.
+    gradcomp or DDP. If ranks update different parameters, pass `comm`: all ranks' verdicts are then
+    gathered, once for each optimizer and step.
 
     Args:
         scale: the first loss scale, positive.
@@ -89,30 +85,25 @@ class DynamicLossScaler:
     ) -> None:
         if rule not in RULES:
             raise ValueError(f"rule must be one of {RULES}, got {rule!r}")
-        if not is_number(factor) or not 1 < factor < math.inf:
-            raise ValueError(f"factor must be a finite number above 1, got {factor!r}")
         check_count("interval", interval, 1)
-        low = _in_range("min_scale", min_scale, SMALLEST, LARGEST)
-        high = _in_range("max_scale", max_scale, low, LARGEST)
-        now = _in_range("scale", scale, low, high)
         if comm is not None and not isinstance(comm, Communicator):
             raise ValueError(f"comm must be a gradcomp communicator, got {type(comm).__name__}")
-        if not is_number(timeout_s) or not 0 < timeout_s <= MAX_TIMEOUT_S:
-            limit = f"a positive number of seconds, at most {MAX_TIMEOUT_S:g}"
-            raise ValueError(f"timeout_s must be {limit}, got {timeout_s!r}")
-        self._rule, self._factor, self._interval = rule, float(factor), interval
-        if rule == "torch":
-            low, high, now = (_float32(value) for value in (low, high, now))
-        self._min, self._max, self._scale, self._counter = low, high, now, 0
-        self._comm, self._timeout_s = comm, timeout_s
+        self._rule, self._interval, self._counter, self._comm = rule, interval, 0, comm
+        limit = f"a positive number of seconds, at most {MAX_TIMEOUT_S:g}"
+        self._timeout_s = in_range("timeout_s", timeout_s, SMALLEST, MAX_TIMEOUT_S, limit)
+        self._factor = in_range(
+            "factor", factor, 1.0 + EPSILON, FLOAT_MAX, "a finite number above 1"
+        )
+        low = in_range("min_scale", min_scale, SMALLEST, LARGEST)
+        high = in_range("max_scale", max_scale, low, LARGEST)
+        bounded = low, high, in_range("scale", scale, low, high)
+        self._min, self._max, self._scale = map(_float32, bounded) if rule == "torch" else bounded
         self._skipped = False
         self.forget_step()
 
     def __repr__(self) -> str:
         counted = f"{self._counter} counted of {self._interval}"
         return f"<DynamicLossScaler scale={self._scale:g}, {self._rule}, {counted}>"
-
-    # ---- a step -----------------------------------------------------------------------------
 
     def scale(self, outputs: _Outputs) -> _Outputs:
         """Return a loss, or a list or tuple of losses, times the scale, in the loss's dtype.
@@ -125,18 +116,16 @@ class DynamicLossScaler:
             return outputs * self._scale  # type: ignore[return-value]
         if isinstance(outputs, (list, tuple)):
             return type(outputs)(self.scale(output) for output in outputs)
-        raise TypeError(
-            f"scale takes a tensor, or a list or tuple of them, got {type(outputs).__name__}"
-        )
+        got = type(outputs).__name__
+        raise TypeError(f"scale takes a tensor, or a list or tuple of them, got {got}")
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the gradients of an optimizer by the scale in place, and check them. `step` does
-        it if you do not; call it to clip, after the backward passes (and
-        `GradientAverager.average`). With `comm`, collective.
+        """Divide the gradients of an optimizer by the scale in place, and check them: values that
+        are NaN or Inf, before or after, are overflows. `step` does it if you do not; call it to
+        clip, after the backward passes and `GradientAverager.average`. With `comm`, collective.
 
-        Every value is multiplied by float32(1 / scale) and rounded once to the gradient's dtype:
-        exact for a power of two, unless the result is subnormal. Gradients may be of any floating
-        dtype; sparse ones are coalesced first. NaN and Inf are overflows, before and after.
+        Every value, of any floating dtype, is multiplied by float32(1 / scale) and rounded once:
+        exact for a power of two, unless the result is subnormal. Sparse gradients are coalesced.
 
         Raises:
             RuntimeError: nothing was scaled in this step, or these gradients are unscaled already.
@@ -186,9 +175,8 @@ class DynamicLossScaler:
             RuntimeError: they have not been checked in this step.
         """
         if optimizer not in self._overflowed:
-            raise RuntimeError(
-                "overflowed() has no verdict for this optimizer in this step: call unscale_() first"
-            )
+            text = "overflowed() has no verdict for this optimizer in this step"
+            raise RuntimeError(f"{text}: call unscale_() first")
         return self._overflowed[optimizer]
 
     def forget_step(self) -> None:
@@ -206,16 +194,20 @@ class DynamicLossScaler:
         """Whether the last `step` skipped its optimizer because of an overflow."""
         return self._skipped
 
-    # ---- checkpoints ------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
         """Return what a run needs to resume with the same scales: numbers and strings only. Take
         it after `update`.
         """
-        own = {"rule": self._rule, "scale": self._scale, "factor": self._factor}
-        bounds = {"min_scale": self._min, "max_scale": self._max}
-        counts = {"interval": self._interval, "counter": self._counter}
-        return {"version": STATE_VERSION, **own, **bounds, **counts}
+        return {
+            "version": STATE_VERSION,
+            "rule": self._rule,
+            "scale": self._scale,
+            "factor": self._factor,
+            "min_scale": self._min,
+            "max_scale": self._max,
+            "interval": self._interval,
+            "counter": self._counter,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load scale, counter, rule and bounds of a `state_dict`, and forget a step that has begun.
@@ -225,26 +217,24 @@ class DynamicLossScaler:
         """
         odd = state.keys() ^ self.state_dict().keys() if isinstance(state, Mapping) else {"version"}
         if odd:
-            raise ValueError(
-                f"no state of a DynamicLossScaler: {min(odd, key=str)!r} is missing or unknown"
-            )
-        given = dict(state)
-        version, counter = given.pop("version"), given.pop("counter")
-        if version != STATE_VERSION:
-            raise ValueError(f"this state has version {version!r}, {STATE_VERSION} expected")
+            what = f"{min(odd, key=str)!r} is missing or unknown"
+            raise ValueError(f"no state of a DynamicLossScaler: {what}")
+        if state["version"] != STATE_VERSION:
+            text = f"this state has version {state['version']!r}, {STATE_VERSION} expected"
+            raise ValueError(text)
+        given = {name: value for name, value in state.items() if name not in ("version", "counter")}
         other = DynamicLossScaler(**given, comm=self._comm, timeout_s=self._timeout_s)
         beyond = 1 if other._rule == "nnabla" else -1
-        check_count("counter of this state", counter, 0, other._interval + beyond)
-        other._counter = counter
+        check_count("counter of this state", state["counter"], 0, other._interval + beyond)
+        other._counter = state["counter"]
         self.__dict__.update(other.__dict__)
 
-    # ---- parts ------------------------------------------------------------------------------
+    # ---- parts ----
 
     def _check_open(self, optimizer: Optimizer) -> None:
         if not self._scaled:
-            raise RuntimeError(
-                "no loss was scaled in this step: call scaler.scale(loss).backward()"
-            )
+            text = "no loss was scaled in this step"
+            raise RuntimeError(f"{text}: call scaler.scale(loss).backward()")
         if optimizer in self._stepped:
             raise RuntimeError("this optimizer has stepped already: call scaler.update() after it")
 
@@ -275,12 +265,6 @@ class DynamicLossScaler:
             self._counter = counter + 1 if good and not grows else 0
         if grows or overflowed:
             self._scale = min(max(now, self._min), self._max)
-
-
-def _in_range(name: str, value: float, low: float, high: float) -> float:
-    if not is_number(value) or not low <= value <= high:
-        raise ValueError(f"{name} must be a number from {low:g} to {high:g}, got {value!r}")
-    return float(value)
 
 
 def _float32(value: float) -> float:

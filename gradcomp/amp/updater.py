@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradcomp.amp.scaler import DynamicLossScaler, check_count, is_number
+from gradcomp.amp.scaler import FLOAT_MAX, DynamicLossScaler, check_count, in_range
 from gradcomp.engine.controls import Controls
 from gradcomp.errors import GradcompError, UnsupportedTensor
 
 
 class DynamicLossScalingUpdater:
-    """One call for a whole training step: zero_grad, forward and backward, exchange, check,
-    unscale, decay, step::
-
-        updater = gradcomp.amp.DynamicLossScalingUpdater(optimizer, loss_fn, data_feeder)
-        for _ in range(iterations):
-            loss = updater.update()
+    """Runs a whole training step in `update`: zero_grad, forward and backward, exchange, check,
+    unscale, clip, decay, step.
 
     Args:
         optimizer: updates the parameters.
@@ -65,24 +59,24 @@ class DynamicLossScalingUpdater:
     ) -> None:
         check_count("accumulate", accumulate, 1)
         check_count("max_retries", max_retries, 0)
-        decays = weight_decay is None or (is_number(weight_decay) and 0 <= weight_decay < math.inf)
+        if weight_decay is not None:
+            rule = "None or a finite number of at least 0"
+            in_range("weight_decay", weight_decay, 0.0, FLOAT_MAX, rule)
+        if on_overflow not in ("retry", "skip"):
+            raise ValueError(f"on_overflow must be 'retry' or 'skip', got {on_overflow!r}")
         controls = "what gradcomp.ddp.register returned, or a GradientAverager"
-        optional_scaler, optional_controls = (DynamicLossScaler, NoneType), (Controls, NoneType)
         for name, value, is_valid, wanted in (
             ("optimizer", optimizer, isinstance(optimizer, Optimizer), "a torch optimizer"),
-            ("scaler", scaler, isinstance(scaler, optional_scaler), "a DynamicLossScaler"),
             ("loss_fn", loss_fn, callable(loss_fn), "callable"),
             ("data_feeder", data_feeder, callable(data_feeder), "callable"),
-            ("clip", clip, clip is None or callable(clip), "callable"),
-            ("weight_decay", weight_decay, decays, "None or a finite number of at least 0"),
-            ("on_overflow", on_overflow, on_overflow in ("retry", "skip"), "'retry' or 'skip'"),
-            ("model", model, model is None or hasattr(model, "no_sync"), "a model with no_sync()"),
-            ("compression", compression, isinstance(compression, optional_controls), controls),
+            ("scaler", scaler, isinstance(scaler, DynamicLossScaler), "a DynamicLossScaler"),
+            ("clip", clip, callable(clip), "callable"),
+            ("model", model, hasattr(model, "no_sync"), "a model with no_sync()"),
+            ("compression", compression, isinstance(compression, Controls), controls),
         ):
-            if not is_valid:
-                plain = isinstance(value, (int, float, str, NoneType))
-                got = repr(value) if plain else type(value).__name__
-                raise ValueError(f"{name} must be {wanted}, got {got}")
+            may_be_none = name in ("scaler", "clip", "model", "compression")
+            if not is_valid and not (value is None and may_be_none):
+                raise ValueError(f"{name} must be {wanted}, got {type(value).__name__}")
         self.optimizer = optimizer
         self.scaler = scaler if scaler is not None else DynamicLossScaler()
         if compression is not None and not compression.follows(self.scaler.get_scale):
@@ -116,10 +110,10 @@ class DynamicLossScalingUpdater:
                 return loss
         if not self._fails:
             return loss
+        times, scale = self._max_retries + 1, self.scaler.get_scale()
         raise GradcompError(
-            f"the gradients overflowed {self._max_retries + 1} times in a row, the loss scale is"
-            f" {self.scaler.get_scale():g} now: look for NaN and Inf in the batches, the loss and"
-            " the parameters"
+            f"the gradients overflowed {times} times in a row, the loss scale is {scale:g} now:"
+            " look for NaN and Inf in the batches, the loss and the parameters"
         )
 
     def _attempt(self) -> float:

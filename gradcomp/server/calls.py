@@ -1,8 +1,8 @@
 """A client's requests: each is one message to a server, and a future that its reply completes.
 
-One function receives replies, `Requests._receive_one`. The caller runs it while it waits; a thread
-runs it while calls are under way that nobody waits for. Where MPI allows only its main thread,
-there is no such thread.
+Whoever holds `Requests._receiving` receives replies: the caller while it waits, or a thread while
+calls are under way that nobody waits for. Where MPI allows only its main thread, there is no such
+thread.
 """
 
 from __future__ import annotations
@@ -11,14 +11,11 @@ import contextlib
 import secrets
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_for
 from dataclasses import replace
 from typing import Generic, TypeVar
-
-from torch import Tensor
 
 from gradcomp.comm.base import Communicator, RankGone, Work
 from gradcomp.errors import CorruptPayload, PeerLost
@@ -39,13 +36,14 @@ class Request(Future[Message]):
         number: repeated in the reply.
         server: rank that is asked.
         asked: the message, without its body.
-        sent: transfer of the message; None until it has begun.
+        sent: transfer of the message.
     """
+
+    sent: Work
 
     def __init__(self, number: int, server: int, message: Message) -> None:
         super().__init__()
         self.number, self.server, self.asked = number, server, replace(message, body=None)
-        self.sent: Work | None = None
         self._begun = time.monotonic()
 
     def lost(self, detail: str) -> PeerLost:
@@ -64,7 +62,9 @@ class Requests:
 
     Attributes:
         bytes_sent, bytes_received: of messages, headers included.
-        room_nbytes: the most bytes that the values in a reply may have, see `expect`.
+        room_nbytes: the most bytes that the values in a reply may have. Raise it before the request
+            that precedes, at the same server, the one with the long reply: the receiver has seen
+            the new number when that reply comes.
     """
 
     def __init__(self, comm: Communicator, servers: Sequence[int], timeout_s: float) -> None:
@@ -73,21 +73,13 @@ class Requests:
         self._comm, self._servers = comm, tuple(servers)
         self._digest = servers_digest(servers, comm.world_size)
         self._number = secrets.randbelow(2**31)  # late replies to an earlier client match nothing
-        self._changed = threading.Condition()  # guards everything below
+        self._receiving = threading.Lock()
+        self._lock = threading.Lock()  # guards everything below
         self._open: dict[int, Request] = {}
         self._gone: dict[int, str] = {}  # servers; the transport reports each once
         self._receiver: threading.Thread | None = None
         self._until = 0.0  # the receiving thread ends then
-        self._receiver_room_nbytes = 0  # what it accepts
         self._closed = False
-
-    def expect(self, nbytes: int) -> None:
-        """Accept replies with so many bytes of values from now on."""
-        with self._changed:
-            self.room_nbytes = max(self.room_nbytes, nbytes)
-            self._changed.wait_for(
-                lambda: self._receiver is None or self._receiver_room_nbytes >= nbytes
-            )
 
     def send(self, server: int, message: Message) -> Request:
         """Begin to send a message; its `request` and `servers` are filled in here.
@@ -99,13 +91,13 @@ class Requests:
         if self._closed:
             raise RuntimeError("this client is closed")
         number = self._number = self._number % (2**32 - 1) + 1
-        raw = self._packed(message, number)
+        raw = pack(replace(message, request=number, servers=self._digest))
         request = Request(number, server, message)
-        with self._changed:
+        with self._lock:
             if server in self._gone:
                 raise request.lost(self._gone[server])
             self._open[number] = request
-            self._until = max(self._until, time.monotonic() + self.timeout_s)
+            self._until = time.monotonic() + self.timeout_s
         try:
             request.sent = self._comm.start_send(raw, server)
         except BaseException as error:
@@ -118,19 +110,17 @@ class Requests:
 
     def overlap(self) -> None:
         """Let a thread receive replies until none is missing, or none may come any more."""
-        with self._changed:
+        with self._lock:
             if self._receiver is None and self._open:
-                self._receiver_room_nbytes = self.room_nbytes
                 run, name = self._receive_all, "gradcomp-replies"
                 self._receiver = threading.Thread(target=run, name=name, daemon=True)
                 self._receiver.start()
 
     def wait(self, request: Request, deadline: float) -> Message:
         """Return the reply to a request; raise the server's error, or PeerLost at `deadline`."""
-        left = max(0.0, deadline - time.monotonic())
         try:
-            if request.sent is not None and not request.done():
-                request.sent.wait(left)
+            if not request.done():
+                request.sent.wait(max(0.0, deadline - time.monotonic()))
         except ConnectionError as error:
             self._fail(f"server {error}", [request])
         except TimeoutError:
@@ -142,7 +132,7 @@ class Requests:
 
     def drop(self, request: Request) -> bool:
         """Forget a request, so that its reply is ignored; return whether it was open."""
-        with self._changed:
+        with self._lock:
             return self._open.pop(request.number, None) is not None
 
     def close(self) -> None:
@@ -154,19 +144,16 @@ class Requests:
         receiver = self._receiver
         if receiver is not None:
             receiver.join(CLOSE_S)
-        farewell = self._packed(Message(Kind.CLOSE), self._number % (2**32 - 1) + 1)
+        farewell = pack(Message(Kind.CLOSE, self._number % (2**32 - 1) + 1, self._digest))
         for server in self._servers:
             with contextlib.suppress(TimeoutError, ConnectionError):
                 self._comm.start_send(farewell, server).wait(min(CLOSE_S, self.timeout_s))
 
     # ---- parts ----
 
-    def _packed(self, message: Message, number: int) -> Tensor:
-        return pack(replace(message, request=number, servers=self._digest))
-
     def _asked(self, server: int | None = None) -> list[Request]:
         """Return the open requests, or those to one server; the oldest first."""
-        with self._changed:
+        with self._lock:
             return [r for r in self._open.values() if server in (None, r.server)]
 
     def _receive_any(self, requests: Sequence[Request], deadline: float) -> None:
@@ -175,38 +162,36 @@ class Requests:
             left = deadline - time.monotonic()
             if left <= 0:
                 return
-            with self._changed:
-                threaded = self._receiver is not None
-                self._until = max(self._until, deadline)
-            if threaded:
-                wait_for(requests, left, FIRST_COMPLETED)
-            else:
-                self._receive_one(left, self.room_nbytes)
+            if not self._receiving.acquire(blocking=False):  # the thread does it
+                wait_for(requests, min(left, SLICE_S), FIRST_COMPLETED)
+                continue
+            try:
+                self._receive_one(left)
+            finally:
+                self._receiving.release()
 
     def _receive_all(self) -> None:
         """Receive until no reply is missing that may still come."""
-        while True:
-            with self._changed:
-                self._receiver_room_nbytes = self.room_nbytes
-                if self._closed or not self._open or time.monotonic() > self._until:
-                    self._receiver = None
-                self._changed.notify_all()
-                if self._receiver is None:
-                    return
-            try:
-                self._receive_one(SLICE_S, self._receiver_room_nbytes)
-            except Exception as error:  # noqa: BLE001 - raised where somebody waits
-                self._fail(error, self._asked())
+        with self._receiving:
+            while True:
+                with self._lock:
+                    if self._closed or not self._open or time.monotonic() > self._until:
+                        self._receiver = None
+                        return
+                try:
+                    self._receive_one(SLICE_S)
+                except Exception as error:  # noqa: BLE001 - raised where somebody waits
+                    self._fail(error, self._asked())
 
-    def _receive_one(self, timeout_s: float, room_nbytes: int) -> None:
+    def _receive_one(self, timeout_s: float) -> None:
         """Receive a message, if one comes in time, and complete the request that it answers."""
         try:
-            sender, raw = self._comm.receive(timeout_s, max_nbytes=room_nbytes + _HEAD_NBYTES)
+            sender, raw = self._comm.receive(timeout_s, max_nbytes=self.room_nbytes + _HEAD_NBYTES)
         except TimeoutError:
             return None
         except RankGone as error:
             if error.rank in self._servers:
-                with self._changed:
+                with self._lock:
                     self._gone[error.rank] = f"server {error}"
                 self._fail(f"server {error}", self._asked(error.rank))
             return None
@@ -243,41 +228,23 @@ class Requests:
         try:
             asked = Message(Kind.CANCEL, key=request.asked.key, shard=request.asked.shard)
             cancel = self.send(request.server, asked)
-        except PeerLost:
+            self._receive_any([request, cancel], time.monotonic() + min(GRACE_S, self.timeout_s))
+            if cancel.done():
+                return cancel.result().data().numpy().tobytes().decode(errors="replace")
+        except Exception as error:  # noqa: BLE001 - raised as the pull's
+            if not isinstance(error, PeerLost):
+                self._fail(error, [request])
             return silent
-        self._receive_any([request, cancel], time.monotonic() + min(GRACE_S, self.timeout_s))
-        if not cancel.done():
-            self.drop(cancel)
-            return silent
-        error = cancel.exception()
-        if isinstance(error, Exception):
-            self._fail(error, [request])
-            return silent
-        return cancel.result().data().numpy().tobytes().decode(errors="replace")
+        self.drop(cancel)
+        return silent
 
 
-class Pending(ABC, Generic[T]):
-    """A call that is under way, as `ParameterClient` returns it for ``wait=False``."""
-
-    @abstractmethod
-    def done(self) -> bool:
-        """Return whether `wait` would return, or raise, at once."""
-
-    @abstractmethod
-    def wait(self) -> T:
-        """Return what the call returns, or raise what it raises; waiting again gives the same.
-
-        Raises:
-            PeerLost: no answer for the client's `timeout_s`, counted from this call.
-        """
-
-
-class Call(Pending[T]):
-    """A call made of requests.
+class Pending(Generic[T]):
+    """A call that is under way, as `ParameterClient` returns it for ``wait=False``.
 
     Args:
-        requests: sends them.
-        parts: the requests.
+        requests: sends the parts.
+        parts: the requests of the call.
         finish: makes the result of their replies.
         failed: is called with the error, if the call ends with one.
     """
@@ -294,9 +261,15 @@ class Call(Pending[T]):
         self._outcome: Future[T] = Future()
 
     def done(self) -> bool:
+        """Return whether `wait` would return, or raise, at once."""
         return all(part.done() for part in self._parts)
 
     def wait(self) -> T:
+        """Return what the call returns, or raise what it raises; waiting again gives the same.
+
+        Raises:
+            PeerLost: no answer for the client's `timeout_s`, counted from this call.
+        """
         if not self._outcome.done():
             deadline = time.monotonic() + self._requests.timeout_s
             try:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from gradcomp.codecs import Codec, resolve
-from gradcomp.codecs.checks import check_alone, check_memory
+from gradcomp.codecs.checks import check_alone
 from gradcomp.comm.base import Communicator
 from gradcomp.engine.options import MAX_TIMEOUT_S
 from gradcomp.errors import CorruptPayload
-from gradcomp.server.calls import Call, Pending, Request, Requests, T
+from gradcomp.server.calls import Pending, Request, Requests, T
 from gradcomp.server.keys import ClientKey, RawCodes
 from gradcomp.server.messages import (
     MAX_KEY_NBYTES,
@@ -39,8 +38,8 @@ class ParameterClient:
     """Pushes to and pulls from the servers; one on every worker rank, used by one thread.
 
     A call returns when the server has answered it; with ``wait=False`` a push or pull returns a
-    `Pending` at once, and the worker computes while the bytes travel. Calls reach a server in the
-    order in which they were made. A context manager that closes itself.
+    `Pending` at once. Calls reach a server in the order in which they were made. A context manager
+    that closes itself.
 
     Args:
         comm: only the client may send and receive messages on it; collectives may run beside.
@@ -71,10 +70,8 @@ class ParameterClient:
         if comm.rank in self._servers:
             raise ValueError(f"rank {comm.rank} is a server: servers={servers!r}")
         if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s <= MAX_TIMEOUT_S:
-            raise ValueError(
-                f"timeout_s must be a positive number of seconds, at most {MAX_TIMEOUT_S:g}, got"
-                f" {timeout_s!r}"
-            )
+            rule = f"a positive number of seconds, at most {MAX_TIMEOUT_S:g}"
+            raise ValueError(f"timeout_s must be {rule}, got {timeout_s!r}")
         self._comm, self._requests = comm, Requests(comm, self._servers, timeout_s)
         self._shard_numel = check_shard_nbytes(shard_nbytes)
         self._keys: dict[str, ClientKey] = {}
@@ -144,10 +141,10 @@ class ParameterClient:
         if raw is not None:
             resolved = raw.codec
             spec = make_spec(raw.payload_shape, name, resolved, asynchronous, learning_rate)
-        _check_initial(spec, value)
         known = ClientKey(key, given, spec, raw, resolved, value, self._shard_numel)
+        self._accept_replies_to(known)
         asked = [self._ask(Kind.INIT, key, shard, body) for shard, body in known.settings(value)]
-        known.steps = _number_in(Call(self._requests, asked, list).wait()[0])
+        known.steps = _number_in(self._replies(asked)[0])
         self._keys[key] = known
 
     @overload
@@ -186,15 +183,12 @@ class ParameterClient:
                 thread.
         """
         known = self._known(key, wait)
-        body = _as_tensor(known.given, key, value)
-        if known.raw is not None:
-            scale, step = self._scale(key, known.raw), known.steps + known.pushes
-            body = known.raw.payload(body, scale, step)
-        made, parts = known.pushed(body.reshape(-1).view(torch.uint8))
+        made, parts = known.pushed(known.body(value))
+        if made:
+            self._accept_replies_to(known)
         asked = [self._ask(Kind.INIT, key, shard, settings) for shard, settings in made]
         if known.is_cut and known.may_be_early:  # the first shard decides whether the push is early
-            asked.append(self._ask(Kind.PUSH, key, *parts.pop(0)))
-            Call(self._requests, asked, list).wait()
+            self._replies([*asked, self._ask(Kind.PUSH, key, *parts.pop(0))])
             asked = []
         asked += [self._ask(Kind.PUSH, key, *part) for part in parts]
         known.pushes += 1
@@ -210,7 +204,7 @@ class ParameterClient:
                 self.staleness = staleness
             return staleness
 
-        return self._started(Call(self._requests, asked, finish, failed), wait)
+        return self._started(Pending(self._requests, asked, finish, failed), wait)
 
     @overload
     def pull_parameter(
@@ -273,10 +267,8 @@ class ParameterClient:
         if compressed is not True and compressed is not False:
             raise ValueError(f"compressed must be True or False, got {compressed!r}")
         known.spec.check_method(key, reduce_method, compressed)
-        number, shards = known.pushes, known.pulled(compressed)
-        self._requests.expect(max(nbytes for _, nbytes in shards))
-        how = (None, reduce_method, compressed)
-        asked = [self._ask(Kind.PULL, key, shard, *how) for shard, _ in shards]
+        number, how = known.pushes, (None, reduce_method, compressed)
+        asked = [self._ask(Kind.PULL, key, shard, *how) for shard in known.shards()]
 
         def finish(replies: list[Message]) -> Tensor:
             pulled = known.join(replies, compressed)
@@ -285,7 +277,7 @@ class ParameterClient:
                 known.maximum = pulled
             return pulled
 
-        return self._started(Call(self._requests, asked, finish), wait)
+        return self._started(Pending(self._requests, asked, finish), wait)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write what the servers remember into a file, from which `serve` can go on: all keys and
@@ -306,10 +298,9 @@ class ParameterClient:
             PeerLost: a server is gone or silent.
         """
         room_nbytes = self._requests.room_nbytes
-        self._requests.expect(MAX_MESSAGE_NBYTES)
+        self._requests.room_nbytes = MAX_MESSAGE_NBYTES
         try:
-            held = {name for server in self._servers for name in self._held_by(server)}
-            write_states(path, self._records(sorted(held, key=lambda name: (name[0], -name[1]))))
+            write_states(path, self._records())
         finally:
             self._requests.room_nbytes = room_nbytes
 
@@ -324,12 +315,7 @@ class ParameterClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # ---- parts ----
@@ -342,9 +328,8 @@ class ParameterClient:
             self._comm.check_overlap()
         _check_key(key)
         if key not in self._keys:
-            raise ValueError(
-                f"unknown key {key!r}; this client has initialised {sorted(self._keys)}"
-            )
+            known = sorted(self._keys)
+            raise ValueError(f"unknown key {key!r}; this client has initialised {known}")
         return self._keys[key]
 
     def _raw_codes(
@@ -354,34 +339,18 @@ class ParameterClient:
         packed = given.dtype == "uint8" and codec is None
         if scale_key is None:
             return RawCodes(given.shape, None) if packed and len(given.shape) != 1 else None
-        if not packed:
+        scale = self._known(scale_key)
+        spec = scale.spec
+        if not packed or spec.dtype != "float32" or spec.numel != 1 or spec.asynchronous:
             raise ValueError(
-                f'scale_key={scale_key!r} is for raw codes: dtype="uint8" and no codec, got'
-                f" {given.dtype}"
+                f"scale_key={scale_key!r} must be a synchronous float32 key of one element, for raw"
+                f' codes: dtype="uint8" and no codec, got {given.dtype} and {codec!r}'
             )
-        scale = self._known(scale_key).spec
-        if scale.dtype != "float32" or scale.numel != 1 or scale.asynchronous:
-            raise ValueError(
-                f"scale_key={scale_key!r} must be a synchronous float32 key of one element"
-            )
-        return RawCodes(given.shape, scale_key)
+        return RawCodes(given.shape, scale)
 
-    def _scale(self, key: str, raw: RawCodes) -> float:
-        """Return the value of code +1 of a key of raw codes."""
-        if raw.scale_key is None:
-            return 1.0
-        maximum = self._keys[raw.scale_key].maximum
-        if maximum is None:
-            raise ValueError(
-                f'pull {raw.scale_key!r} with "max" before the first push of key {key!r}, which it'
-                " scales"
-            )
-        scale = float(maximum)
-        if scale < 0:
-            raise ValueError(
-                f"key {raw.scale_key!r} scales {key!r} and must not be negative, it is {scale}"
-            )
-        return scale
+    def _accept_replies_to(self, known: ClientKey) -> None:
+        """Accept the longest reply to a pull of a key, before the key is made."""
+        self._requests.room_nbytes = max(self._requests.room_nbytes, known.reply_nbytes())
 
     def _ask(
         self,
@@ -403,94 +372,44 @@ class ParameterClient:
         self._requests.overlap()
         return pending
 
-    def _held_by(self, server: int) -> list[tuple[str, int]]:
-        """Return the keys and shards that a server has."""
-        asked = self._requests.send(server, Message(Kind.STATE))
-        (reply,) = Call(self._requests, [asked], list).wait()
-        try:
-            names = json.loads(reply.data().numpy().tobytes().decode())
-            return [(str(key), int(shard)) for key, shard in names]
-        except (ValueError, TypeError) as error:
-            raise CorruptPayload(
-                "message", f"server rank {server} sent no list of keys: {error}"
-            ) from None
+    def _replies(self, asked: Sequence[Request]) -> list[Message]:
+        return Pending(self._requests, asked, list).wait()
 
-    def _records(self, names: Sequence[tuple[str, int]]) -> Iterator[tuple[str, int, Tensor]]:
-        """Yield (key, shard, record) of some keys; the settings of a cut key after its shards,
-        whose steps it gets.
+    def _records(self) -> Iterator[tuple[str, int, Tensor]]:
+        """Yield (key, shard, record) of all that the servers hold; the settings of a cut key come
+        after its shards, and get their steps.
         """
+        names = set()
+        for server in self._servers:
+            (reply,) = self._replies([self._requests.send(server, Message(Kind.STATE))])
+            try:
+                names |= {(str(k), int(n)) for k, n in json.loads(reply.data().numpy().tobytes())}
+            except (ValueError, TypeError) as error:
+                text = f"server rank {server} sent no list of keys: {error}"
+                raise CorruptPayload("message", text) from None
         steps: dict[str, int] = {}
-        for key, shard in names:
-            (reply,) = Call(self._requests, [self._ask(Kind.STATE, key, shard)], list).wait()
+        for key, shard in sorted(names, key=lambda name: (name[0], -name[1])):
+            (reply,) = self._replies([self._ask(Kind.STATE, key, shard)])
             state = parse_state(reply.data())
             steps[key] = max(state.steps, steps.get(key, 0))
             yield key, shard, pack_state(state._replace(steps=steps[key]))
 
 
-def _check_key(key: str) -> None:
+def _check_key(key: object) -> None:
     """Raise ValueError unless `key` can be the name of a key."""
     try:
-        if isinstance(key, str) and 1 <= len(key.encode()) <= MAX_KEY_NBYTES:
-            return
-    except UnicodeEncodeError as error:
-        raise ValueError(f"key {key!r} cannot be written in UTF-8") from error
-    raise ValueError(f"key must be a string of 1 to {MAX_KEY_NBYTES} bytes in UTF-8, got {key!r}")
+        fits = isinstance(key, str) and 1 <= len(key.encode()) <= MAX_KEY_NBYTES
+    except UnicodeEncodeError:
+        fits = False
+    if not fits:
+        rule = f"a string of 1 to {MAX_KEY_NBYTES} bytes in UTF-8"
+        raise ValueError(f"key must be {rule}, got {key!r}")
 
 
 def _dtype_name(dtype: str | torch.dtype | None) -> str:
     """Return the name of a dtype, which may be one; the default for None."""
     wanted = "float32" if dtype is None else dtype
     return next((name for name, known in DTYPES.items() if known == wanted), str(wanted))
-
-
-def _check_initial(spec: Spec, value: Tensor | None) -> None:
-    """Raise unless an asynchronous key, and no other, has initial values such as it needs."""
-    if spec.asynchronous != (value is not None):
-        given = None if value is None else tuple(value.shape)
-        raise ValueError(
-            "value and asynchronous=True must be given together, got value of shape"
-            f" {given} with asynchronous={spec.asynchronous}"
-        )
-    if value is None:
-        return
-    check_memory(value, "value")
-    fits = spec.dtype == "uint8" or tuple(value.shape) == spec.shape
-    if value.dtype != torch.float32 or not fits:
-        raise ValueError(
-            f"value must be float32 of the key's shape {spec.shape}, got {value.dtype}"
-            f" {tuple(value.shape)}"
-        )
-    if not bool(torch.isfinite(value).all()):
-        raise ValueError("value holds NaN or Inf")
-
-
-def _as_tensor(spec: Spec, key: str, value: Any) -> Tensor:
-    """Return a pushed value as a tensor of a key's shape and dtype.
-
-    Raises:
-        ValueError: it is not one.
-    """
-    dtype = DTYPES[spec.dtype]
-    if not isinstance(value, Tensor):
-        try:
-            numbers = torch.as_tensor(value)
-            value = numbers.to(dtype)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(
-                f"value of key {key!r} must be a tensor or numbers, got {value!r}"
-            ) from error
-        if not value.dim() and spec.numel == 1:
-            value = value.view(spec.shape)
-        if dtype == torch.uint8 and not torch.equal(numbers, value.to(numbers.dtype)):
-            raise ValueError(f"value of key {key!r} must be bytes, got {numbers.tolist()!r:.100}")
-    check_memory(value, "value")
-    if value.dtype != dtype or tuple(value.shape) != spec.shape:
-        raise ValueError(
-            f"key {key!r} takes {dtype} of shape {spec.shape}, got {value.dtype} of shape"
-            f" {tuple(value.shape)}"
-        )
-    tensor: Tensor = value.detach()
-    return tensor
 
 
 def _number_in(reply: Message) -> int:

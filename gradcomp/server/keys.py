@@ -6,22 +6,24 @@ import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradcomp.codecs import Codec, TernGrad
+from gradcomp.codecs.checks import check_memory
 from gradcomp.errors import CorruptPayload
 from gradcomp.payload import wire
 from gradcomp.payload.form import FORMS, HEADER_NBYTES, ONEBIT, PLAIN
 from gradcomp.server.messages import Message
 from gradcomp.server.parameters import OPEN_ROUNDS
-from gradcomp.server.reduce import parse_payload
 from gradcomp.server.shards import Shards
-from gradcomp.server.spec import CODECS, MAX_NBYTES, Spec, pack_spec
+from gradcomp.server.spec import CODECS, DTYPES, MAX_NBYTES, Spec, pack_spec, parse_payload
 
 CODES_A_BYTE = 8 // TernGrad.form.bits
 _CODES_AT = HEADER_NBYTES + 4 * TernGrad.form.scales_per_group  # in a payload
+Parts = list[tuple[int, Tensor]]  # shard numbers and bodies of requests
 
 
 class RawCodes:
@@ -30,7 +32,7 @@ class RawCodes:
 
     Args:
         shape: of the bytes.
-        scale_key: key whose maximum is the scale; None: the scale is 1.
+        scale: key whose maximum is the scale; None: the scale is 1.
 
     Attributes:
         codec, payload_shape: of the payloads.
@@ -42,28 +44,36 @@ class RawCodes:
 
     codec = TernGrad(clip_sigma=None, scale="shared")
 
-    def __init__(self, shape: tuple[int, ...], scale_key: str | None) -> None:
-        self.scale_key = scale_key
+    def __init__(self, shape: tuple[int, ...], scale: ClientKey | None) -> None:
+        self._scale = scale
         self.shape = (*shape[:-1], CODES_A_BYTE * (shape[-1] if shape else 1))
         self._numel = math.prod(self.shape)
         if self._numel >= 2**32:
-            raise ValueError(
-                f"shape {shape!r} holds {self._numel} codes; a payload holds fewer than 2**32"
-            )
+            raise ValueError(f"shape {shape!r} holds {self._numel} codes, not fewer than 2**32")
         self.payload_shape = (self.codec.payload_nbytes(self._numel),)
 
-    def payload(self, codes: Tensor, scale: float, step: int) -> Tensor:
-        """Return the payload of codes (uint8) with that value of code +1 and that step in its
-        header; it is flagged as non-finite if the scale is.
+    def payload(self, key: str, codes: Tensor, step: int) -> Tensor:
+        """Return the payload of codes (uint8), with that step in its header; it is flagged as
+        non-finite if the scale is.
+
+        Raises:
+            ValueError: the scale of `key` has not been pulled, or is negative.
         """
-        numel, nonfinite = self._numel, not math.isfinite(scale)
+        scale, numel = 1.0, self._numel
+        if self._scale is not None:
+            if self._scale.maximum is None:
+                what = f"key {key!r}, which it scales"
+                raise ValueError(f'pull {self._scale.key!r} with "max" before you push to {what}')
+            scale = float(self._scale.maximum)
+        if scale < 0:
+            raise ValueError(f"the scale of key {key!r} must not be negative, it is {scale}")
+        nonfinite = not math.isfinite(scale)
         payload = torch.zeros(self.payload_shape, dtype=torch.uint8)
         if numel:
             payload[HEADER_NBYTES:_CODES_AT].view(torch.float32)[0] = 0.0 if nonfinite else scale
             payload[_CODES_AT:] = codes.view(-1)
-        flags, scales = nonfinite * wire.FLAG_NONFINITE, int(numel > 0)
-        code, group = TernGrad.form.code, max(1, numel)
-        header = wire.Header(code, 0, flags, numel, group, scales, step % 2**32, 0)
+        code, group, scales = TernGrad.form.code, max(1, numel), int(numel > 0)
+        header = wire.Header(code, 0, nonfinite, numel, group, scales, step % 2**32, 0)
         wire.seal(payload.numpy(), header)
         return payload
 
@@ -89,7 +99,9 @@ class ClientKey:
         maximum: what the last pull with "max" returned.
 
     Raises:
-        ValueError: a key that is too large to be whole and cannot be cut.
+        ValueError: initial values that do not fit, or a key that is too large to be whole and
+            cannot be cut.
+        UnsupportedTensor: initial values on another device, sparse, or not contiguous.
     """
 
     def __init__(
@@ -102,33 +114,30 @@ class ClientKey:
         value: Tensor | None,
         shard_numel: int,
     ) -> None:
-        self.key, self.given, self.spec, self.raw = key, given, spec, raw
+        self.key, self.spec, self._given, self._raw = key, spec, given, raw
         self.pushes = self.complete = self.steps = 0
         self.maximum: Tensor | None = None
-        self._limit, self._shards = shard_numel, None
+        self._limit = shard_numel
+        self._shards: Shards | None = None
         is_float = spec.dtype == "float32"
         self.shape = spec.shape if is_float else raw.shape if raw is not None else None
+        _check_initial(spec, value)
         if value is not None:
-            self.shape = tuple(value.shape)
+            self.shape = value.shape
         # the most elements that a payload of so many bytes can hold, where its shape is not known
         most = FORMS[spec.codec or ONEBIT.code].most_numel(spec.numel)
         numel = most if self.shape is None else math.prod(self.shape)
         if numel > shard_numel and (value is None or is_float or codec is not None):
-            crc = 0
-            if value is not None:
-                crc = zlib.crc32(value.reshape(-1).view(torch.uint8).numpy().data)
-            self.spec = replace(spec, shard_numel=shard_numel, value_crc=crc)
+            start = b"" if value is None else value.reshape(-1).view(torch.uint8).numpy().data
+            self.spec = replace(spec, shard_numel=shard_numel, value_crc=zlib.crc32(start))
             if is_float:
                 self._shards = Shards.of(numel, shard_numel, PLAIN)
             elif value is not None and codec is not None:
                 group = codec.group_numel(tuple(value.shape))
                 self._shards = Shards.of(numel, shard_numel, codec.form, group)
         elif max(spec.nbytes, 4 * (value.numel() if value is not None else 0)) > MAX_NBYTES:
-            raise ValueError(
-                f"key {key!r} has more than {MAX_NBYTES} bytes and is cut only if it has a codec="
-            )
-
-    _shards: Shards | None
+            text = f"key {key!r} has more than {MAX_NBYTES} bytes"
+            raise ValueError(f"{text} and is cut only if it has a codec=")
 
     @property
     def is_cut(self) -> bool:
@@ -139,25 +148,56 @@ class ClientKey:
         """Whether a server may refuse the next push, since too many rounds are open."""
         return not self.spec.asynchronous and self.pushes + 1 > self.complete + OPEN_ROUNDS
 
-    def settings(self, value: Tensor | None = None) -> list[tuple[int, Tensor]]:
-        """Return the bodies of the INIT requests that make the key, by shard; of a key that is cut
-        those shards that are known.
+    def settings(self, value: Tensor | None = None) -> Parts:
+        """Return the bodies of the INIT requests that make the key; of a key that is cut those of
+        the shards that are known.
         """
         if not self.is_cut:
             return [(0, pack_spec(self.spec, value))]
         made = [(0, pack_spec(self.spec))]
-        bounds = [] if self._shards is None else self._shards.bounds()
-        for number, (first, last) in enumerate(bounds, 1):
-            nbytes = 4 * (last - first)
-            if self._shards is not None and self.spec.dtype != "float32":
-                nbytes = self._shards.nbytes(first, last)
-            part = None if value is None else value.reshape(-1)[first:last]
-            spec = replace(self.spec, first=first, part_nbytes=nbytes)
-            made.append((number, pack_spec(spec, part)))
+        if self._shards is not None:
+            for number, (first, last) in enumerate(self._shards.bounds(), 1):
+                is_float = self.spec.dtype == "float32"
+                nbytes = 4 * (last - first) if is_float else self._shards.nbytes(first, last)
+                part = None if value is None else value.reshape(-1)[first:last]
+                spec = replace(self.spec, first=first, part_nbytes=nbytes)
+                made.append((number, pack_spec(spec, part)))
         return made
 
-    def pushed(self, body: Tensor) -> tuple[list[tuple[int, Tensor]], list[tuple[int, Tensor]]]:
-        """Return the bodies of the requests of a push, INIT and PUSH, by shard.
+    def body(self, value: Any) -> Tensor:
+        """Return a pushed value, or the payload of raw codes, as ``(nbytes,)`` uint8.
+
+        Raises:
+            ValueError: it is not of the key's shape and dtype.
+            UnsupportedTensor: another device, sparse, or not contiguous.
+        """
+        dtype, shape = DTYPES[self._given.dtype], self._given.shape
+        tensor = value if isinstance(value, Tensor) else self._tensor_of(value)
+        check_memory(tensor, "value")
+        if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+            got = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+            raise ValueError(f"key {self.key!r} takes {dtype} of shape {shape}, got {got}")
+        if self._raw is not None:
+            tensor = self._raw.payload(self.key, tensor, self.steps + self.pushes)
+        return tensor.detach().reshape(-1).view(torch.uint8)
+
+    def _tensor_of(self, value: object) -> Tensor:
+        """Return numbers as a tensor; one number is enough for a key of one element."""
+        dtype = DTYPES[self._given.dtype]
+        try:
+            numbers = torch.as_tensor(value)
+            tensor = numbers.to(dtype)
+        except (TypeError, ValueError, RuntimeError) as error:
+            text = f"value of key {self.key!r} must be a tensor or numbers, got {value!r}"
+            raise ValueError(text) from error
+        if dtype == torch.uint8 and not torch.equal(numbers, tensor.to(numbers.dtype)):
+            shown = f"{numbers.tolist()!r:.100}"
+            raise ValueError(f"value of key {self.key!r} must be bytes, got {shown}")
+        is_one = not tensor.dim() and self._given.numel == 1
+        return tensor.view(self._given.shape) if is_one else tensor
+
+    def pushed(self, body: Tensor) -> tuple[Parts, Parts]:
+        """Return the bodies of the requests of a push: of INIT and of PUSH.
 
         INIT goes to new shards, and to the settings of any cut key, so that this client gets an
         error if other clients use the key with different settings.
@@ -173,8 +213,9 @@ class ClientKey:
             return [], [(0, body)]
         made = [(0, pack_spec(self.spec))]
         if self.spec.dtype == "float32":
-            values = body.view(torch.float32)
-            nonfinite = self.spec.asynchronous and not bool(values.isfinite().all())
+            nonfinite = self.spec.asynchronous and not bool(
+                body.view(torch.float32).isfinite().all()
+            )
             parts = [body[4 * first : 4 * last] for first, last in self._known_shards().bounds()]
         else:
             header, *_ = parse_payload(self.spec, body)
@@ -185,25 +226,28 @@ class ClientKey:
                 self._shards = shards
                 made = self.settings()
             elif shards != self._shards:
-                raise ValueError(
-                    f"key {self.key!r} is cut as {self._shards}, this payload as {shards}"
-                )
+                text = f"key {self.key!r} is cut as {self._shards}, this payload as {shards}"
+                raise ValueError(text)
             parts = shards.cut(body)
         if nonfinite and self.spec.asynchronous:
             raise ValueError(f"a push to key {self.key!r} holds NaN or Inf; it was not applied")
         return made, list(enumerate(parts, 1))
 
-    def pulled(self, compressed: bool) -> list[tuple[int, int]]:
-        """Return the shards that a pull asks, and the most bytes that each one's reply can have."""
-        if self.is_cut:
-            shards = self._known_shards()
-            rooms = [
-                max(4 * (end - start), shards.nbytes(start, end)) for start, end in shards.bounds()
-            ]
-            return list(enumerate(rooms, 1))
-        if self.shape is not None and not compressed:
-            return [(0, 4 * math.prod(self.shape))]
-        return [(0, 4 * max(kind.form.most_numel(self.spec.nbytes) for kind in CODECS.values()))]
+    def shards(self) -> range:
+        """Return the numbers of the shards that a pull asks."""
+        return range(1, self._known_shards().count + 1) if self.is_cut else range(1)
+
+    def reply_nbytes(self) -> int:
+        """Return the most bytes that a reply to a pull can have; 0 while shards are not known."""
+        if self.is_cut and self._shards is None:
+            return 0
+        if self._shards is not None:  # the last shard is no longer than the first
+            first, last = self._shards.bounds()[0]
+            return max(4 * (last - first), self._shards.nbytes(first, last))
+        numel = 0 if self.shape is None else math.prod(self.shape)
+        if self.spec.dtype == "uint8" and not self.spec.asynchronous:
+            numel = max(kind.form.most_numel(self.spec.nbytes) for kind in CODECS.values())
+        return 4 * numel
 
     def join(self, replies: Sequence[Message], compressed: bool) -> Tensor:
         """Return the result of a pull.
@@ -219,15 +263,29 @@ class ClientKey:
         if self.is_cut:
             wanted = [4 * (last - first) for first, last in self._known_shards().bounds()]
         if nbytes != wanted or any(n % 4 for n in nbytes):
-            raise CorruptPayload(
-                "message", f"the replies to a pull of {self.key!r} have {nbytes} bytes"
-            )
+            text = f"the replies to a pull of {self.key!r} have {nbytes} bytes"
+            raise CorruptPayload("message", text)
         pulled = torch.cat([part.view(torch.float32) for part in parts])
         return pulled if self.shape is None else pulled.view(self.shape)
 
     def _known_shards(self) -> Shards:
         if self._shards is None:
-            raise ValueError(
-                f"key {self.key!r} is cut by its first payload: push one before the first pull"
-            )
+            text = f"key {self.key!r} is cut by its first payload"
+            raise ValueError(f"{text}: push one before the first pull")
         return self._shards
+
+
+def _check_initial(spec: Spec, value: Tensor | None) -> None:
+    """Raise unless an asynchronous key, and no other, has initial values such as it needs."""
+    given = None if value is None else f"{value.dtype} of shape {tuple(value.shape)}"
+    if spec.asynchronous != (value is not None):
+        text = "value and asynchronous=True must be given together"
+        raise ValueError(f"{text}, got {given} with asynchronous={spec.asynchronous}")
+    if value is None:
+        return
+    check_memory(value, "value")
+    fits = spec.dtype == "uint8" or tuple(value.shape) == spec.shape
+    if value.dtype != torch.float32 or not fits:
+        raise ValueError(f"value must be float32 of the key's shape {spec.shape}, got {given}")
+    if not bool(torch.isfinite(value).all()):
+        raise ValueError("value holds NaN or Inf")

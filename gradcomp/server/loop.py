@@ -28,7 +28,7 @@ from gradcomp.server.messages import (
     server_ranks,
     servers_digest,
 )
-from gradcomp.server.parameters import AsynchronousParameter, Parameter, SynchronousParameter
+from gradcomp.server.parameters import AsynchronousParameter, Parameter
 from gradcomp.server.spec import Spec, parse_spec
 from gradcomp.server.state import pack_state, read_states
 
@@ -39,6 +39,7 @@ MAX_UNTAKEN = 8  # replies to one client that are being sent
 MAX_WAITING = 1024  # replies to one client that wait for these; a client that asks on is ended
 
 logger = logging.getLogger("gradcomp")
+_Result = Tensor | Exception
 
 
 @dataclass
@@ -121,33 +122,25 @@ def serve(
 
 
 class _Server:
-    """State of one server.
-
-    Attributes:
-        stats: counters.
-    """
+    """State of one server."""
 
     def __init__(self, comm: Communicator, servers: Sequence[int]) -> None:
-        self._comm, self._servers = comm, tuple(servers)
+        self._comm, self._servers, self.stats = comm, tuple(servers), ServerStats()
         self._workers = [rank for rank in range(comm.world_size) if rank not in servers]
         self._open = set(self._workers)
         self._ended: dict[int, str] = {}
         self._digest = servers_digest(servers, comm.world_size)
         self._parameters: dict[tuple[str, int], Parameter] = {}  # by key and shard
         # replies by rank: number and result of those that wait, and the messages on their way
-        self._waiting: dict[int, deque[tuple[int, Tensor | Exception]]]
-        self._waiting = {rank: deque() for rank in self._workers}
+        self._waiting = {rank: deque[tuple[int, _Result]]() for rank in self._workers}
         self._untaken: dict[int, list[Work]] = {rank: [] for rank in self._workers}
         self._last_failure: Exception | None = None
-        self.stats = ServerStats()
 
     def restore(self, path: str | os.PathLike[str]) -> None:
         """Make the parameters of a checkpoint that live on this server."""
         servers, rank = self._servers, self._comm.rank
         for key, shard, state in read_states(path, lambda k, s: home_of(k, servers, s) == rank):
-            parameter = self._make(rank, key, state.spec, state.value)
-            parameter.restore(state)
-            self._parameters[key, shard] = parameter
+            self._make(rank, key, shard, state.spec, state.value).restore(state)
 
     def run(self, timeout_s: float | None) -> ServerStats:
         heard, failures = time.monotonic(), 0
@@ -185,22 +178,20 @@ class _Server:
         if rank not in self._workers:
             self.stats.unread += 1
             return
+        result: _Result | None
+        key = ("", 0)
         try:
             message = parse(raw)
             self._check_sender(rank, message)
-            if message.kind == Kind.CLOSE:
-                self._end(rank, "has closed its client")
-            elif message.kind == Kind.INIT:
-                self._reply(rank, message.request, self._init(rank, message))
-            elif message.kind == Kind.STATE and not message.key:
-                names = json.dumps(list(self._parameters))
-                self._reply(rank, message.request, as_bytes(names.encode()))
-            else:
-                self._use(rank, message)
+            key = message.key, message.shard
+            result = self._carry_out(rank, message)
         except Exception as error:  # noqa: BLE001 - one request fails, whatever the error is
             self._note_failure(f"carry out a request of rank {rank}", error)
-            self._reply(rank, request_number(raw), error)
-            self._settle(list(self._parameters.values()))
+            result = error
+        if result is not None:
+            self._reply(rank, request_number(raw), result)
+        if key in self._parameters:
+            self._answer(self._parameters[key])
 
     def _check_sender(self, rank: int, message: Message) -> None:
         if rank not in self._open:
@@ -211,51 +202,55 @@ class _Server:
         if message.kind in (Kind.OK, Kind.ERROR):
             raise CorruptPayload("message", f"not a request: {message.kind.name}")
 
-    def _init(self, rank: int, message: Message) -> Tensor:
+    def _carry_out(self, rank: int, message: Message) -> Tensor | None:
+        """Return the body of the reply; None where there is none, or not yet."""
+        kind = message.kind
+        if kind == Kind.CLOSE:
+            self._end(rank, "has closed its client")
+            return None
+        if kind == Kind.STATE and not message.key:
+            return as_bytes(json.dumps(list(self._parameters)).encode())
+        parameter = self._parameters.get((message.key, message.shard))
+        if kind == Kind.INIT:
+            return _number(self._init(rank, message, parameter))
+        if parameter is None:
+            raise ValueError(f"unknown key {message.key!r}; call init_parameter first")
+        parameter.check(rank)
+        if kind == Kind.PULL:
+            parameter.pull(rank, message)
+            return None
+        if kind == Kind.STATE:
+            return pack_state(parameter.state())
+        if kind == Kind.CANCEL:
+            return as_bytes(parameter.cancel(rank).encode())
+        staleness, stats = parameter.push(rank, message.data()), self.stats
+        stats.pushes += 1
+        stats.asynchronous_pushes += parameter.spec.asynchronous
+        stats.staleness_sum += staleness
+        stats.staleness_max = max(stats.staleness_max, staleness)
+        return _number(staleness)
+
+    def _init(self, rank: int, message: Message, parameter: Parameter | None) -> int:
         """Make a parameter, or let a client join it; return its steps."""
         spec, value = parse_spec(message.data())
         if not message.key:
             raise ValueError("a key must not be empty")
         if bool(message.shard) != bool(spec.part_nbytes):
             raise CorruptPayload("message", f"shard {message.shard} of {spec.part_nbytes} bytes")
-        parameter = self._parameters.get((message.key, message.shard))
         if parameter is None:
-            parameter = self._make(rank, message.key, spec, value)
-            self._parameters[message.key, message.shard] = parameter
-        else:
-            parameter.join(rank, spec)
-        return _number(parameter.steps)
+            return self._make(rank, message.key, message.shard, spec, value).steps
+        parameter.join(rank, spec)
+        return parameter.steps
 
-    def _make(self, rank: int, key: str, spec: Spec, value: Tensor | None) -> Parameter:
-        """Return a new parameter."""
+    def _make(self, rank: int, key: str, shard: int, spec: Spec, value: Tensor | None) -> Parameter:
+        """Add a parameter."""
+        parameter = Parameter(key, spec, rank, self._workers)
         if value is not None:
-            return AsynchronousParameter(key, spec, rank, self._workers, value)
-        kind = Parameter if spec.agrees_only else SynchronousParameter
-        parameter = kind(key, spec, rank, self._workers)
+            parameter = AsynchronousParameter(key, spec, rank, self._workers, value)
         for ended, why in self._ended.items():
             parameter.lose(ended, why)
+        self._parameters[key, shard] = parameter
         return parameter
-
-    def _use(self, rank: int, message: Message) -> None:
-        """Carry out a request to a parameter that exists."""
-        parameter = self._parameters.get((message.key, message.shard))
-        if parameter is None:
-            raise ValueError(f"unknown key {message.key!r}; call init_parameter first")
-        parameter.check(rank)
-        if message.kind == Kind.PULL:
-            parameter.pull(rank, message)
-        elif message.kind == Kind.PUSH:
-            staleness, stats = parameter.push(rank, message.data()), self.stats
-            stats.pushes += 1
-            stats.asynchronous_pushes += parameter.spec.asynchronous
-            stats.staleness_sum += staleness
-            stats.staleness_max = max(stats.staleness_max, staleness)
-            self._reply(rank, message.request, _number(staleness))
-        elif message.kind == Kind.STATE:
-            self._reply(rank, message.request, pack_state(parameter.state()))
-        else:
-            self._reply(rank, message.request, as_bytes(parameter.cancel(rank).encode()))
-        self._settle([parameter])
 
     def _end(self, rank: int, why: str) -> None:
         """Note that a worker asks no more; those who wait for its pushes get an error."""
@@ -268,25 +263,23 @@ class _Server:
             self.stats.lost.append(rank)
         for parameter in self._parameters.values():
             parameter.lose(rank, why)
-        self._settle(list(self._parameters.values()))
+            self._answer(parameter)
 
-    def _settle(self, parameters: Sequence[Parameter]) -> None:
-        """Answer every pull of some parameters that can be answered now."""
-        for parameter in parameters:
-            for rank, request, result in parameter.settle():
-                if isinstance(result, Exception):
-                    self._note_failure(f"reduce key {parameter.key!r}", result)
-                else:
-                    self.stats.pulls += 1
-                self._reply(rank, request, result)
+    def _answer(self, parameter: Parameter) -> None:
+        """Answer every pull of a parameter that can be answered now."""
+        for rank, request, result in parameter.answers():
+            self.stats.pulls += not isinstance(result, Exception)
+            self._note_failure(f"reduce key {parameter.key!r}", result)
+            self._reply(rank, request, result)
 
-    def _reply(self, rank: int, request: int, result: Tensor | Exception) -> None:
+    def _reply(self, rank: int, request: int, result: _Result) -> None:
         """Send a reply after all earlier ones; end a client that asks on and takes none."""
         self.stats.errors += isinstance(result, Exception)
         if len(self._waiting[rank]) >= MAX_WAITING:
-            return self._end(rank, "takes no replies")
-        self._waiting[rank].append((request, result))
-        return self._send(rank)
+            self._end(rank, "takes no replies")
+        else:
+            self._waiting[rank].append((request, result))
+            self._send(rank)
 
     def _send(self, rank: int) -> None:
         """Start the replies to a client that may leave now; end one that cannot be answered."""
@@ -305,7 +298,7 @@ class _Server:
         if rank not in self._open:
             waiting.clear()
 
-    def _packed(self, request: int, result: Tensor | Exception) -> Tensor:
+    def _packed(self, request: int, result: _Result) -> Tensor:
         """Return a reply; an error if there is no memory for what it should be."""
         if not isinstance(result, Exception):
             try:
@@ -316,9 +309,9 @@ class _Server:
                 result = error
         return pack(Message(Kind.ERROR, request, self._digest, body=pack_error(result)))
 
-    def _note_failure(self, what: str, error: Exception) -> None:
+    def _note_failure(self, what: str, error: _Result) -> None:
         """Count and log an exception, once, unless it tells what is wrong with a request."""
-        if is_expected(error) or error is self._last_failure:
+        if isinstance(error, Tensor) or is_expected(error) or error is self._last_failure:
             return
         self._last_failure = error
         self.stats.failures += 1

@@ -22,9 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from gradcomp.errors import CorruptPayload, GradcompError, NativeError, PeerLost, PeerMismatch
@@ -84,7 +82,7 @@ class Message:
 
 
 def as_bytes(data: bytes) -> Tensor:
-    """Return a copy of bytes as ``(n,)`` uint8."""
+    """Return a copy, ``(n,)`` uint8."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
@@ -104,32 +102,30 @@ def parse(message: Tensor) -> Message:
     Raises:
         CorruptPayload: "message": the bytes are not a message.
     """
-    view: NDArray[np.uint8] = message.numpy()
-    if view.size < _HEADER.size:
-        raise _corrupt(f"{view.size} bytes, a header alone has {_HEADER.size}")
-    head = view[: _HEADER.size].tobytes()
-    magic, version, kind, key_nbytes, method, request, servers, shard, nbytes = _HEADER.unpack(head)
-    if magic != MAGIC:
-        raise _corrupt(f"{magic:#010x} is not {MAGIC:#010x}")
-    if version != VERSION:
-        raise _corrupt(f"version {version}, this gradcomp speaks {VERSION}")
-    if kind not in iter(Kind):
-        raise _corrupt(f"unknown kind {kind}")
+    raw: bytes = message[: _HEADER.size].numpy().tobytes()
+    if len(raw) < _HEADER.size:
+        raise _corrupt(f"{len(raw)} bytes, a header alone has {_HEADER.size}")
+    magic, version, kind, key_nbytes, method, request, servers, shard, nbytes = _HEADER.unpack(raw)
     start = _HEADER.size + round_up(key_nbytes, _ALIGNMENT)
-    if view.size != start + nbytes:
-        raise _corrupt(f"{view.size} bytes, the header says {start + nbytes}")
-    if view[_HEADER.size + key_nbytes : start].any():
-        raise _corrupt("the padding of the key is not zero")
+    key, number = message[_HEADER.size : start].numpy().tobytes(), method & ~_COMPRESSED
+    for is_wrong, detail in (
+        (magic != MAGIC, f"{magic:#010x} is not {MAGIC:#010x}"),
+        (version != VERSION, f"version {version}, this gradcomp speaks {VERSION}"),
+        (kind not in iter(Kind), f"unknown kind {kind}"),
+        (message.numel() != start + nbytes, f"{message.numel()} bytes, not {start + nbytes}"),
+        (any(key[key_nbytes:]), "the padding of the key is not zero"),
+        (number > len(METHODS), f"unknown reduce method {number}"),
+    ):
+        if is_wrong:
+            raise _corrupt(detail)
     try:
-        key = view[_HEADER.size : _HEADER.size + key_nbytes].tobytes().decode()
+        name = key[:key_nbytes].decode()
     except UnicodeDecodeError as error:
         raise _corrupt(f"the key is not UTF-8: {error}") from None
-    number = method & ~_COMPRESSED
-    if number > len(METHODS):
-        raise _corrupt(f"unknown reduce method {number}")
-    name = METHODS[number - 1] if number else None
+    reduce_method = METHODS[number - 1] if number else None
     compressed = bool(method & _COMPRESSED)
-    return Message(Kind(kind), request, servers, key, name, compressed, shard, message[start:])
+    body = message[start:]
+    return Message(Kind(kind), request, servers, name, reduce_method, compressed, shard, body)
 
 
 def request_number(message: Tensor) -> int:
@@ -149,8 +145,7 @@ def pack_error(error: Exception) -> Tensor:
         fields = [error.detail]
     elif not is_expected(error):
         fields = [f"the server failed with {type(error).__name__}: {error!s:.1000}"]
-    text = json.dumps({"error": name, "fields": fields}, default=str)
-    return as_bytes(text.encode())
+    return as_bytes(json.dumps({"error": name, "fields": fields}, default=str).encode())
 
 
 def is_expected(error: Exception) -> bool:
@@ -164,11 +159,8 @@ def parse_error(body: Tensor, lost: Callable[[str], PeerLost]) -> Exception:
     """Return the exception in the body of an ERROR reply; `lost` makes PeerLost of its detail."""
     try:
         found = json.loads(body.numpy().tobytes().decode())
-        kind, fields = _ERRORS.get(str(found["error"]), GradcompError), list(found["fields"])
-        if kind is PeerLost:
-            (detail,) = fields
-            return lost(str(detail))
-        return kind(*fields)
+        kind: Callable[..., Exception] = _ERRORS.get(str(found["error"]), GradcompError)
+        return (lost if kind is PeerLost else kind)(*found["fields"])
     except (ValueError, KeyError, TypeError, RecursionError):
         return _corrupt("an error reply that cannot be read")
 
@@ -187,23 +179,18 @@ def server_ranks(servers: int | Sequence[int], world_size: int) -> tuple[int, ..
     Raises:
         ValueError: ranks that do not exist or are not distinct, no server, or no worker.
     """
+    ranks: Sequence[int] = ()
     if isinstance(servers, int) and not isinstance(servers, bool):
-        if not 1 <= servers < world_size:
-            raise ValueError(
-                f"servers must leave a worker: between 1 and {world_size - 1} of {world_size}, got"
-                f" {servers}"
-            )
-        return tuple(range(world_size - servers, world_size))
-    if not isinstance(servers, Sequence) or isinstance(servers, (str, bytes)):
-        raise ValueError(f"servers must be a number or a sequence of ranks, got {servers!r}")  # noqa: TRY004
-    ranks = tuple(servers)
-    if any(isinstance(r, bool) or not isinstance(r, int) or not 0 <= r < world_size for r in ranks):
-        raise ValueError(f"servers must be ranks in [0, {world_size}), got {servers!r}")
-    if not ranks or len(set(ranks)) < len(ranks):
-        raise ValueError(f"servers must be distinct ranks, at least one, got {servers!r}")
-    if len(ranks) == world_size:
-        raise ValueError(f"servers={servers!r} leaves no worker of {world_size} ranks")
-    return ranks
+        ranks = range(world_size - servers, world_size)
+    elif isinstance(servers, Sequence) and not isinstance(servers, (str, bytes)):
+        ranks = servers
+    exist = all(type(rank) is int and 0 <= rank < world_size for rank in ranks)
+    if not exist or not 0 < len(set(ranks)) == len(ranks) < world_size:
+        raise ValueError(
+            f"servers must be how many of the last ranks serve, or a sequence of distinct ranks in"
+            f" [0, {world_size}), and leave at least one worker; got {servers!r}"
+        )
+    return tuple(ranks)
 
 
 def servers_digest(servers: Sequence[int], world_size: int) -> int:

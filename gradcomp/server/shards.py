@@ -10,8 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
-from operator import or_
 
 import torch
 from torch import Tensor
@@ -66,14 +64,11 @@ class Shards:
             grain = math.lcm(group_numel, UNIT_NUMEL)
             unit = min(numel, grain * max(1, limit // grain))
         if 4 * unit > MAX_SHARD_NBYTES:
-            raise ValueError(
-                f"{unit} elements in scale groups of {group_numel} cannot be cut; use smaller"
-                " groups"
-            )
+            text = f"{unit} elements in scale groups of {group_numel} cannot be cut"
+            raise ValueError(f"{text}; use smaller groups")
         if numel > MAX_SHARDS * unit:
-            raise ValueError(
-                f"{numel} elements are more than {MAX_SHARDS} shards of {unit}; raise shard_nbytes"
-            )
+            text = f"{numel} elements are more than {MAX_SHARDS} shards of {unit}"
+            raise ValueError(f"{text}; raise shard_nbytes")
         return cls(numel, unit, group_numel, form)
 
     @property
@@ -98,11 +93,15 @@ class Shards:
         start, stop = (HEADER_NBYTES + self.form.scale_nbytes(group) for group in (begin, end))
         return slice(start, stop)
 
+    def scales_end(self, first: int, last: int) -> int:
+        """Return where the scales of the payload of a shard end, in bytes."""
+        scales = self.scales(first, last)
+        end: int = HEADER_NBYTES + scales.stop - scales.start
+        return end
+
     def nbytes(self, first: int, last: int) -> int:
         """Return the bytes of the payload of a shard."""
-        scales = self.scales(first, last)
-        nbytes: int = HEADER_NBYTES + scales.stop - scales.start
-        return nbytes + self.form.code_nbytes(first, last)
+        return self.scales_end(first, last) + self.form.code_nbytes(first, last)
 
     def cut(self, payload: Tensor) -> list[Tensor]:
         """Return the payload of every shard.
@@ -134,26 +133,21 @@ class Shards:
         if self.count == 1:
             return parts[0].clone()
         headers = [wire.parse(part.numpy()) for part in parts]
-        scales, codes = [], []
+        free = {"flags": 0, "group_numel": 0}  # in which shards may differ
+        scales, codes, flags, scale_count = [], [], 0, 0
         for (first, last), header, part in zip(self.bounds(), headers, parts, strict=True):
-            end = self.nbytes(first, last) - self.form.code_nbytes(first, last)
-            like = headers[0]._replace(
-                flags=header.flags, numel=last - first, scale_count=(end - HEADER_NBYTES) // 4
-            )
-            group = header.group_numel
-            if header != like._replace(group_numel=group) or part.numel() != self.nbytes(
-                first, last
-            ):
-                raise CorruptPayload(
-                    "message",
-                    f"the payload of elements {first} to {last} is not like the first shard's",
-                )
+            end = self.scales_end(first, last)
+            sizes = {"numel": last - first, "scale_count": (end - HEADER_NBYTES) // 4}
+            like = headers[0]._replace(**sizes, **free)
+            if header._replace(**free) != like or part.numel() != self.nbytes(first, last):
+                text = f"the payload of elements {first} to {last} is not like the first shard's"
+                raise CorruptPayload("message", text)
             scales.append(part[HEADER_NBYTES:end])
             codes.append(part[end:])
+            flags |= header.flags
+            scale_count += header.scale_count
         out = torch.cat([parts[0][:HEADER_NBYTES], *scales, *codes])
-        scale_count = sum(header.scale_count for header in headers)
         whole = self._header(headers[0], self.numel, scale_count)
-        flags = reduce(or_, (header.flags for header in headers))
         wire.seal(out.numpy(), whole._replace(flags=flags))
         return out
 

@@ -17,6 +17,7 @@ from gradcomp.codecs import KINDS, Codec
 from gradcomp.errors import CorruptPayload
 from gradcomp.payload import wire
 from gradcomp.payload.form import form_name
+from gradcomp.payload.layout import PayloadLayout
 from gradcomp.server.messages import MAX_MESSAGE_NBYTES, METHODS, as_bytes
 
 CODECS = {kind.form.code: kind for kind in reversed(KINDS)}  # the first one of each form
@@ -113,26 +114,23 @@ def make_spec(
     Raises:
         ValueError: a setting out of its range, or settings that exclude each other.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {tuple(DTYPES)}, got {dtype!r}")
-    if len(shape) > MAX_NDIM or any(
-        isinstance(d, bool) or not isinstance(d, int) or not 0 <= d < 2**63 for d in shape
-    ):
-        raise ValueError(
-            f"shape must have at most {MAX_NDIM} dimensions between 0 and 2**63 - 1, got {shape!r}"
-        )
-    if codec is not None and dtype != "uint8":
-        raise ValueError(f'a codec needs dtype="uint8", got dtype={dtype!r} with {codec!r}')
-    if asynchronous is not True and asynchronous is not False:
-        raise ValueError(f"asynchronous must be True or False, got {asynchronous!r}")
-    if asynchronous == (learning_rate is None):
-        raise ValueError(
-            "asynchronous=True and learning_rate must be given together, got"
-            f" learning_rate={learning_rate!r} with asynchronous={asynchronous!r}"
-        )
     rate = 0.0 if learning_rate is None else learning_rate
-    if isinstance(rate, bool) or not (isinstance(rate, (int, float)) and abs(rate) <= FLOAT32_MAX):
-        raise ValueError(f"learning_rate must be a finite number, got {learning_rate!r}")
+    dims_fit = all(type(d) is int and 0 <= d < 2**63 for d in shape) and len(shape) <= MAX_NDIM
+    rate_fits = type(rate) in (int, float) and abs(rate) <= FLOAT32_MAX
+    for is_right, rule, got in (
+        (dtype in DTYPES, f"dtype must be one of {tuple(DTYPES)}", dtype),
+        (dims_fit, f"shape must have at most {MAX_NDIM} dimensions in [0, 2**63)", shape),
+        (codec is None or dtype == "uint8", 'a codec needs dtype="uint8"', (codec, dtype)),
+        (isinstance(asynchronous, bool), "asynchronous must be True or False", asynchronous),
+        (
+            asynchronous == (learning_rate is not None),
+            "asynchronous=True and learning_rate must be given together",
+            (asynchronous, learning_rate),
+        ),
+        (rate_fits, "learning_rate must be a finite number", learning_rate),
+    ):
+        if not is_right:
+            raise ValueError(f"{rule}, got {got!r}")
     spec = Spec(dtype, shape, asynchronous=asynchronous, learning_rate=float(rate))
     if codec is None:
         return spec
@@ -167,33 +165,32 @@ def parse_spec(body: Tensor) -> tuple[Spec, Tensor | None]:
     Raises:
         CorruptPayload: "message": no client writes such a body.
     """
-    raw = body.numpy()
-    if raw.size < _FIXED.size:
-        raise CorruptPayload("message", f"settings of {raw.size} bytes")
-    head = _FIXED.unpack(raw[: _FIXED.size].tobytes())
-    dtype, ndim, code, flags, seed, crc, options, rate, shard_numel, first, part_nbytes = head
+    head = body[: _FIXED.size].numpy().tobytes()
+    if len(head) < _FIXED.size:
+        raise CorruptPayload("message", f"settings of {len(head)} bytes")
+    dtype, ndim, code, flags, seed, crc, options, rate, *shard = _FIXED.unpack(head)
+    shard_numel, first, part_nbytes = shard
     start = _FIXED.size + 8 * ndim
-    if ndim > MAX_NDIM or raw.size < start:
-        raise CorruptPayload("message", f"settings of {raw.size} bytes with {ndim} dimensions")
+    if ndim > MAX_NDIM or body.numel() < start:
+        raise CorruptPayload("message", f"settings of {body.numel()} bytes, {ndim} dimensions")
     if dtype >= len(DTYPES) or flags >> len(_FLAGS) or code not in (0, *CODECS):
         raise CorruptPayload("message", f"settings with {dtype=}, {flags=}, {code=}")
     name, (shares, feedback, at_once) = (
         list(DTYPES)[dtype],
-        (bool(flags & 1 << b) for b in (0, 1, 2)),
+        (bool(flags & bit) for bit in (1, 2, 4)),
     )
     if not abs(rate) <= FLOAT32_MAX or (rate and not at_once) or (code and name != "uint8"):
         raise CorruptPayload("message", f"settings with {rate=}, {code=}, {name=}")
     if not shard_numel and (crc or first or part_nbytes):
         raise CorruptPayload("message", "settings of a shard of a key that is not cut")
-    shape = struct.unpack(f"<{ndim}Q", raw[_FIXED.size : start].tobytes())
+    shape = struct.unpack(f"<{ndim}Q", body[_FIXED.size : start].numpy().tobytes())
     codec = (code, shares, feedback, seed, options)
     spec = Spec(name, shape, *codec, at_once, rate, shard_numel, crc, first, part_nbytes)
     rest, has_value = body[start:], at_once and not spec.agrees_only
     wanted = spec.nbytes if has_value else 0
     fits = rest.numel() == wanted or (has_value and name == "uint8")
     if spec.nbytes > MAX_NBYTES or rest.numel() % 4 or not fits:
-        text = f"{rest.numel()} bytes of values for {name} of shape {shape}"
-        raise CorruptPayload("message", text)
+        raise CorruptPayload("message", f"{rest.numel()} bytes of values for {name} of {shape}")
     return spec, rest.view(torch.float32) if has_value else None
 
 
@@ -201,21 +198,15 @@ def codec_of(spec: Spec, header: wire.Header, *, shares_scale: bool = False) -> 
     """Return the codec that decodes payloads with that header, and encodes averages of them again.
 
     Its scale groups are the header's and it never clips, as the owner of a reduce_scatter does
-    (`Codec.requantizer`).
-
-    Args:
-        spec: of the key.
-        header: of one of its payloads.
-        shares_scale: whether all payloads have one scale a group.
+    (`Codec.requantizer`). `shares_scale`: all payloads have one scale a group.
 
     Raises:
         CorruptPayload: "codec": `Codec.encode` does not write such payloads.
     """
     code, feedback = spec.codec or header.codec, spec.error_feedback
     if code not in CODECS:
-        raise CorruptPayload(
-            "codec", f"a {form_name(code)} payload; the server takes those of Codec.encode"
-        )
+        text = f"a {form_name(code)} payload; the server takes those of Codec.encode"
+        raise CorruptPayload("codec", text)
     alike = [k for k in KINDS if k.form.code == spec.codec and k.error_feedback == feedback]
     return (alike or [CODECS[code]])[0].of_groups(
         max(1, header.group_numel),
@@ -223,3 +214,22 @@ def codec_of(spec: Spec, header: wire.Header, *, shares_scale: bool = False) -> 
         error_feedback=feedback,
         seed=spec.seed,
     )
+
+
+def parse_payload(spec: Spec, payload: Tensor) -> tuple[wire.Header, Codec, PayloadLayout]:
+    """Return header, codec and layout of a payload that is complete, whatever its codes are.
+
+    Raises:
+        CorruptPayload: as `Codec.decode`, but for scales and codes.
+    """
+    view = payload.numpy()
+    header = wire.parse(view)
+    if header.segmented:
+        raise CorruptPayload("segmented", "a server takes payloads of one tensor")
+    if spec.codec not in (0, header.codec):
+        got, wanted = form_name(header.codec), form_name(spec.codec)
+        raise CorruptPayload("codec", f"a {got} payload, the key takes {wanted}")
+    codec = codec_of(spec, header)
+    layout = codec._layout_of(header, view.size)
+    codec.check_header(header, layout, view.size)
+    return header, codec, layout

@@ -27,6 +27,11 @@ from gradcomp.server.spec import Spec, pack_spec, parse_spec
 
 FORMAT = b"gradcomp parameter server, version 2, %d records"  # the archive's comment
 _OLD = b"GCPSTATE"  # how files of version 1 begin
+_OLD_TEXT = (
+    "is a checkpoint of a parameter server in format 1, which this gradcomp does not read: serve it"
+    " with the gradcomp that wrote it, pull its asynchronous keys there, and start here without"
+    " checkpoint= and with these as value="
+)
 _RECORD = struct.Struct("<QII")
 
 
@@ -49,10 +54,9 @@ class State(NamedTuple):
 def pack_state(state: State) -> Tensor:
     """Return a record, ``(nbytes,)`` uint8."""
     settings = pack_spec(state.spec, state.value)
-    parts = [as_bytes(_RECORD.pack(state.steps, settings.numel(), 0)), settings]
-    return torch.cat(
-        parts if state.residual is None else [*parts, state.residual.view(torch.uint8)]
-    )
+    head = as_bytes(_RECORD.pack(state.steps, settings.numel(), 0))
+    residual = [] if state.residual is None else [state.residual.view(torch.uint8)]
+    return torch.cat([head, settings, *residual])
 
 
 def parse_state(record: Tensor) -> State:
@@ -104,18 +108,12 @@ def read_states(
     """
     with Path(path).open("rb") as file:
         if file.read(len(_OLD)) == _OLD:
-            raise ValueError(
-                f"{os.fspath(path)} is a checkpoint of a parameter server in format 1, which this"
-                " gradcomp does not read: serve it with the gradcomp that wrote it, pull its"
-                " asynchronous keys there, and start here without checkpoint= and with these as"
-                " value="
-            )
+            raise ValueError(f"{os.fspath(path)} {_OLD_TEXT}")
         try:
             return list(_read(file, mine))
         except Exception as error:
-            raise ValueError(
-                f"{os.fspath(path)} is not a checkpoint of a parameter server: {error}"
-            ) from error
+            text = f"{os.fspath(path)} is not a checkpoint of a parameter server: {error}"
+            raise ValueError(text) from error
 
 
 def _read(file: BinaryIO, mine: Callable[[str, int], bool]) -> Iterator[tuple[str, int, State]]:
@@ -130,9 +128,9 @@ def _read(file: BinaryIO, mine: Callable[[str, int], bool]) -> Iterator[tuple[st
             record = archive.read(name)  # checks the checksum
             number, _, quoted = name.partition("/")
             key, shard = unquote(quoted, errors="strict"), int(number)
-            if not mine(key, shard):
-                continue
-            state = parse_state(as_bytes(record))
-            if bool(shard) != bool(state.spec.part_nbytes):
-                raise ValueError(f"shard {shard} of key {key!r} has {state.spec.part_nbytes} bytes")
-            yield key, shard, state
+            if mine(key, shard):
+                state = parse_state(as_bytes(record))
+                nbytes = state.spec.part_nbytes
+                if bool(shard) != bool(nbytes):
+                    raise ValueError(f"shard {shard} of key {key!r} has {nbytes} bytes")
+                yield key, shard, state

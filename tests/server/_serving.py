@@ -9,24 +9,29 @@ from gradcomp.comm import LocalCommunicator, Work
 from gradcomp.server import ParameterClient, messages, serve
 
 
-def play(comm, servers, body, *args, checkpoint=None, **options):
-    """Serve, or return body(client, index of the worker, *args)."""
+def run(body, *args, workers=2, servers=1, over=run_local, checkpoint=None, **options):
+    """Return what `body(client, index of the worker, *args)` gives each worker, and the counters
+    of each server.
+
+    `servers` is a number or the ranks; further options are the client's.
+    """
+    count = servers if isinstance(servers, int) else len(servers)
+    found = over(workers + count, play, servers, checkpoint, options, body, *args)
+    serving = messages.server_ranks(servers, workers + count)
+    return (
+        [value for rank, value in enumerate(found) if rank not in serving],
+        [found[rank] for rank in serving],
+    )
+
+
+def play(comm, servers, checkpoint, options, body, *args):
+    """Serve, or work."""
     serving = messages.server_ranks(servers, comm.world_size)
     if comm.rank in serving:
         return serve(comm, servers, timeout_s=30.0, checkpoint=checkpoint)
     index = [r for r in range(comm.world_size) if r not in serving].index(comm.rank)
     with ParameterClient(comm, servers, **{"timeout_s": 60.0} | options) as client:
         return body(client, index, *args)
-
-
-def run(body, *args, workers=2, servers=1, over=run_local, **options):
-    """Return what the workers return, and the servers' counters."""
-    found = over(workers + servers, _play, servers, options, body, *args)
-    return found[:workers], found[workers:]
-
-
-def _play(comm, servers, options, *args):
-    return play(comm, servers, *args, **options)
 
 
 def caught(call, *args, **options):
@@ -47,17 +52,13 @@ def meet(client, key="meet"):
 
 def noise(numel, *seed):
     generator = torch.Generator().manual_seed(zlib.crc32(repr(seed).encode()))
-    return torch.randn(numel, generator=generator) * 10.0 ** torch.randint(
-        -3, 4, (numel,), generator=generator
-    )
+    exponents = torch.randint(-3, 4, (numel,), generator=generator)
+    return torch.randn(numel, generator=generator) * 10.0**exponents
 
 
 def same_bits(a, b):
-    return (
-        a.shape == b.shape
-        and a.dtype == b.dtype
-        and bool(torch.equal(a.view(torch.uint8), b.view(torch.uint8)))
-    )
+    alike = a.shape == b.shape and a.dtype == b.dtype
+    return alike and bool(torch.equal(a.view(torch.uint8), b.view(torch.uint8)))
 
 
 def flipped(payload):
@@ -85,3 +86,16 @@ class Wrapped(LocalCommunicator):
 
     def __init__(self, comm, **attributes):
         self.__dict__.update(comm.__dict__ | attributes)
+
+
+def wrapped(rank, kind, **attributes):
+    """Return an `over` of `run`: local ranks, one of which has a communicator of that kind."""
+
+    def over(world_size, function, *args):
+        def body(comm):
+            comm = kind(comm, **attributes) if comm.rank == rank else comm
+            return function(comm, *args)
+
+        return run_local(world_size, body)
+
+    return over

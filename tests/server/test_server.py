@@ -13,163 +13,114 @@ import numpy as np
 import pytest
 import torch
 from _ranks import run_local
-from _serving import caught, flipped, meet, noise, play, same_bits
+from _serving import caught, flipped, meet, noise, run, same_bits
 from reference import codec as reference
 
 import gradcomp
 from gradcomp import OneBit, RngKey, Ternary, TernGrad
-from gradcomp.errors import CorruptPayload, PeerLost, PeerMismatch
+from gradcomp.errors import CorruptPayload, PeerMismatch
 from gradcomp.payload import wire
 from gradcomp.server import ParameterClient, Pending, ServerStats, messages, serve
 
 ROOT = Path(__file__).parents[2]
+NAN, INF = float("nan"), float("inf")
 
 # ---- reduce methods ------------------------------------------------------------------------------
 
 
-def reduce_all(client, index, names, shape, rounds):
-    out = {}
-    for name in names:
-        client.init_parameter(name, shape)
-    for number in range(rounds):
-        for name in names:
-            client.push_parameter(name, noise(int(np.prod(shape)), name, number, index).view(shape))
-            method = ("max", "sum", "mean")[(number + len(name)) % 3]
-            out[name, number] = method, client.pull_parameter(name, method)
+def reduce_all(client, index, values):
+    """Push every value, the last worker first; return what each pull gives."""
+    workers, out = len(values[0][2]), []
+    for key, method, pushed in values:
+        client.init_parameter(key, pushed[index].shape)
+        for turn in reversed(range(workers)):
+            if turn == index:
+                client.push_parameter(key, pushed[index])
+            meet(client, "turn")
+        out.append(client.pull_parameter(key, method))
     return out
 
 
-@pytest.mark.parametrize(
-    ("workers", "servers"),
-    [(1, 1), (2, 1), (3, [0]), (2, 2), (1, [1, 3, 0]), (4, 1), (3, 2), (4, 3)],
-)
-@pytest.mark.parametrize("shape", [(1,), (7, 3), (0,), ()])
-def test_values_are_reduced_in_rank_order(workers, servers, shape):
-    check_reductions(run_local, workers, servers, shape)
+KEYS = ["a", "bb", "layer/3.weight", "ключ"]
+REDUCED = [
+    *((2, 1, (7, 3)), (1, 1, (1,)), (3, [0], (7, 3)), (2, 2, ()), (1, [1, 3, 0], (1,))),
+    *((4, 1, (7, 3)), (3, 2, (0,)), (4, 3, (7, 3))),
+]
 
 
-def test_values_are_reduced_over_every_transport(over):
-    check_reductions(over, 2, 1, (7, 3))
-
-
-def check_reductions(run, workers, servers, shape):
-    names, rounds = ["a", "bb", "layer/3.weight", "ключ"], 4
-    count = servers if isinstance(servers, int) else len(servers)
-    results = run(workers + count, play, servers, reduce_all, names, shape, rounds)
-    results = [r for r in results if not isinstance(r, ServerStats)]
-    assert len(results) == workers
+@pytest.mark.parametrize(("workers", "servers", "shape"), REDUCED)
+def test_values_are_reduced_in_rank_order(over, workers, servers, shape):
+    """Bit for bit, although they arrive the other way round; a NaN is the maximum."""
     numel = int(np.prod(shape))
-    for (name, number), (method, _) in results[0].items():
-        pushed = [noise(numel, name, number, k).numpy() for k in range(workers)]
-        total = pushed[0].copy()
-        for value in pushed[1:]:
-            total = np.maximum(total, value) if method == "max" else total + value
-        wanted = reference.float_average(pushed) if method == "mean" else total
-        for result in results:
-            assert result[name, number][1].shape == shape
-            assert np.array_equal(result[name, number][1].numpy().ravel(), wanted)
-
-
-def add_large(client, index):
-    """Worker 1's value comes last; added in order of arrival the sum would be 1.0."""
-    client.init_parameter("x", [1])
-    if index == 1:
-        meet(client)
-    client.push_parameter("x", [-1e8, 1.0, 1e8][index])
-    if index != 1:
-        meet(client)
-    return float(client.pull_parameter("x", "sum"))
-
-
-def test_sum_has_the_bits_of_rank_order():
-    assert run_local(4, play, 1, add_large)[:3] == [0.0] * 3
-
-
-def push_special(client, index, values):
-    client.init_parameter("x", [2])
-    client.push_parameter("x", torch.tensor(values[index]))
-    return client.pull_parameter("x", "max")
-
-
-def test_max_propagates_nan_and_is_exact():
-    nan, inf = float("nan"), float("inf")
-    for values in (
-        [[nan, -inf], [1.0, 2.0], [inf, 1e-45]],
-        [[1.0, -3.0], [nan, -inf], [inf, -2.0]],
-    ):
-        for got in run_local(4, play, 1, push_special, values)[:3]:
-            assert torch.isnan(got[0])
-            assert got[1] == max(v[1] for v in values)
+    values = [
+        (key, method, [noise(numel, key, method, k).view(shape) for k in range(workers)])
+        for key in KEYS
+        for method in ("max", "sum", "mean")
+    ]
+    special = [[NAN, -INF], [INF, -3.0], [1.0, 1e-45], [2.0, -2.0]][:workers]
+    values.append(("special", "max", [torch.tensor(v) for v in special]))
+    for got in run(reduce_all, values, workers=workers, servers=servers, over=over)[0]:
+        for (_, method, pushed), pulled in zip(values, got, strict=True):
+            pushed = [value.numpy() for value in pushed]
+            total = pushed[0].copy()
+            for value in pushed[1:]:
+                total = np.maximum(total, value) if method == "max" else total + value
+            if method == "mean":
+                total = reference.float_average([v.ravel() for v in pushed]).reshape(shape)
+            assert np.array_equal(pulled.numpy(), total, equal_nan=True)
 
 
 # ---- packed gradients ----------------------------------------------------------------------------
 
 
-def terngrad_step(client, index, numel, seed, step, parameter, codec):
-    """Return the average by the seed's protocol: agree on the largest |g|, push codes, pull
+def terngrad_step(client, index, numel, codec):
+    """Return the average by the protocol of 2017: agree on the largest |g|, push codes, pull
     their average.
     """
     gradient = noise(numel, "g", index)
-    ternary = TernGrad(clip_sigma=None, seed=seed)
+    ternary = TernGrad(clip_sigma=None, seed=5)
     client.init_parameter("max_abs_grad", [1], "float32")
-    client.push_parameter("max_abs_grad", float(gradient.abs().max()) if numel else 0.0)
+    client.push_parameter("max_abs_grad", float(gradient.abs().max()))
     scale = client.pull_parameter("max_abs_grad", "max")
     client.init_parameter("grad", [ternary.payload_nbytes(numel)], "uint8", codec=codec)
-    payload = ternary.encode(gradient, scale=scale, key=RngKey(seed, index, step, parameter))
+    payload = ternary.encode(gradient, scale=scale, key=RngKey(5, index, 7, 3))
     client.push_parameter("grad", payload)
-    return client.pull_parameter("grad", "decode_average")
+    return client.pull_parameter("grad", "decode_average"), ternary.decode(payload)
 
 
-def all_reduced(comm, grads, codec, **options):
-    return gradcomp.all_reduce(grads[comm.rank].clone(), codec, comm, **options)
-
-
-@pytest.mark.parametrize("workers", [2, 3, 4])
-@pytest.mark.parametrize("numel", [1, 7, 1000, 70_001])
 @pytest.mark.parametrize("codec", [None, TernGrad(clip_sigma=None, seed=5)])
-def test_terngrad_step_equals_all_reduce_bit_for_bit(workers, numel, codec):
-    check_terngrad_step(run_local, workers, numel, codec)
+@pytest.mark.parametrize("numel", [1000, 1, 7, 70_001])
+@pytest.mark.parametrize("workers", [2, 1, 3, 4])
+def test_terngrad_step_equals_all_reduce_bit_for_bit(over, workers, numel, codec):
+    got, _ = run(terngrad_step, numel, codec, workers=workers, over=over)
+    options = {"key": 3, "step": 7}
 
+    def reduced(comm, exchange):
+        gradient, codec = noise(numel, "g", comm.rank), TernGrad(clip_sigma=None, seed=5)
+        return gradcomp.all_reduce(gradient, codec, comm, exchange=exchange, **options)
 
-def test_terngrad_step_over_every_transport(over):
-    check_terngrad_step(over, 2, 1000, None)
-
-
-def check_terngrad_step(run, workers, numel, codec):
-    got = run(workers + 1, play, 1, terngrad_step, numel, 5, 7, 3, codec)[:-1]
-    grads = [noise(numel, "g", k) for k in range(workers)]
     for exchange in ("all_gather", "reduce_scatter"):
-        wanted = run_local(
-            workers,
-            lambda c, e=exchange: all_reduced(
-                c, grads, TernGrad(clip_sigma=None, seed=5), key=3, step=7, exchange=e
-            ),
-        )
-        assert all(same_bits(g, wanted[0]) for g in got)
-    assert bool((got[0] != 0).any())
+        wanted = got[0][1] if workers == 1 else run_local(workers, reduced, exchange)[0]
+        assert all(same_bits(average, wanted) for average, _ in got)
+    assert bool((got[0][0] != 0).any())
 
 
-def test_terngrad_step_of_one_worker_is_its_own_code():
-    got = run_local(2, play, 1, terngrad_step, 100, 0, 0, 0, None)[0]
-    gradient = noise(100, "g", 0)
-    ternary = TernGrad(clip_sigma=None)
-    assert same_bits(
-        got, ternary.decode(ternary.encode(gradient, scale=float(gradient.abs().max())))
-    )
-
-
-def push_payloads(client, index, codec, given, payloads, *, compressed=False, key="p"):
+def push_payloads(client, index, codec, payloads, compressed=False):
     """Push one payload a round; return what each pull gives."""
-    client.init_parameter(key, [payloads[0][index].numel()], "uint8", codec=given)
+    client.init_parameter("p", [payloads[0][index].numel()], "uint8", codec=codec)
     out = []
     for round_payloads in payloads:
-        client.push_parameter(key, round_payloads[index])
-        out.append(client.pull_parameter(key, "decode_average", compressed=compressed))
+        client.push_parameter("p", round_payloads[index])
+        out.append(client.pull_parameter("p", "decode_average", compressed=compressed))
     return out
 
 
-def push_compressed(client, index, codec, given, payloads, key="p"):
-    return push_payloads(client, index, codec, given, payloads, compressed=True, key=key)
+def gradient_of(numel, number, index):
+    """Worker 1's gradient of round 2 has an Inf."""
+    gradient = noise(numel, number, index)
+    if (number, index) == (2, 1):
+        gradient[7] = INF
+    return gradient
 
 
 def encode_rounds(codec, numel, workers, rounds):
@@ -177,41 +128,43 @@ def encode_rounds(codec, numel, workers, rounds):
     residuals = [torch.zeros(numel) if codec.error_feedback else None for _ in range(workers)]
     return [
         [
-            codec.encode(noise(numel, r, k), residual=residuals[k], key=RngKey(codec.seed, k, r, 2))
+            codec.encode(
+                gradient_of(numel, r, k), residual=residuals[k], key=RngKey(codec.seed, k, r, 2)
+            )
             for k in range(workers)
         ]
         for r in range(rounds)
     ]
 
 
-AVERAGED = [
-    (TernGrad(scale="own", seed=9), 999),
-    (OneBit(group=100), 999),
-    (Ternary(group=100), 999),
-    (gradcomp.Identity(), 33),
-]
+AVERAGED = [TernGrad(scale="own", seed=9), OneBit(group=100), Ternary(group=100)]
+AVERAGED.append(gradcomp.Identity())
 
 
 @pytest.mark.parametrize("given", [True, False])
-@pytest.mark.parametrize(("codec", "numel"), AVERAGED)
-def test_payloads_average_as_an_exchange_does(codec, numel, given):
-    """Whether or not the key knows the codec."""
-    rounds = 4
+@pytest.mark.parametrize("codec", AVERAGED)
+def test_payloads_average_as_an_exchange_does(codec, given):
+    """Whether or not the key knows the codec; one NaN is everybody's for one round."""
+    numel, rounds = 999, 3
     payloads = encode_rounds(codec, numel, 3, rounds)
-    got = run_local(4, play, 1, push_payloads, codec, codec if given else None, payloads)[:3]
+    got, _ = run(push_payloads, codec if given else None, payloads, workers=3)
 
     def exchange(comm):
         options = {"exchange": "all_gather"}
         if codec.error_feedback:
             options["feedback"] = gradcomp.Feedback({2: numel})
-        gradients = [noise(numel, r, comm.rank) for r in range(rounds)]
         return [
-            gradcomp.all_reduce(gradient, codec, comm, key=2, step=r, **options)
-            for r, gradient in enumerate(gradients)
+            gradcomp.all_reduce(
+                gradient_of(numel, r, comm.rank), codec, comm, key=2, step=r, **options
+            )
+            for r in range(rounds)
         ]
 
     wanted = run_local(3, exchange)[0]
-    assert all(same_bits(g[r], wanted[r]) for g in got for r in range(rounds))
+    assert [bool(torch.isnan(w).all()) for w in wanted] == [False, False, True]
+    for pulled in got:
+        for mine, theirs in zip(pulled, wanted, strict=True):
+            assert np.array_equal(mine.numpy(), theirs.numpy(), equal_nan=True)
 
 
 def test_equal_scales_count_as_shared_only_without_a_codec():
@@ -220,83 +173,45 @@ def test_equal_scales_count_as_shared_only_without_a_codec():
     """
     own = TernGrad(scale="own", clip_sigma=None)
     payloads = [[own.encode(noise(500, k), scale=0.3, key=RngKey(0, k)) for k in range(3)]]
-    headers_only = run_local(4, play, 1, push_payloads, own, None, payloads)[0][0]
-    as_own = run_local(4, play, 1, push_payloads, own, own, payloads)[0][0]
-    total = sum(own.decode(p) / np.float32(0.3) for p in payloads[0]).round().numpy()
-    assert np.array_equal(
-        headers_only.numpy(), np.float32(np.float32(0.3) / np.float32(3)) * total.astype(np.float32)
-    )
-    assert np.array_equal(
-        as_own.numpy(), reference.float_average([own.decode(p).numpy() for p in payloads[0]])
-    )
+    headers_only = run(push_payloads, None, payloads, workers=3)[0][0][0]
+    as_own = run(push_payloads, own, payloads, workers=3)[0][0][0]
+    decoded = [own.decode(p).numpy() for p in payloads[0]]
+    total = sum(value / np.float32(0.3) for value in decoded).round()
+    shared = np.float32(np.float32(0.3) / np.float32(3)) * total.astype(np.float32)
+    assert np.array_equal(headers_only.numpy(), shared)
+    assert np.array_equal(as_own.numpy(), reference.float_average(decoded))
     assert not torch.equal(headers_only, as_own)
 
 
+ENCODED_AGAIN = [OneBit(group=50), Ternary(group=50), OneBit(group=50, error_feedback=False)]
+ENCODED_AGAIN += [TernGrad(scale="own", seed=4), TernGrad(scale="own", seed=4, group=64)]
+
+
 @pytest.mark.parametrize("servers", [1, 2])
-@pytest.mark.parametrize("codec", [TernGrad(seed=4, group=64), TernGrad(scale="own", seed=4)])
-def test_compressed_ternary_is_the_mean_encoded_again(servers, codec):
-    """The same bytes on every worker and with any number of servers, drawn from stream 2."""
-    payloads = encode_rounds(TernGrad(scale="own", seed=4, group=codec.group), 999, 2, 2)
-    own = TernGrad(scale="own", seed=4, group=codec.group)
-    got = run_local(2 + servers, play, servers, push_compressed, codec, own, payloads)[:2]
-    for r in range(2):
-        mean = torch.from_numpy(
-            reference.float_average([own.decode(p).numpy() for p in payloads[r]])
-        )
-        key = RngKey(4, 0, r, zlib.crc32(b"p"), 2)
-        wanted = own.requantizer().encode(mean, key=key)
-        assert all(same_bits(g[r], wanted) for g in got)
-        assert wire.parse(got[0][r].numpy()).stream == 2
-        assert codec.decode(got[0][r]).shape == (999,)
-
-
-@pytest.mark.parametrize("codec", [OneBit(group=50), Ternary(group=50)], ids=["onebit", "ternary"])
-def test_the_server_keeps_what_codes_leave_over(over, codec):
-    """mean + old residual = decoded + new residual at every round: nothing is lost, and a NaN
-    leaves no trace.
+@pytest.mark.parametrize("codec", ENCODED_AGAIN)
+def test_averages_are_encoded_again_and_nothing_is_lost(over, codec, servers):
+    """The same bytes on every worker and with any number of servers, drawn from stream 2. With
+    error feedback mean + old residual = decoded + new residual, and a NaN leaves no trace.
     """
-    rounds, numel = 6, 333
+    numel, rounds = 333, 5
     payloads = encode_rounds(codec, numel, 2, rounds)
-    payloads[2][1] = codec.encode(torch.full((numel,), float("nan")), key=RngKey(0, 1, 2, 2))
-    got = over(3, play, 1, push_compressed, codec, codec, payloads)[:2]
-    residual = torch.zeros(numel)
+    got, _ = run(push_payloads, codec, payloads, True, servers=servers, over=over)
+    residual = torch.zeros(numel) if codec.error_feedback else None
     for r in range(rounds):
+        assert same_bits(got[0][r], got[1][r])
+        decoded = codec.decode(got[0][r])
         if r == 2:
-            assert all(bool(torch.isnan(codec.decode(g[r])).all()) for g in got)
+            assert bool(torch.isnan(decoded).all())
             continue
         mean = torch.from_numpy(
             reference.float_average([codec.decode(p).numpy() for p in payloads[r]])
         )
-        before = residual.clone()
-        wanted = codec.encode(mean, residual=residual)
-        assert all(torch.equal(codec.decode(g[r]), codec.decode(wanted)) for g in got)
-        assert torch.equal(residual, (mean + before) - codec.decode(got[0][r]))
-    assert bool(residual.any())
-
-
-def test_without_error_feedback_the_server_keeps_nothing():
-    codec = OneBit(group=50, error_feedback=False)
-    payloads = encode_rounds(codec, 100, 2, 3)
-    got = run_local(3, play, 1, push_compressed, codec, codec, payloads)[0]
-    for r in range(3):
-        mean = torch.from_numpy(
-            reference.float_average([codec.decode(p).numpy() for p in payloads[r]])
-        )
-        assert torch.equal(codec.decode(got[r]), codec.decode(codec.encode(mean)))
-
-
-def test_one_nan_is_everybodys_nan_for_one_round():
-    codec = TernGrad(clip_sigma=None)
-    payloads = [
-        [codec.encode(noise(50, k), scale=2.0, key=RngKey(0, k)) for k in range(3)]
-        for _ in range(3)
-    ]
-    bad = noise(50, 1)
-    bad[7] = float("inf")
-    payloads[1][1] = codec.encode(bad)
-    for got in run_local(4, play, 1, push_payloads, codec, codec, payloads)[:3]:
-        assert [bool(torch.isnan(g).all()) for g in got] == [False, True, False]
-        assert bool(torch.isfinite(got[2]).all())
+        before = None if residual is None else residual.clone()
+        key = RngKey(codec.seed, 0, r, zlib.crc32(b"p"), 2)
+        wanted = codec.requantizer().encode(mean, residual=residual, key=key)
+        assert same_bits(got[0][r], wanted) and wire.parse(wanted.numpy()).stream == 2
+        assert residual is None or torch.equal(residual, (mean + before) - decoded)
+    assert residual is None or bool(residual.any())
 
 
 # ---- rounds --------------------------------------------------------------------------------------
@@ -304,102 +219,78 @@ def test_one_nan_is_everybodys_nan_for_one_round():
 
 def run_ahead(client, index):
     client.init_parameter("x", [1])
-    first = []
+    found = []
     if index == 0:
         client.push_parameter("x", 1.0)
         client.push_parameter("x", 10.0)
-        first.append(caught(client.push_parameter, "x", 100.0))
+        found.append(caught(client.push_parameter, "x", 100.0))
     meet(client)
     if index == 1:
         client.push_parameter("x", 2.0)
-        # round 1, although rank 0 is past it
-        first.append(float(client.pull_parameter("x", "sum")))
-        first.append(float(client.pull_parameter("x", "sum")))  # again
+        # round 1, although rank 0 is past it, and again
+        found += [float(client.pull_parameter("x", "sum")) for _ in range(2)]
     meet(client)
     if index == 0:
         client.push_parameter("x", 1000.0)  # rounds 2 and 3 are open now
-        first.append(caught(client.push_parameter, "x", 1.0))
-        meet(client)
-    else:
-        meet(client)
+        found.append(caught(client.push_parameter, "x", 1.0))
+    meet(client)
+    if index == 1:
         client.push_parameter("x", 20.0)
-        first.append(float(client.pull_parameter("x", "sum")))
+        found.append(float(client.pull_parameter("x", "sum")))
         client.push_parameter("x", 2000.0)
-    return [*first, float(client.pull_parameter("x", "sum"))]
+    assert client.bytes_sent > 0 and client.bytes_received > 0
+    return [*found, float(client.pull_parameter("x", "sum"))]
 
 
 def test_two_rounds_may_be_open_and_a_pull_is_of_the_last_push(over):
-    ahead, behind, stats = over(3, play, 1, run_ahead)
-    assert isinstance(ahead[0], ValueError)
-    assert all(word in str(ahead[0]) for word in ("push 3", "[1]", "have pushed 0"))
-    assert isinstance(ahead[1], ValueError) and "push 4" in str(ahead[1])
-    assert ahead[2] == 3000.0
-    assert behind == [3.0, 3.0, 30.0, 3000.0]
-    assert stats.errors == 2 and stats.pushes == 3 + 3 + 6
+    (ahead, behind), (stats,) = run(run_ahead, over=over)
+    for error, words in zip(ahead, (("push 3", "[1]", "have pushed 0"), ("push 4",)), strict=False):
+        assert isinstance(error, ValueError) and all(word in str(error) for word in words)
+    assert ahead[2] == 3000.0 and behind == [3.0, 3.0, 30.0, 3000.0]
+    assert (stats.errors, stats.pushes, stats.pulls) == (2, 3 + 3 + 6, 1 + 4 + 6)
+    assert (stats.unread, stats.lost, stats.staleness_mean) == (0, [], 0.0)
+    assert stats.bytes_received > 0 and stats.bytes_sent > 0
 
 
 def disagree(client, index, codec, pulls):
-    """Push, and pull in different ways; return the errors, and what another key gives."""
+    """Worker 0's pull waits for worker 2's push when worker 1 pulls otherwise."""
     value = torch.ones(8) if codec is None else codec.encode(torch.ones(8), scale=1.0)
     client.init_parameter("x", value.shape, str(value.dtype).split(".")[1])
-    client.init_parameter("y", [1])
-    client.push_parameter("x", value)
-    meet(client)  # every push is in before the first pull
-    caught(client.pull_parameter, "x", **pulls[index])
+    if index < 2:
+        client.push_parameter("x", value)
     meet(client)
-    pull = caught(client.pull_parameter, "x", **pulls[index])
-    push = caught(client.push_parameter, "x", value)
-    client.push_parameter("y", 1.0)
-    return [pull, push], float(client.pull_parameter("y", "mean"))
+    pull = None
+    if index == 0:
+        pull = client.pull_parameter("x", **pulls[0], wait=False)
+    meet(client)
+    begun = time.monotonic()
+    if index == 1:
+        pull = client.pull_parameter("x", **pulls[1], wait=False)
+    waited = caught(pull.wait) if pull is not None else None
+    seconds = time.monotonic() - begun
+    meet(client)
+    use = caught(client.push_parameter, "x", value)
+    meet(client)
+    return waited, use, seconds
 
 
-METHODS = [{"reduce_method": name} for name in ("sum", "max", "sum")]
-FORMS = [{"reduce_method": "decode_average", "compressed": form} for form in (False, True, False)]
+METHODS = [{"reduce_method": name} for name in ("sum", "max")]
+FORMS = [{"reduce_method": "decode_average", "compressed": form} for form in (False, True)]
 
 
 @pytest.mark.parametrize(
     ("field", "codec", "pulls"),
     [("reduce_method", None, METHODS), ("compressed", TernGrad(clip_sigma=None), FORMS)],
 )
-def test_pulls_that_differ_are_an_error_for_all(field, codec, pulls):
-    for errors, other in run_local(4, play, 1, disagree, codec, pulls)[:3]:
-        assert other == 1.0
-        for error in errors:
+def test_pulls_that_differ_are_an_error_for_all_at_once(field, codec, pulls):
+    here, there = (pull[field] for pull in pulls)
+    first, second, third = run(disagree, codec, pulls, workers=3)[0]
+    seen = {0: (1, here, there), 1: (0, there, here), 2: (1, here, there)}
+    for index, (pull, use, seconds) in enumerate((first, second, third)):
+        assert seconds < 15 and (pull is None) == (index == 2)
+        for error in (use,) if pull is None else (pull, use):
             assert isinstance(error, PeerMismatch) and error.field == field
-            assert {error.expected, error.got} == {pull[field] for pull in pulls}
-
-
-def disagree_waiting(client, index):
-    """Worker 0 waits for worker 2's push when worker 1 pulls otherwise; nobody closes before
-    worker 0 knows.
-    """
-    client.init_parameter("x", [1])
-    meet(client)
-    if index == 2:
-        meet(client, "worker 0 waits")
-        meet(client, "all know")
-        return 0.0, caught(client.push_parameter, "x", 1.0)
-    client.push_parameter("x", 1.0)
-    if index == 1:
-        meet(client, "worker 0 waits")
-    begun = time.monotonic()
-    pull = client.pull_parameter("x", ("sum", "mean")[index], wait=False)
-    if index == 0:
-        meet(client, "worker 0 waits")
-    error = caught(pull.wait)
-    waited = time.monotonic() - begun
-    meet(client, "all know")
-    return waited, error
-
-
-def test_a_waiting_pull_hears_of_another_method_at_once():
-    results = run_local(4, play, 1, disagree_waiting)[:3]
-    assert all(waited < 15 for waited, _ in results)
-    assert [(type(e), e.field, e.rank, e.expected, e.got) for _, e in results] == [
-        (PeerMismatch, "reduce_method", 1, "sum", "mean"),
-        (PeerMismatch, "reduce_method", 0, "mean", "sum"),
-        (PeerMismatch, "reduce_method", 1, "sum", "mean"),
-    ]
+            assert (error.rank, error.expected, error.got) == seen[index]
 
 
 # ---- asynchronous keys ---------------------------------------------------------------------------
@@ -414,21 +305,21 @@ def descend(client, index):
         if turn % 2 == index:
             if turn < 2:
                 seen.append(client.pull_parameter("w"))
-            client.push_parameter("w", torch.tensor([[0.3, -0.7]]) * (turn + 1))
-            client.push_parameter("w", torch.tensor([[1.0, 1.0]]))
+            stale = client.push_parameter("w", torch.tensor([[0.3, -0.7]]) * (turn + 1))
+            bad = caught(client.push_parameter, "w", torch.tensor([[1.0, NAN]]))
+            assert isinstance(bad, ValueError) and "NaN" in str(bad)
+            assert client.push_parameter("w", torch.tensor([[1.0, 1.0]])) == stale
             seen.append(client.staleness)
         meet(client, f"turn {turn}")
     return seen, client.pull_parameter("w")
 
 
 def test_asynchronous_pushes_are_applied_at_once_and_staleness_is_counted(over):
-    (first, one), (second, two), stats = over(3, play, 1, descend)
+    """A NaN leaves no trace."""
+    ((first, one), (second, two)), (stats,) = run(descend, over=over)
     wanted = np.array([[1.0, 2.0]], np.float32)
     for turn in range(4):
-        for push in (
-            np.array([[0.3, -0.7]], np.float32) * np.float32(turn + 1),
-            np.ones((1, 2), np.float32),
-        ):
+        for push in (np.array([[0.3, -0.7]], np.float32) * np.float32(turn + 1), np.float32(1)):
             wanted = wanted + push * np.float32(-0.1)
     assert one.shape == (1, 2) and same_bits(one, two) and np.array_equal(one.numpy(), wanted)
     assert torch.equal(first[0], torch.tensor([[1.0, 2.0]]))
@@ -439,35 +330,12 @@ def test_asynchronous_pushes_are_applied_at_once_and_staleness_is_counted(over):
     assert stats.staleness_mean == 1.0
 
 
-def push_returns(client, index):
-    client.init_parameter("w", [1], asynchronous=True, learning_rate=1.0, value=torch.zeros(1))
-    client.init_parameter("s", [1])
-    if index == 0:
-        client.push_parameter("w", 1.0)
-    meet(client)
-    stale = client.push_parameter("w", 1.0) if index == 1 else 0
-    bad = caught(client.push_parameter, "w", float("nan"))
-    meet(client)
-    return stale, client.push_parameter("s", 1.0), bad, float(client.pull_parameter("w"))
-
-
-def test_a_push_returns_its_staleness_and_nan_leaves_no_trace():
-    for index, (stale, synchronous, bad, value) in enumerate(
-        run_local(3, play, 1, push_returns)[:2]
-    ):
-        assert stale == index and synchronous == 0 and value == 2.0
-        assert isinstance(bad, ValueError) and "NaN" in str(bad)
-
-
 def descend_packed(client, index):
     codec = TernGrad(clip_sigma=None)
-    start = torch.ones(4, 8)
-    options = {"asynchronous": True, "learning_rate": -0.5, "value": start}
+    options = {"asynchronous": True, "learning_rate": -0.5, "value": torch.ones(4, 8)}
     client.init_parameter("w", [codec.payload_nbytes(32)], "uint8", codec=codec, **options)
     payload = codec.encode(noise(32, index), key=RngKey(rank=index))
     client.push_parameter("w", payload)
-    other = codec.encode(torch.ones(28), scale=1.0)
-    assert other.numel() == payload.numel() - 1
     wrong = [
         caught(client.push_parameter, "w", flipped(payload)),
         caught(client.push_parameter, "w", codec.encode(torch.ones(31), scale=1.0)),
@@ -482,62 +350,28 @@ def test_asynchronous_packed_gradients():
         codec.decode(codec.encode(noise(32, k), key=RngKey(rank=k))).view(4, 8) for k in range(2)
     ]
     orders = [(torch.ones(4, 8) + a * -0.5) + b * -0.5 for a, b in (steps, steps[::-1])]
-    for wrong, got in run_local(3, play, 1, descend_packed)[:2]:
+    for wrong, got in run(descend_packed)[0]:
         assert any(torch.equal(got, order) for order in orders)
         assert isinstance(wrong[0], CorruptPayload) and wrong[0].check == "crc"
         assert isinstance(wrong[1], ValueError) and "31" in str(wrong[1])
 
 
-def lone_worker(client, index):
-    client.init_parameter("w", [1], asynchronous=True, learning_rate=1.0, value=torch.zeros(1))
-    meet(client)
-    if index == 1:
-        client._requests._comm.abort()
-        return None
-    assert isinstance(caught(meet, client, "lost"), PeerLost)  # so the server has heard of it
-    client.push_parameter("w", 1.0)
-    return float(client.pull_parameter("w"))
-
-
-def test_asynchronous_keys_do_not_need_the_others():
-    assert run_local(3, play, 1, lone_worker, timeout_s=30)[0] == 1.0
-
-
 # ---- the rest ------------------------------------------------------------------------------------
 
 
-def test_the_server_counts():
-    stats = run_local(3, play, 1, add_large_twice)[2]
-    assert (stats.pushes, stats.pulls, stats.errors, stats.unread, stats.lost) == (4, 4, 0, 0, [])
-    assert stats.bytes_received > 0 and stats.bytes_sent > 0 and stats.staleness_mean == 0.0
-
-
-def add_large_twice(client, index):
-    client.init_parameter("x", [1])
-    for _ in range(2):
-        client.push_parameter("x", 1.0)
-        client.pull_parameter("x", "sum")
-    assert client.bytes_sent > 0 and client.bytes_received > 0
-
-
 def test_documentation_names_every_argument_member_and_phase():
-    described = (serve, ParameterClient, ServerStats, Pending)
-    members = [getattr(ParameterClient, n) for n in CLIENT_METHODS]
-    text = "\n".join(inspect.getdoc(v) for v in (*described, *members, *PENDING))
+    methods = [n for n, v in vars(ParameterClient).items() if inspect.isfunction(v) and n[0] != "_"]
+    members = [getattr(ParameterClient, name) for name in methods] + [Pending.done, Pending.wait]
+    described = (serve, ParameterClient, ServerStats, Pending, *members)
+    text = "\n".join(inspect.getdoc(value) for value in described)
     words = set(re.findall(r"\w+", text)) | set(dir(ServerStats))
-    for value in (serve, ParameterClient.__init__, *members, *PENDING):
+    for value in (serve, ParameterClient.__init__, *members):
         assert set(inspect.signature(value).parameters) - {"self"} <= words, value
     assert {*vars(ServerStats()), *messages.METHODS} <= words
     errors = (ROOT / "docs/reference/errors.md").read_text(encoding="utf-8")
     phases = ["init", "push", "pull", "serve"]
     for word in [*phases, "message", "reduce_method", "compressed", "servers"]:
         assert f"`{word}`" in errors, word
-
-
-PENDING = (Pending.done, Pending.wait)
-CLIENT_METHODS = [
-    n for n, v in vars(ParameterClient).items() if inspect.isfunction(v) and not n.startswith("_")
-]
 
 
 @pytest.mark.slow

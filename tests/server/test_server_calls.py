@@ -8,13 +8,11 @@ import time
 import numpy as np
 import pytest
 import torch
-from _ranks import run_local
-from _serving import Wrapped, caught, meet, noise, play, same_bits
+from _serving import Wrapped, caught, meet, noise, run, same_bits, wrapped
 
-import gradcomp
 from gradcomp import TernGrad
 from gradcomp.errors import CorruptPayload, GradcompError, PeerMismatch
-from gradcomp.server import ParameterClient, Pending, calls, parameters, reduce, serve
+from gradcomp.server import Pending, calls, parameters
 
 # ---- raw codes -----------------------------------------------------------------------------------
 
@@ -37,7 +35,7 @@ SEED_CODES = [[0, -1, -1, -1, 0, 0, -1, -1], [-1, 1, -1, -1, 1, -1, -1, -1]]
 
 @pytest.mark.parametrize(("scale_key", "scale"), [({"scale_key": "max_abs_grad"}, 0.5), ({}, 1.0)])
 def test_the_seed_s_calls_work_as_written(over, scale_key, scale):
-    for pulled, average in over(3, play, 1, seed_calls, scale_key)[:2]:
+    for pulled, average in run(seed_calls, scale_key, over=over)[0]:
         assert pulled.tolist() == [0.5]
         assert same_bits(average, torch.tensor(SEED_CODES) * scale)
 
@@ -64,7 +62,7 @@ def random_codes(number, index):
 @pytest.mark.parametrize("workers", [1, 3])
 def test_raw_codes_average_by_their_integer_sum(workers):
     """fl(fl(S / N) * sum of codes), S the largest of all workers' scales."""
-    for got in run_local(workers + 1, play, 1, push_raw, 3)[:workers]:
+    for got in run(push_raw, 3, workers=workers)[0]:
         for number, average in enumerate(got):
             total = sum(random_codes(number, k) - 1 for k in range(workers)).astype(np.float32)
             scale = np.float32(float(number + workers - 1) / 7)
@@ -72,49 +70,35 @@ def test_raw_codes_average_by_their_integer_sum(workers):
 
 
 def push_raw_wrongly(client, index):
+    def push_scaled(scale, last):
+        client.push_parameter("scale", scale)
+        client.pull_parameter("scale", "max")
+        return caught(client.push_parameter, "codes", [[2, 1], [1, last]])
+
     client.init_parameter("scale", [1])
     client.init_parameter("codes", [2, 2], "uint8", scale_key="scale")
     early = caught(client.push_parameter, "codes", [[1, 1], [1, 1]])
-    client.push_parameter("scale", float("nan") if index else 1.0)
-    client.pull_parameter("scale", "max")
-    client.push_parameter("codes", [[1, 1], [1, 1]])
+    push_scaled(float("nan") if index else 1.0, 1)
     flagged = client.pull_parameter("codes", "decode_average")
-    client.push_parameter("scale", -1.0)
-    client.pull_parameter("scale", "max")
-    negative = caught(client.push_parameter, "codes", [[1, 1], [1, 1]])
-    client.push_parameter("scale", 2.0)
-    client.pull_parameter("scale", "max")
-    code = caught(client.push_parameter, "codes", [[1, 1], [1, 3 if index else 1]])
+    negative = push_scaled(-1.0, 1)
+    code = push_scaled(2.0, 3 if index else 1)
     pull = caught(client.pull_parameter, "codes", "decode_average")
-    client.push_parameter("codes", [[2, 1], [1, 1]])
-    return (
-        early,
-        flagged,
-        negative,
-        code,
-        pull,
-        client.pull_parameter("codes", "decode_average", compressed=True),
-    )
+    push_scaled(2.0, 1)
+    after = client.pull_parameter("codes", "decode_average", compressed=True)
+    return [early, negative, code, pull], flagged, TernGrad().decode(after)
 
 
-def test_raw_codes_that_are_none_and_scales_that_are_none():
-    for index, (early, flagged, negative, code, pull, after) in enumerate(
-        run_local(3, play, 1, push_raw_wrongly)[:2]
-    ):
+def test_wrong_raw_codes_and_scales():
+    """A code 11, and scales that have not been pulled, are negative or NaN."""
+    for index, (errors, flagged, decoded) in enumerate(run(push_raw_wrongly)[0]):
+        early, negative, code, pull = errors
         assert isinstance(early, ValueError) and "'scale'" in str(early) and "max" in str(early)
-        assert flagged.shape == (2, 8) and bool(torch.isnan(flagged).all())
         assert isinstance(negative, ValueError) and "-1.0" in str(negative)
-        assert (
-            (code is None) == (index == 0)
-            and isinstance(pull, CorruptPayload)
-            and pull.check == "code"
-        )
-        decoded = TernGrad().decode(after)
-        assert (
-            decoded.numel() == 16
-            and set(decoded.abs().tolist()) <= {0.0, 2.0}
-            and decoded[0] == 2.0
-        )
+        assert (code is None) == (index == 0)
+        assert isinstance(pull, CorruptPayload) and pull.check == "code"
+        assert flagged.shape == (2, 8) and bool(torch.isnan(flagged).all())
+        assert decoded.numel() == 16 and decoded[0] == 2.0
+        assert set(decoded.abs().tolist()) <= {0.0, 2.0}
 
 
 # ---- calls that are not waited for ---------------------------------------------------------------
@@ -135,7 +119,7 @@ def push_ahead(client, index):
 
 
 def test_calls_keep_their_order_and_give_what_waiting_calls_give(over):
-    for got in over(3, play, 1, push_ahead)[:2]:
+    for got in run(push_ahead, over=over)[0]:
         wanted = [noise(1000, name, 0) + noise(1000, name, 1) for name in ("a", "b", "second")]
         assert all(same_bits(g, w) for g, w in zip(got, wanted, strict=True))
 
@@ -147,26 +131,27 @@ def many_pulls(client, index):
         client.init_parameter(key, [50_000])
     for key in keys:
         client.push_parameter(key, torch.full((50_000,), float(len(key))), wait=False)
-    calls = [client.pull_parameter(key, "sum", wait=False) for key in keys]
+    pulls = [client.pull_parameter(key, "sum", wait=False) for key in keys]
     return all(
-        bool((call.wait() == 2.0 * len(key)).all()) for key, call in zip(keys, calls, strict=True)
+        bool((pull.wait() == 2.0 * len(k)).all()) for k, pull in zip(keys, pulls, strict=True)
     )
 
 
 def test_many_calls_may_be_under_way(over):
-    *fine, stats = over(3, play, 1, many_pulls)
+    fine, (stats,) = run(many_pulls, over=over)
     assert fine == [True, True] and stats.errors == 0 and stats.lost == []
 
 
 def pull_more(client, index, second):
-    """Worker 0 pulls again while its pull waits for worker 1's push."""
+    """Worker 0 makes another key and pulls it while its pull waits for worker 1's push."""
     large = {"asynchronous": True, "learning_rate": 1.0, "value": torch.zeros(100_000)}
-    client.init_parameter("large", [100_000], **large)
     client.init_parameter("x", [1])
     if index == 0:
         client.push_parameter("x", 1.0)
         waiting = client.pull_parameter("x", "sum", wait=False)
         time.sleep(0.05)  # the thread receives, and expects one value
+    client.init_parameter("large", [100_000], **large)
+    if index == 0:
         found = client.pull_parameter(*second, wait=False)
     meet(client)
     if index == 1:
@@ -181,22 +166,23 @@ def test_a_second_pull_of_any_length_may_wait_beside_the_first(second, wanted):
     """The first one's reply was the longest that the thread took; of two pulls of one round the
     first was never answered.
     """
-    assert run_local(3, play, 1, pull_more, second)[0] == ([3.0], wanted)
+    assert run(pull_more, second)[0][0] == ([3.0], wanted)
 
 
 def fail_later(client, index):
     client.init_parameter("x", [1])
     client.push_parameter("x", 1.0)
+    meet(client)
     call = client.pull_parameter("x", ("sum", "max")[index], wait=False)
     meet(client)
     return caught(call.wait), caught(call.wait)
 
 
-def test_errors_come_out_of_wait():
-    for first, again in run_local(3, play, 1, fail_later)[:2]:
-        assert first is None or (isinstance(first, PeerMismatch) and first.field == "reduce_method")
-        assert again is first
-    assert any(first for first, _ in run_local(3, play, 1, fail_later)[:2])
+def test_errors_come_out_of_wait_and_again():
+    found = run(fail_later)[0]
+    assert all(again is first for first, again in found)
+    errors = [first for first, _ in found if first is not None]
+    assert errors and all(isinstance(error, PeerMismatch) for error in errors)
 
 
 def leave_calls(client, index):
@@ -212,7 +198,7 @@ def leave_calls(client, index):
 def test_closing_ends_calls_that_nobody_waits_for(monkeypatch):
     monkeypatch.setattr(calls, "CLOSE_S", 60.0)
     begun = time.monotonic()
-    (push, pull), _, stats = run_local(3, play, 1, leave_calls)
+    ((push, pull), _), (stats,) = run(leave_calls)
     assert push is None or isinstance(push, RuntimeError)
     assert pull is None or isinstance(pull, RuntimeError)
     assert stats.pushes == 2 and time.monotonic() - begun < 20
@@ -229,32 +215,30 @@ class Held(Wrapped):
         return found
 
 
-def step_over_a_held_server(comm, let_go):
+def step_beside_a_held_server(client, index, let_go):
     """Compute while a push and its pull are under way, and go on to compute when they have come,
     without waiting for either.
     """
-    if comm.rank == 1:
-        return serve(Held(comm, let_go=let_go), 1, timeout_s=60)
-    with ParameterClient(comm, 1, timeout_s=60) as client:
-        client.init_parameter("g", [4])
-        sums = []
-        for step in range(3):
-            let_go.clear()
-            push = client.push_parameter("g", torch.full((4,), float(step)), wait=False)
-            pull = client.pull_parameter("g", "sum", wait=False)
-            before = push.done() or pull.done()
-            let_go.set()
-            deadline = time.monotonic() + 60
-            while not (push.done() and pull.done()) and time.monotonic() < deadline:
-                time.sleep(0.001)  # the next step's forward and backward
-            sums.append((before, push.done() and pull.done(), pull.wait().tolist()))
-        return sums
+    client.init_parameter("g", [4])
+    sums = []
+    for step in range(3):
+        let_go.clear()
+        push = client.push_parameter("g", torch.full((4,), float(step)), wait=False)
+        pull = client.pull_parameter("g", "sum", wait=False)
+        before = push.done() or pull.done()
+        let_go.set()
+        deadline = time.monotonic() + 60
+        while not (push.done() and pull.done()) and time.monotonic() < deadline:
+            time.sleep(0.001)  # the next step's forward and backward
+        sums.append((before, push.done() and pull.done(), pull.wait().tolist()))
+    return sums
 
 
 def test_a_worker_computes_while_its_calls_are_under_way():
     let_go = threading.Event()
     let_go.set()
-    steps, _ = run_local(2, step_over_a_held_server, let_go)
+    over = wrapped(1, Held, let_go=let_go)
+    (steps,), _ = run(step_beside_a_held_server, let_go, workers=1, over=over)
     assert steps == [(False, True, [float(step)] * 4) for step in range(3)]
 
 
@@ -265,18 +249,16 @@ class MainThreadOnly(Wrapped):
         raise RuntimeError("main thread only")
 
 
-def on_the_main_thread(comm):
-    if comm.rank == 1:
-        return serve(comm, 1, timeout_s=20)
-    with ParameterClient(MainThreadOnly(comm), 1) as client:
-        client.init_parameter("x", [1])
-        error = caught(client.push_parameter, "x", 1.0, wait=False)
-        client.push_parameter("x", 1.0)
-        return error, client.pull_parameter("x", "sum").item()
+def on_the_main_thread(client, index):
+    client.init_parameter("x", [1])
+    error = caught(client.push_parameter, "x", 1.0, wait=False)
+    client.push_parameter("x", 1.0)
+    return error, client.pull_parameter("x", "sum").item()
 
 
 def test_where_threads_may_not_receive_only_waiting_calls_work():
-    (error, value), stats = run_local(2, on_the_main_thread)
+    over = wrapped(0, MainThreadOnly)
+    ((error, value),), (stats,) = run(on_the_main_thread, workers=1, over=over)
     assert isinstance(error, RuntimeError) and "main thread" in str(error)
     assert value == 1.0 and stats.pushes == 1
 
@@ -284,52 +266,56 @@ def test_where_threads_may_not_receive_only_waiting_calls_work():
 # ---- a server that fails -------------------------------------------------------------------------
 
 
-def fail_once(monkeypatch, owner, name, error):
-    """Let the next call of a function raise `error`."""
-    kept, left = getattr(owner, name), [error]
+def fail_once(monkeypatch, name, error):
+    """Let the next call of a function of the server raise `error`."""
+    kept, left = getattr(parameters, name), [error]
 
     def failing(*args):
         if left:
             raise left.pop()
         return kept(*args)
 
-    monkeypatch.setattr(owner, name, failing)
+    monkeypatch.setattr(parameters, name, failing)
 
 
 def use_failing(client, index, key, method):
     codec = TernGrad(clip_sigma=None)
+    packed = {"codec": codec} | ({} if method else AT_ONCE)
     client.init_parameter("float", [4])
-    client.init_parameter("packed", [codec.payload_nbytes(4)], "uint8", codec=codec)
+    client.init_parameter("packed", [codec.payload_nbytes(4)], "uint8", **packed)
     values = {"float": torch.ones(4), "packed": codec.encode(torch.ones(4), scale=1.0)}
-    push = caught(client.push_parameter, key, values[key])
-    pulls = [caught(client.pull_parameter, key, method) for _ in range(2)]
+    errors = [caught(client.push_parameter, key, values[key])]
+    if method:
+        errors += [caught(client.pull_parameter, key, method) for _ in range(2)]
+        meet(client)
+        client.push_parameter(key, values[key])
     meet(client)
-    client.push_parameter(key, values[key])
-    return push, pulls, client.pull_parameter(key, method).tolist()
+    return errors, client.pull_parameter(key, method).tolist()
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "key", "method", "error"),
-    [
-        (parameters, "reduce_values", "float", "mean", RuntimeError("not enough memory: 8 GB")),
-        (reduce.PackedReducer, "average", "packed", "decode_average", MemoryError("no room")),
-        (reduce.PackedReducer, "admit", "packed", "decode_average", RuntimeError("a bug")),
-    ],
-)
+AT_ONCE = {"asynchronous": True, "learning_rate": 1.0, "value": torch.zeros(4)}
+FAILURES = [  # of a function; the key and how it is pulled; errors of pushes and pulls
+    ("reduce_values", "float", "mean", RuntimeError("not enough memory: 8 GB"), 0, 4),
+    ("average_payloads", "packed", "decode_average", MemoryError("no room"), 0, 4),
+    ("admit_payload", "packed", "decode_average", RuntimeError("a bug"), 1, 4),
+    ("average_payloads", "packed", None, MemoryError("no room"), 1, 0),
+]
+
+
+@pytest.mark.parametrize(("name", "key", "method", "error", "pushes", "pulls"), FAILURES)
 def test_an_unexpected_failure_fails_its_round_and_nothing_else(
-    monkeypatch, owner, name, key, method, error
+    monkeypatch, name, key, method, error, pushes, pulls
 ):
-    fail_once(monkeypatch, owner, name, error)
-    *clients, stats = run_local(3, play, 1, use_failing, key, method)
-    assert sum(push is not None for push, _, _ in clients) == (name == "admit")
-    for _, pulls, after in clients:
-        for found in pulls:
-            assert (
-                type(found) is GradcompError
-                and str(error) in str(found)
-                and type(error).__name__ in str(found)
-            )
-        assert after == [1.0] * 4
+    """Of an asynchronous key it fails the push alone."""
+    fail_once(monkeypatch, name, error)
+    clients, (stats,) = run(use_failing, key, method)
+    found = [errors[0] for errors, _ in clients if errors[0] is not None]
+    pulled = [e for errors, _ in clients for e in errors[1:]]
+    assert (len(found), len(pulled)) == (pushes, pulls)
+    for e in found + pulled:
+        assert type(e) is GradcompError
+        assert str(error) in str(e) and type(error).__name__ in str(e)
+    assert [after for _, after in clients] == [[1.0] * 4] * 2
     assert stats.failures == 1 and stats.lost == []
 
 
@@ -345,29 +331,6 @@ class Forgetful(Wrapped):
         return super().receive(*args, **options)
 
 
-def serve_forgetful(comm):
-    if comm.rank == 2:
-        return serve(Forgetful(comm), 1, timeout_s=20)
-    with ParameterClient(comm, 1, timeout_s=20) as client:
-        return meet(client)
-
-
 def test_a_failure_to_receive_does_not_end_the_server():
-    *met, stats = run_local(3, serve_forgetful)
+    met, (stats,) = run(lambda client, index: meet(client), over=wrapped(2, Forgetful))
     assert met == [2, 2] and stats.failures == 1
-
-
-def test_a_failed_asynchronous_push_leaves_no_trace(monkeypatch):
-    fail_once(monkeypatch, reduce.PackedReducer, "average", MemoryError("no room"))
-    error, value = run_local(2, play, 1, push_asynchronous)[0]
-    assert type(error) is GradcompError and "MemoryError" in str(error)
-    assert value == [1.0] * 4
-
-
-def push_asynchronous(client, index):
-    codec = gradcomp.Identity()
-    options = {"asynchronous": True, "learning_rate": 1.0, "value": torch.zeros(4)}
-    client.init_parameter("w", [codec.payload_nbytes(4)], "uint8", codec=codec, **options)
-    error = caught(client.push_parameter, "w", codec.encode(torch.ones(4)))
-    client.push_parameter("w", codec.encode(torch.ones(4)))
-    return error, client.pull_parameter("w").tolist()

@@ -10,12 +10,11 @@ import time
 import pytest
 import torch
 from _ranks import run_local
-from _serving import Done, Wrapped, caught, meet, play
+from _serving import Done, Wrapped, caught, meet, run, wrapped
 
 from gradcomp.comm import LocalCommunicator, Work
 from gradcomp.errors import PeerLost
 from gradcomp.server import ParameterClient, serve
-from gradcomp.server.messages import Kind
 
 # ---- ranks that die or are silent (communicators of threads: a closed one is a dead rank) --------
 
@@ -53,6 +52,8 @@ def lose(comm, fault):
     client, meet = ParameterClient(comm, 1, timeout_s=20), fault.together.wait
     for key in ("done", "half", "untouched"):
         client.init_parameter(key, [1])
+    at_once = {"asynchronous": True, "learning_rate": 1.0, "value": torch.zeros(1)}
+    client.init_parameter(f"own {comm.rank}", [1], **at_once)
     client.push_parameter("done", 1.0)
     client.pull_parameter("done", "sum")
     meet(20)
@@ -77,6 +78,7 @@ def lose(comm, fault):
     found += [outcome(client.pull_parameter, "half", "sum") for _ in range(2)]
     found += [outcome(client.push_parameter, key, 1.0) for key in ("half", "untouched")]
     found.append(outcome(client.pull_parameter, "done", "sum"))
+    found.append(outcome(client.push_parameter, f"own {comm.rank}", 1.0))
     waited = time.monotonic() - begun
     meet(20)
     client.close()
@@ -90,12 +92,12 @@ def outcome(call, *args):
         return error
 
 
-ALL = ["push", "pull", "pull", "push", "push", "pull"]
-ROUND = [0.0, "pull", "pull", "push", "push", 3.0]
+ALL = ["push", "pull", "pull", "push", "push", "pull", "push"]
+ROUND = [0.0, "pull", "pull", "push", "push", 3.0, 0.0]
 LOST = [  # whose fault, what the error says, each call's result or phase, who is lost
     ("worker", "dies", "rank 2", ROUND, [2]),
     ("worker", "closes", "rank 2", ROUND, []),
-    ("worker", "is silent", "ranks [2]", [0.0, "pull", "pull", 0.0, 0.0, 3.0], []),
+    ("worker", "is silent", "ranks [2]", [0.0, "pull", "pull", 0.0, 0.0, 3.0, 0.0], []),
     pytest.param("server", "dies", "server", ALL, None, marks=pytest.mark.slow),
     pytest.param("server", "is silent", "server", ALL, None, marks=pytest.mark.slow),
 ]
@@ -103,6 +105,7 @@ LOST = [  # whose fault, what the error says, each call's result or phase, who i
 
 @pytest.mark.parametrize(("who", "how", "word", "outcomes", "lost"), LOST)
 def test_a_lost_peer_is_named_in_bounded_time(who, how, word, outcomes, lost):
+    """Complete rounds and asynchronous keys do not need it."""
     first, second, _, stats = run_local(4, lose, Fault(who, how), timeout_s=60)
     for found, waited in (first, second):
         assert waited < 15
@@ -119,14 +122,15 @@ def late_worker(client, index):
         client.push_parameter("x", 2.0)
         return client.pull_parameter("x", "sum")
     client.push_parameter("x", 1.0)
-    pull = client._ask(Kind.PULL, "x", 0, None, "sum")
-    error = caught(client._requests.wait, pull, time.monotonic() + 0.4)
+    client._requests.timeout_s = 0.4
+    error = caught(client.pull_parameter, "x", "sum")
+    client._requests.timeout_s = 60.0
     meet(client)
-    return error, float(client.pull_parameter("x", "sum")), float(client.pull_parameter("x", "sum"))
+    return error, *[float(client.pull_parameter("x", "sum")) for _ in range(2)]
 
 
 def test_a_silent_worker_is_named_and_may_still_come(over):
-    (error, *after), late, _ = over(3, play, 1, late_worker)
+    (error, *after), late = run(late_worker, over=over)[0]
     assert isinstance(error, PeerLost) and error.phase == "pull" and 0.4 <= error.waited_s < 15
     assert "ranks [1]" in str(error) and "'x'" in str(error)
     assert after == [3.0, 3.0] and float(late) == 3.0
@@ -148,36 +152,25 @@ class Slow(Wrapped):
         return super().start_send(message, to)
 
 
-def slow_server(comm, held):
-    if comm.rank == 1:
-        return serve(Slow(comm, held=held), 1, timeout_s=20)
-    client = ParameterClient(comm, 1, timeout_s=20.0)
+def use_slow(client, index, held):
     client.init_parameter("x", [1])
     client._requests.timeout_s = 0.3
     error = caught(client.push_parameter, "x", 1.0)
     client._requests.timeout_s = 20.0
     held.get(timeout=20)()  # the old reply is there now
-    value = float(client.pull_parameter("x", "sum"))
-    client.close()
-    return error, value
+    return error, float(client.pull_parameter("x", "sum"))
 
 
 def test_a_late_reply_is_not_taken_for_another():
-    error, value = run_local(2, slow_server, queue.SimpleQueue(), timeout_s=60)[0]
+    held = queue.SimpleQueue()
+    ((error, value),), _ = run(use_slow, held, workers=1, over=wrapped(1, Slow, held=held))
     assert isinstance(error, PeerLost) and error.phase == "push" and "silent" in str(error)
     assert value == 1.0
 
 
-class Stuck(Wrapped):
-    """A server's communicator whose messages to rank 0 never arrive, as those to a stopped
-    process.
-    """
-
-    def start_send(self, message, to):
-        return Never() if to == 0 else super().start_send(message, to)
-
-
 class Never(Work):
+    """A message to a stopped process."""
+
     def is_done(self):
         return False
 
@@ -186,23 +179,26 @@ class Never(Work):
         raise TimeoutError
 
 
-def stuck_client(comm):
-    if comm.rank == 2:
-        return serve(Stuck(comm), 1, timeout_s=20)
-    client = ParameterClient(comm, 1, timeout_s=0.3 if comm.rank == 0 else 20.0)
-    error = caught(client.init_parameter, "x", [1])
-    if comm.rank == 1:
-        client.init_parameter("a", [1], asynchronous=True, learning_rate=1.0, value=torch.zeros(1))
-        for _ in range(20):
-            client.push_parameter("a", 1.0)
-        error = float(client.pull_parameter("a"))
-    client.close()
-    return error
+class Stuck(Wrapped):
+    """A server's communicator whose messages to rank 0 never arrive."""
+
+    def start_send(self, message, to):
+        return Never() if to == 0 else super().start_send(message, to)
+
+
+def use_beside_a_stuck_one(client, index):
+    if index == 0:
+        client._requests.timeout_s = 0.3
+        return caught(client.init_parameter, "x", [1])
+    client.init_parameter("a", [1], asynchronous=True, learning_rate=1.0, value=torch.zeros(1))
+    for _ in range(20):
+        client.push_parameter("a", 1.0)
+    return float(client.pull_parameter("a"))
 
 
 def test_a_stuck_client_does_not_block_the_others():
     begun = time.monotonic()
-    stuck, other, _ = run_local(3, stuck_client, timeout_s=30)
+    stuck, other = run(use_beside_a_stuck_one, over=wrapped(2, Stuck))[0]
     assert isinstance(stuck, PeerLost) and other == 20.0 and time.monotonic() - begun < 18
 
 
