@@ -51,13 +51,21 @@ class _LocalWork(Work):
         self, board: _Board, key: tuple[Channel, int], fetch: Callable[[_Slot], None]
     ) -> None:
         self._board, self._key, self._fetch = board, key, fetch
+        self._slot = board.slots[key]
+
+    def _missing(self) -> list[int]:
+        """Return the ranks that have not started the collective."""
+        return [rank for rank in range(self._board.world_size) if rank not in self._slot.given]
+
+    def is_done(self) -> bool:
+        with self._board.changed:
+            missing = self._missing()
+            return not missing or any(rank in self._board.gone for rank in missing)
 
     def wait(self, timeout_s: float) -> None:
-        board, deadline = self._board, time.monotonic() + timeout_s
+        board, slot, deadline = self._board, self._slot, time.monotonic() + timeout_s
         with board.changed:
-            slot = board.slots[self._key]
-            while len(slot.given) < board.world_size:
-                missing = sorted(set(range(board.world_size)) - slot.given.keys())
+            while missing := self._missing():
                 for rank in missing:
                     if rank in board.gone:
                         raise board.lost(rank)
@@ -143,7 +151,7 @@ class LocalCommunicator(Communicator):
             slot.given[self.rank] = data
             slot.kinds.add(kind)
             self._board.changed.notify_all()
-        return _LocalWork(self._board, key, fetch)
+            return _LocalWork(self._board, key, fetch)
 
     def subset(self, ranks: Sequence[int], timeout_s: float) -> LocalCommunicator:
         members, board = tuple(ranks), self._board

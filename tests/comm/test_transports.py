@@ -10,7 +10,7 @@ import torch
 from _ranks import run_local
 
 import gradcomp
-from gradcomp.comm import Channel, Communicator, LocalCommunicator, RankGone
+from gradcomp.comm import Channel, Communicator, LinkCommunicator, LocalCommunicator, RankGone
 
 WAIT_S = 20
 
@@ -57,7 +57,7 @@ def collectives(comm, n):
     assert comm.all_gather_bytes(b"%d" % me, WAIT_S) == [b"%d" % rank for rank in ranks]
     for work in reversed(works):
         work.wait(WAIT_S)
-        assert comm.world_size == 1 or isinstance(comm, LocalCommunicator) or work.is_done()
+        assert work.is_done()
     assert torch.equal(largest, torch.stack([values(rank) for rank in ranks]).amax(0))
     assert torch.equal(received, torch.cat(into))
     assert torch.equal(everyone, torch.cat([filled(n, rank) for rank in ranks]))
@@ -150,6 +150,48 @@ def test_a_rank_that_is_silent_or_gives_up(over):
     why = "rank 1 gave up because of UnsupportedTensor: the gradient of 'w' is sparse"
     for found, seconds in over(3, lost)[::2]:
         assert found == {(1, why)} and seconds < 25
+
+
+def one_after_the_other(comm):
+    """Rank 0 sees that its collective is done, without waiting, once rank 1 has started its own."""
+    recv = filled(2, 9)
+    if comm.rank:
+        comm.receive(WAIT_S, 0, max_nbytes=1)
+        comm.start_all_gather(filled(1, 1), recv, Channel.FIRST).wait(WAIT_S)
+    else:
+        work, deadline = (
+            comm.start_all_gather(filled(1, 0), recv, Channel.FIRST),
+            time.monotonic() + WAIT_S,
+        )
+        assert not work.is_done()
+        send(comm, 1)
+        while not work.is_done() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert work.is_done()
+        work.wait(WAIT_S)
+    end(comm)
+    return recv.tolist()
+
+
+def test_a_collective_tells_whether_it_is_done(over):
+    assert over(2, one_after_the_other) == [[0, 1]] * 2
+
+
+def linked(comm, function, *args):
+    return function(LinkCommunicator(comm, bits_per_s=1e12), *args)
+
+
+LINKED = [  # number of ranks, what they do, and what it returns
+    (3, (collectives, 7), [None] * 3),
+    (3, (many_at_once,), [None] * 3),
+    (2, (one_after_the_other,), [[0, 1]] * 2),
+]
+
+
+@pytest.mark.parametrize(("world", "body", "wanted"), LINKED)
+def test_a_link_does_what_the_communicator_beneath_does(world, body, wanted):
+    """`LinkCommunicator` over threads raised NotImplementedError in `Work.is_done`."""
+    assert run_local(world, linked, *body) == wanted
 
 
 # ---- who holds the channels ----------------------------------------------------------------------
