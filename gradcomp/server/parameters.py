@@ -164,7 +164,9 @@ class Parameter:
         waits = [number for waiting, number, _ in self._waiting if waiting == rank]
         number = min(waits, default=self._count[rank])
         self._waiting = [pull for pull in self._waiting if pull[:2] != (rank, number)]
-        missing = self._behind(number)
+        missing = [] if self.spec.asynchronous else self._behind(number)
+        if not missing:
+            return f"the reply to the pull of key {self.key!r} is late"
         return f"no push from ranks {missing} in round {number} of key {self.key!r}"
 
     def state(self) -> State:

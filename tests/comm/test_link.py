@@ -10,7 +10,6 @@ import torch
 from _held import settled
 from _ranks import run_local
 
-import gradcomp
 from gradcomp.comm import Channel, LinkCommunicator, LocalCommunicator
 
 pytestmark = pytest.mark.timed
@@ -58,17 +57,6 @@ def test_collectives_take_as_long_as_their_link(world, late_s, latency_s, channe
     for seconds in run_local(world, gather, late_s, latency_s, channels):
         for took, least in zip(seconds, wanted, strict=True):
             assert least <= took < least + 0.5
-
-
-def average(comm, slow):
-    link = LinkCommunicator(comm, bits_per_s=1e8, latency_s=1e-4) if slow else comm
-    x = torch.randn(5000, generator=torch.Generator().manual_seed(comm.rank))
-    gradcomp.all_reduce(x, gradcomp.TernGrad(), link)
-    return x
-
-
-def test_averages_are_those_of_the_communicator_beneath():
-    assert torch.equal(run_local(3, average, True)[0], run_local(3, average, False)[0])
 
 
 def talk(comm):

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch.distributed as dist
+from _ranks import run_local
 from gradcomp.launch.ports import free_port
 
 from gradcomp.comm.store import Notes, meet, setup_timeout_s
@@ -15,23 +16,14 @@ from gradcomp.errors import PeerLost
 
 def at_once(*functions):
     """Call every function in a thread of its own; return what they returned or raised."""
-    results = [None] * len(functions)
 
-    def work(number, function):
+    def call(comm):
         try:
-            results[number] = function()
+            return functions[comm.rank]()
         except Exception as error:
-            results[number] = error
+            return error
 
-    threads = [
-        threading.Thread(target=work, args=item, daemon=True) for item in enumerate(functions)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive(), "a rank hangs"
-    return results
+    return run_local(len(functions), call, timeout_s=30)
 
 
 def test_a_meeting_gives_everyone_the_records_and_leaves_nothing_behind():
@@ -127,6 +119,7 @@ LEAVES = """
 import os, sys, time
 from datetime import timedelta
 import torch.distributed as dist
+from _ranks import run_local
 from gradcomp import PeerMismatch
 from gradcomp.comm import TorchCommunicator
 

@@ -63,22 +63,11 @@ def test_the_ranks_of_a_communicator_are_those_of_the_process_group(how, wanted,
 # ---- making and closing --------------------------------------------------------------------------
 
 
-def not_everyone():
-    """Rank 1 makes its communicator when rank 0 has given up."""
-    rank = dist.get_rank()
-    if rank == 1:
-        dist.barrier()
-    begun = time.monotonic()
-    with pytest.raises(PeerLost) as error:
-        TorchCommunicator(timeout_s=60 if rank else 0.2)
-    if rank == 0:
-        dist.barrier()
-    return str(error.value), time.monotonic() - begun
-
-
 def only_rank_0():
     if dist.get_rank() == 0:
-        with pytest.raises(PeerLost):
+        # without a bucket: it was 'of bucket -1'
+        wanted = "^lost a peer in setup after 0.*rank 1 has not called register, or made its comm"
+        with pytest.raises(PeerLost, match=wanted):
             TorchCommunicator(timeout_s=0.1)
 
 
@@ -87,12 +76,6 @@ def everyone():
 
 
 def test_who_has_not_registered_is_named_and_is_met_in_the_next_process_group(gloo):
-    (first, _), (second, seconds) = gloo(2, not_everyone)
-    # without a bucket: it was 'of bucket -1'
-    assert first.startswith("lost a peer in setup after 0.")
-    assert first.endswith("rank 1 has not called register, or made its communicator")
-    assert second.endswith("rank 0 gave up waiting before this rank came")
-    assert seconds < 10  # at once, on a busy machine too
     gloo(2, only_rank_0)
     assert gloo(2, everyone) == [2, 2]
 

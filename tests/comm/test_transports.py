@@ -261,8 +261,8 @@ def test_of_users_that_claim_at_once_one_is_lucky():
     comm, claimed, refused = LocalCommunicator.group(1)[0], [], []
     barrier = threading.Barrier(8)
 
-    def claim(number):
-        lease = comm.lease(f"user {number}")
+    def claim(rank):
+        lease = comm.lease(f"user {rank.rank}")
         barrier.wait()
         try:
             lease.claim()
@@ -270,11 +270,7 @@ def test_of_users_that_claim_at_once_one_is_lucky():
         except gradcomp.GradcompError as error:
             refused.append(str(error))
 
-    threads = [threading.Thread(target=claim, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_local(8, claim)
     assert len(claimed) == 1 and len(refused) == 7
     assert all(f"while {claimed[0].user} has an exchange" in text for text in refused)
 

@@ -12,7 +12,7 @@ import torch
 from _ranks import run_local
 from _serving import Done, Wrapped, caught, meet, run, wrapped
 
-from gradcomp.comm import LocalCommunicator, Work
+from gradcomp.comm import LocalCommunicator
 from gradcomp.errors import PeerLost
 from gradcomp.server import ParameterClient, serve
 
@@ -166,40 +166,6 @@ def test_a_late_reply_is_not_taken_for_another():
     ((error, value),), _ = run(use_slow, held, workers=1, over=wrapped(1, Slow, held=held))
     assert isinstance(error, PeerLost) and error.phase == "push" and "silent" in str(error)
     assert value == 1.0
-
-
-class Never(Work):
-    """A message to a stopped process."""
-
-    def is_done(self):
-        return False
-
-    def wait(self, timeout_s):
-        time.sleep(min(timeout_s, 15.0))
-        raise TimeoutError
-
-
-class Stuck(Wrapped):
-    """A server's communicator whose messages to rank 0 never arrive."""
-
-    def start_send(self, message, to):
-        return Never() if to == 0 else super().start_send(message, to)
-
-
-def use_beside_a_stuck_one(client, index):
-    if index == 0:
-        client._requests.timeout_s = 0.3
-        return caught(client.init_parameter, "x", [1])
-    client.init_parameter("a", [1], asynchronous=True, learning_rate=1.0, value=torch.zeros(1))
-    for _ in range(20):
-        client.push_parameter("a", 1.0)
-    return float(client.pull_parameter("a"))
-
-
-def test_a_stuck_client_does_not_block_the_others():
-    begun = time.monotonic()
-    stuck, other = run(use_beside_a_stuck_one, over=wrapped(2, Stuck))[0]
-    assert isinstance(stuck, PeerLost) and other == 20.0 and time.monotonic() - begun < 18
 
 
 def never_close(comm):

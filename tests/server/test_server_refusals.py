@@ -457,10 +457,15 @@ def test_a_server_survives_any_sequence_of_requests(requests):
 
 
 class Untaken(Done):
+    """A message to a client that is stuck."""
+
     taken = False
 
     def is_done(self):
         return self.taken
+
+    def wait(self, timeout_s):
+        raise AssertionError("the other clients would wait as well")
 
 
 def test_a_client_that_takes_no_replies_is_ended_and_costs_no_more_memory(monkeypatch):
@@ -494,35 +499,36 @@ def test_no_memory_is_taken_by_a_number_that_was_read(shape):
         parse_spec(as_tensor(body))
 
 
-TRAVEL = [
-    PeerMismatch("shape", 2, "(1,)", "(2,)"),
-    PeerMismatch("shape", 2, "(1,)", "(2,)", first=None),
-    CorruptPayload("crc", "stored 1, the bytes give 2"),
-    ValueError("key 'ключ'"),
-    PeerLost("pull", -1, 1.5, "rank 1 is gone"),
+def unreadable(body):
+    what = "not a message of a parameter server: an error reply that cannot be read"
+    return as_tensor(body), CorruptPayload("message", what)
+
+
+def own(error):
+    what = f"{type(error).__name__}: {error!s}"
+    return error, GradcompError(f"the server failed with {what}")
+
+
+TRAVEL = [  # what a server raises, or a body, and what its client raises
+    *(
+        (error, error)
+        for error in (
+            PeerMismatch("shape", 2, "(1,)", "(2,)"),
+            PeerMismatch("shape", 2, "(1,)", "(2,)", first=None),
+            CorruptPayload("crc", "stored 1, the bytes give 2"),
+            ValueError("key 'ключ'"),
+            PeerLost("pull", -1, 1.5, "rank 1 is gone"),
+        )
+    ),
+    *map(own, (NativeError("GC_X", "f"), RuntimeError("not enough memory"), MemoryError("none"))),
+    *map(unreadable, (b"", b"{", b"[]", b'{"error": 1}', b"\xff", b"[" * 100_000)),
+    unreadable(b'{"error": "PeerMismatch", "fields": [1]}'),
 ]
 
 
-@pytest.mark.parametrize("error", TRAVEL)
-def test_errors_travel_as_themselves(error):
-    again = messages.parse_error(messages.pack_error(error), lost)
-    assert type(again) is type(error) and str(again) == str(error) and vars(again) == vars(error)
-
-
-UNREADABLE = [b"", b"{", b"[]", b'{"error": 1}', b"\xff", b"[" * 100_000]
-
-
-@pytest.mark.parametrize("body", [*UNREADABLE, b'{"error": "PeerMismatch", "fields": [1]}'])
-def test_an_error_that_cannot_be_read_is_still_an_error(body):
-    found = messages.parse_error(as_tensor(body), lost)
-    assert isinstance(found, CorruptPayload) and found.check == "message"
-
-
-OWN = [NativeError("GC_X", "f"), RuntimeError("not enough memory"), MemoryError("none")]
-
-
-@pytest.mark.parametrize("error", OWN)
-def test_other_errors_are_the_server_s_own(error):
-    found = messages.parse_error(messages.pack_error(error), lost)
-    assert type(found) is GradcompError and not messages.is_expected(error)
-    assert str(error) in str(found) and type(error).__name__ in str(found)
+@pytest.mark.parametrize(("raised", "wanted"), TRAVEL, ids=range(len(TRAVEL)))
+def test_errors_travel_as_themselves_or_say_what_they_are(raised, wanted):
+    body = messages.pack_error(raised) if isinstance(raised, Exception) else raised
+    found = messages.parse_error(body, lost)
+    assert type(found) is type(wanted) and vars(found) == vars(wanted)
+    assert str(wanted) in str(found)
