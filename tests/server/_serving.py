@@ -8,6 +8,8 @@ from _ranks import run_local
 from gradcomp.comm import LocalCommunicator, Work
 from gradcomp.server import ParameterClient, messages, serve
 
+WHOLE, CUT = {"shard_nbytes": 1 << 20}, {"shard_nbytes": 256}  # options of a client
+
 
 def run(body, *args, workers=2, servers=1, over=run_local, checkpoint=None, **options):
     """Return what `body(client, index of the worker, *args)` gives each worker, and the counters
@@ -48,6 +50,16 @@ def meet(client, key="meet"):
     client.init_parameter(key, [1])
     client.push_parameter(key, 1.0)
     return int(client.pull_parameter(key, "sum"))
+
+
+def push_payloads(client, index, codec, payloads, compressed=False):
+    """Push one payload a round; return what each pull gives."""
+    client.init_parameter("p", [payloads[0][index].numel()], "uint8", codec=codec)
+    out = []
+    for round_payloads in payloads:
+        client.push_parameter("p", round_payloads[index])
+        out.append(client.pull_parameter("p", "decode_average", compressed=compressed))
+    return out
 
 
 def noise(numel, *seed):

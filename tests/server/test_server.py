@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from _ranks import run_local
-from _serving import caught, flipped, meet, noise, run, same_bits
+from _serving import CUT, WHOLE, caught, flipped, meet, noise, push_payloads, run, same_bits
 from reference import codec as reference
 
 import gradcomp
@@ -42,14 +42,15 @@ def reduce_all(client, index, values):
 
 
 KEYS = ["a", "bb", "layer/3.weight", "ключ"]
-REDUCED = [
-    *((2, 1, (7, 3)), (1, 1, (1,)), (3, [0], (7, 3)), (2, 2, ()), (1, [1, 3, 0], (1,))),
-    *((4, 1, (7, 3)), (3, 2, (0,)), (4, 3, (7, 3))),
+REDUCED = [  # workers, servers, shape, options of the clients
+    *((2, 1, (7, 3), WHOLE), (1, 1, (1,), WHOLE), (3, [0], (7, 3), WHOLE), (2, 2, (), WHOLE)),
+    *((1, [1, 3, 0], (1,), WHOLE), (4, 1, (7, 3), WHOLE), (3, 2, (0,), WHOLE)),
+    *((4, 3, (7, 3), WHOLE), (2, 2, (20, 50), CUT), (3, 1, (65,), CUT)),
 ]
 
 
-@pytest.mark.parametrize(("workers", "servers", "shape"), REDUCED)
-def test_values_are_reduced_in_rank_order(over, workers, servers, shape):
+@pytest.mark.parametrize(("workers", "servers", "shape", "options"), REDUCED)
+def test_values_are_reduced_in_rank_order(over, workers, servers, shape, options):
     """Bit for bit, although they arrive the other way round; a NaN is the maximum."""
     numel = int(np.prod(shape))
     values = [
@@ -59,7 +60,8 @@ def test_values_are_reduced_in_rank_order(over, workers, servers, shape):
     ]
     special = [[NAN, -INF], [INF, -3.0], [1.0, 1e-45], [2.0, -2.0]][:workers]
     values.append(("special", "max", [torch.tensor(v) for v in special]))
-    for got in run(reduce_all, values, workers=workers, servers=servers, over=over)[0]:
+    options = {"workers": workers, "servers": servers, "over": over} | options
+    for got in run(reduce_all, values, **options)[0]:
         for (_, method, pushed), pulled in zip(values, got, strict=True):
             pushed = [value.numpy() for value in pushed]
             total = pushed[0].copy()
@@ -89,10 +91,13 @@ def terngrad_step(client, index, numel, codec):
 
 
 @pytest.mark.parametrize("codec", [None, TernGrad(clip_sigma=None, seed=5)])
-@pytest.mark.parametrize("numel", [1000, 1, 7, 70_001])
+@pytest.mark.parametrize(
+    ("numel", "size"), [(1000, WHOLE), (1, WHOLE), (7, WHOLE), (70_001, WHOLE), (1000, CUT)]
+)
 @pytest.mark.parametrize("workers", [2, 1, 3, 4])
-def test_terngrad_step_equals_all_reduce_bit_for_bit(over, workers, numel, codec):
-    got, _ = run(terngrad_step, numel, codec, workers=workers, over=over)
+def test_terngrad_step_equals_all_reduce_bit_for_bit(over, workers, numel, size, codec):
+    """A scale that the workers share is the scale of every shard."""
+    got, _ = run(terngrad_step, numel, codec, workers=workers, servers=2, over=over, **size)
     options = {"key": 3, "step": 7}
 
     def reduced(comm, exchange):
@@ -103,16 +108,6 @@ def test_terngrad_step_equals_all_reduce_bit_for_bit(over, workers, numel, codec
         wanted = got[0][1] if workers == 1 else run_local(workers, reduced, exchange)[0]
         assert all(same_bits(average, wanted) for average, _ in got)
     assert bool((got[0][0] != 0).any())
-
-
-def push_payloads(client, index, codec, payloads, compressed=False):
-    """Push one payload a round; return what each pull gives."""
-    client.init_parameter("p", [payloads[0][index].numel()], "uint8", codec=codec)
-    out = []
-    for round_payloads in payloads:
-        client.push_parameter("p", round_payloads[index])
-        out.append(client.pull_parameter("p", "decode_average", compressed=compressed))
-    return out
 
 
 def gradient_of(numel, number, index):
@@ -141,13 +136,16 @@ AVERAGED = [TernGrad(scale="own", seed=9), OneBit(group=100), Ternary(group=100)
 AVERAGED.append(gradcomp.Identity())
 
 
+@pytest.mark.parametrize("size", [WHOLE, CUT])
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("codec", AVERAGED)
-def test_payloads_average_as_an_exchange_does(codec, given):
-    """Whether or not the key knows the codec; one NaN is everybody's for one round."""
+def test_payloads_average_as_an_exchange_does(codec, given, size):
+    """Whether or not the key knows the codec; one NaN is everybody's, and every shard's, for one
+    round.
+    """
     numel, rounds = 999, 3
     payloads = encode_rounds(codec, numel, 3, rounds)
-    got, _ = run(push_payloads, codec if given else None, payloads, workers=3)
+    got, _ = run(push_payloads, codec if given else None, payloads, workers=3, servers=2, **size)
 
     def exchange(comm):
         options = {"exchange": "all_gather"}
@@ -183,19 +181,22 @@ def test_equal_scales_count_as_shared_only_without_a_codec():
     assert not torch.equal(headers_only, as_own)
 
 
-ENCODED_AGAIN = [OneBit(group=50), Ternary(group=50), OneBit(group=50, error_feedback=False)]
-ENCODED_AGAIN += [TernGrad(scale="own", seed=4), TernGrad(scale="own", seed=4, group=64)]
+IN_GROUPS = [OneBit(group=50), Ternary(group=50), OneBit(group=50, error_feedback=False)]
+IN_GROUPS += [TernGrad(scale="own", seed=4, group=20), gradcomp.Identity()]
+ENCODED_AGAIN = [(codec, size) for codec in IN_GROUPS for size in (WHOLE, CUT)]
+ENCODED_AGAIN += [(TernGrad(scale="own", seed=4), WHOLE)]
 
 
 @pytest.mark.parametrize("servers", [1, 2])
-@pytest.mark.parametrize("codec", ENCODED_AGAIN)
-def test_averages_are_encoded_again_and_nothing_is_lost(over, codec, servers):
-    """The same bytes on every worker and with any number of servers, drawn from stream 2. With
-    error feedback mean + old residual = decoded + new residual, and a NaN leaves no trace.
+@pytest.mark.parametrize(("codec", "size"), ENCODED_AGAIN)
+def test_averages_are_encoded_again_and_nothing_is_lost(over, codec, size, servers):
+    """The same bytes on every worker, with any number of servers, in one piece or in shards (whose
+    draws and residuals are those of their elements), drawn from stream 2. With error feedback
+    mean + old residual = decoded + new residual, and a NaN leaves no trace.
     """
     numel, rounds = 333, 5
     payloads = encode_rounds(codec, numel, 2, rounds)
-    got, _ = run(push_payloads, codec, payloads, True, servers=servers, over=over)
+    got, _ = run(push_payloads, codec, payloads, True, servers=servers, over=over, **size)
     residual = torch.zeros(numel) if codec.error_feedback else None
     for r in range(rounds):
         assert same_bits(got[0][r], got[1][r])
@@ -296,64 +297,77 @@ def test_pulls_that_differ_are_an_error_for_all_at_once(field, codec, pulls):
 # ---- asynchronous keys ---------------------------------------------------------------------------
 
 
+START = torch.linspace(1, 2, 32).view(4, 8)
+STEP = torch.linspace(-0.7, 0.3, 32).view(4, 8)
+
+
 def descend(client, index):
     """Two workers take turns, kept in order by a synchronous key."""
-    start = torch.tensor([[1.0, 2.0]])
-    client.init_parameter("w", [1, 2], asynchronous=True, learning_rate=-0.1, value=start)
-    seen = []
+    client.init_parameter("w", [4, 8], asynchronous=True, learning_rate=-0.1, value=START)
+    seen, wrong = [], torch.ones(4, 8)
+    wrong[-1, -1] = NAN
     for turn in range(4):
         if turn % 2 == index:
             if turn < 2:
                 seen.append(client.pull_parameter("w"))
-            stale = client.push_parameter("w", torch.tensor([[0.3, -0.7]]) * (turn + 1))
-            bad = caught(client.push_parameter, "w", torch.tensor([[1.0, NAN]]))
-            assert isinstance(bad, ValueError) and "NaN" in str(bad)
-            assert client.push_parameter("w", torch.tensor([[1.0, 1.0]])) == stale
+            stale = client.push_parameter("w", STEP * (turn + 1))
+            bad = caught(client.push_parameter, "w", wrong)
+            assert type(bad) is ValueError and "NaN" in str(bad)
+            assert client.push_parameter("w", torch.ones(4, 8)) == stale
             seen.append(client.staleness)
         meet(client, f"turn {turn}")
     return seen, client.pull_parameter("w")
 
 
-def test_asynchronous_pushes_are_applied_at_once_and_staleness_is_counted(over):
-    """A NaN leaves no trace."""
-    ((first, one), (second, two)), (stats,) = run(descend, over=over)
-    wanted = np.array([[1.0, 2.0]], np.float32)
+SHARDS = [(1, {}), (4, {"shard_nbytes": 32})]  # of 32 elements
+
+
+@pytest.mark.parametrize(("shards", "options"), SHARDS)
+def test_asynchronous_pushes_are_applied_at_once_and_staleness_is_counted(over, shards, options):
+    """A NaN leaves no trace in any shard."""
+    ((first, one), (second, two)), (stats,) = run(descend, over=over, **options)
+    wanted = START.numpy()
     for turn in range(4):
-        for push in (np.array([[0.3, -0.7]], np.float32) * np.float32(turn + 1), np.float32(1)):
+        for push in (STEP.numpy() * np.float32(turn + 1), np.float32(1)):
             wanted = wanted + push * np.float32(-0.1)
-    assert one.shape == (1, 2) and same_bits(one, two) and np.array_equal(one.numpy(), wanted)
-    assert torch.equal(first[0], torch.tensor([[1.0, 2.0]]))
+    assert one.shape == (4, 8) and same_bits(one, two) and np.array_equal(one.numpy(), wanted)
+    assert torch.equal(first[0], START)
     # the second worker sees the first one's pushes at once
-    assert bool((second[0] < first[0])[0, 0])
+    assert not torch.equal(second[0], START)
     assert first[1:] == [0, 2] and second[1:] == [0, 2]
-    assert (stats.asynchronous_pushes, stats.staleness_sum, stats.staleness_max) == (8, 8, 2)
-    assert stats.staleness_mean == 1.0
+    counted = (stats.asynchronous_pushes, stats.staleness_sum, stats.staleness_max)
+    assert counted == (8 * shards, 8 * shards, 2) and stats.staleness_mean == 1.0
 
 
 def descend_packed(client, index):
     codec = TernGrad(clip_sigma=None)
-    options = {"asynchronous": True, "learning_rate": -0.5, "value": torch.ones(4, 8)}
+    options = {"asynchronous": True, "learning_rate": -0.5, "value": START}
     client.init_parameter("w", [codec.payload_nbytes(32)], "uint8", codec=codec, **options)
-    payload = codec.encode(noise(32, index), key=RngKey(rank=index))
+    payload, infinite = codec.encode(noise(32, index), key=RngKey(rank=index)), torch.ones(32)
+    infinite[-1] = INF
     client.push_parameter("w", payload)
-    wrong = [
-        caught(client.push_parameter, "w", flipped(payload)),
-        caught(client.push_parameter, "w", codec.encode(torch.ones(31), scale=1.0)),
-    ]
+    wrong = [flipped(payload), codec.encode(torch.ones(31), scale=1.0), codec.encode(infinite)]
+    errors = [caught(client.push_parameter, "w", value) for value in wrong]
     meet(client)
-    return wrong, client.pull_parameter("w")
+    return errors, client.pull_parameter("w")
 
 
-def test_asynchronous_packed_gradients():
+@pytest.mark.parametrize(("shards", "options"), SHARDS)
+def test_asynchronous_packed_gradients(shards, options):
     codec = TernGrad(clip_sigma=None)
     steps = [
         codec.decode(codec.encode(noise(32, k), key=RngKey(rank=k))).view(4, 8) for k in range(2)
     ]
-    orders = [(torch.ones(4, 8) + a * -0.5) + b * -0.5 for a, b in (steps, steps[::-1])]
-    for wrong, got in run(descend_packed)[0]:
-        assert any(torch.equal(got, order) for order in orders)
-        assert isinstance(wrong[0], CorruptPayload) and wrong[0].check == "crc"
-        assert isinstance(wrong[1], ValueError) and "31" in str(wrong[1])
+    orders = [(START + a * -0.5) + b * -0.5 for a, b in (steps, steps[::-1])]
+    found, (stats,) = run(descend_packed, **options)
+    assert stats.asynchronous_pushes == 2 * shards
+    for (damaged, shorter, infinite), got in found:
+        # a row is a shard where the key is cut, and every shard has an order of its own
+        one, other = ((order == got).all(dim=1) for order in orders)
+        assert bool((one | other).all()) and (shards > 1 or bool(one.all() or other.all()))
+        assert isinstance(damaged, CorruptPayload) and damaged.check == "crc"
+        assert isinstance(shorter, ValueError) and "31" in str(shorter)
+        assert type(infinite) is ValueError and "NaN" in str(infinite)
 
 
 # ---- the rest ------------------------------------------------------------------------------------

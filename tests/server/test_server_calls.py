@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from _serving import Wrapped, caught, meet, noise, run, same_bits, wrapped
+from _serving import CUT, WHOLE, Wrapped, caught, meet, noise, run, same_bits, wrapped
 
 from gradcomp import TernGrad
 from gradcomp.errors import CorruptPayload, GradcompError, PeerMismatch
@@ -59,10 +59,11 @@ def random_codes(number, index):
     return np.random.default_rng([number, index]).integers(0, 3, (3, 20))
 
 
+@pytest.mark.parametrize("size", [WHOLE, {"shard_nbytes": 32}])
 @pytest.mark.parametrize("workers", [1, 3])
-def test_raw_codes_average_by_their_integer_sum(workers):
+def test_raw_codes_average_by_their_integer_sum(workers, size):
     """fl(fl(S / N) * sum of codes), S the largest of all workers' scales."""
-    for got in run(push_raw, 3, workers=workers)[0]:
+    for got in run(push_raw, 3, workers=workers, servers=2, **size)[0]:
         for number, average in enumerate(got):
             total = sum(random_codes(number, k) - 1 for k in range(workers)).astype(np.float32)
             scale = np.float32(float(number + workers - 1) / 7)
@@ -118,8 +119,13 @@ def push_ahead(client, index):
     return [*reversed(results), again]
 
 
-def test_calls_keep_their_order_and_give_what_waiting_calls_give(over):
-    for got in run(push_ahead, over=over)[0]:
+@pytest.mark.parametrize(("servers", "size"), [(1, WHOLE), (3, CUT)])
+def test_calls_keep_their_order_and_give_what_waiting_calls_give(over, servers, size):
+    """And the servers share the shards of cut keys."""
+    clients, stats = run(push_ahead, servers=servers, over=over, **size)
+    pushes = [s.pushes for s in stats]
+    assert sum(pushes) == 2 * 3 * (1 if size is WHOLE else 16) and min(pushes) > 0.8 * max(pushes)
+    for got in clients:
         wanted = [noise(1000, name, 0) + noise(1000, name, 1) for name in ("a", "b", "second")]
         assert all(same_bits(g, w) for g, w in zip(got, wanted, strict=True))
 

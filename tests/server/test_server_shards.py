@@ -2,16 +2,14 @@
 careful.
 """
 
-import math
 from dataclasses import replace
 
 import _serving
 import pytest
 import torch
 from _ranks import run_local
-from _serving import caught, flipped, meet, noise, play, same_bits
+from _serving import CUT, caught, flipped, meet, noise, play, push_payloads, same_bits
 
-import gradcomp
 from gradcomp import Identity, OneBit, RngKey, TernGrad
 from gradcomp.errors import CorruptPayload, PeerMismatch
 from gradcomp.payload import wire
@@ -22,11 +20,10 @@ from gradcomp.server.shards import DEFAULT_SHARD_NBYTES, MAX_SHARDS, Shards, che
 from gradcomp.server.spec import make_spec
 
 NUMEL = 1000
-WHOLE = {"shard_nbytes": 1 << 20, "servers": 1}
 
 
 def run(body, *args, **options):
-    return _serving.run(body, *args, **{"servers": 2, "shard_nbytes": 256} | options)
+    return _serving.run(body, *args, **{"servers": 2} | CUT | options)
 
 
 # ---- how a key is cut ----------------------------------------------------------------------------
@@ -74,10 +71,16 @@ def test_the_arithmetic_of_huge_keys():
         Shards.of(2**32 - 1, limit, TERNARY, 2**30)
 
 
-CUT = [TernGrad(), TernGrad(group=64), TernGrad(group=20), OneBit(group=56), OneBit(group="tensor")]
+CODECS = [
+    TernGrad(),
+    TernGrad(group=64),
+    TernGrad(group=20),
+    OneBit(group=56),
+    OneBit(group="tensor"),
+]
 
 
-@pytest.mark.parametrize("codec", [*CUT, Identity()])
+@pytest.mark.parametrize("codec", [*CODECS, Identity()])
 @pytest.mark.parametrize("numel", [999, 1000, 64, 65])
 def test_a_payload_that_was_cut_and_joined_decodes_to_the_same(codec, numel):
     payload = codec.encode(noise(numel, "cut"), key=RngKey(step=3))
@@ -97,139 +100,19 @@ def test_a_payload_that_was_cut_and_joined_decodes_to_the_same(codec, numel):
             shards.join([*parts[:-1], codec.encode(torch.zeros(1))])
 
 
-# ---- whole keys and cut keys: the same bits ------------------------------------------------------
-
-
-def reduce_values(client, index):
-    """Some of the calls are not waited for."""
-    client.init_parameter("x", (20, 50))
-    out = []
-    for number, method in enumerate(("sum", "max", "mean")):
-        value = noise(NUMEL, number, index).view(20, 50)
-        push = client.push_parameter("x", value, wait=False)
-        out.append(client.pull_parameter("x", method, wait=number == 0))
-        push.wait()
-    return [out[0], *(pull.wait() for pull in out[1:])]
-
-
-@pytest.mark.parametrize("servers", [1, 2, 3])
-def test_values_of_a_cut_key_have_the_bits_of_a_whole_one(over, servers):
-    """And the servers share the work."""
-    whole = run(reduce_values, **WHOLE)[0][0]
-    clients, stats = run(reduce_values, servers=servers, over=over)
-    for got in clients:
-        assert all(a.shape == (20, 50) and same_bits(a, b) for a, b in zip(got, whole, strict=True))
-    pushes = [s.pushes for s in stats]
-    assert sum(pushes) == 2 * 3 * math.ceil(4 * NUMEL / 256) and min(pushes) > 0.8 * max(pushes)
-
-
-def average(client, index, codec, named, compressed, shared):
-    """Return averages; `shared`: under the scale of all workers. Worker 1's last gradient has a
-    NaN.
-    """
-    residual = torch.zeros(NUMEL) if codec.error_feedback else None
-    out = []
-    for step in range(3):
-        gradient, options = noise(NUMEL, step, index), {}
-        if shared:
-            client.init_parameter("scale", [1])
-            client.push_parameter("scale", float(gradient.abs().max()))
-            options["scale"] = client.pull_parameter("scale", "max")
-        if step == 2 and index == 1:
-            gradient[777] = float("nan")
-        key = RngKey(codec.seed, index, step, 2)
-        payload = codec.encode(gradient, residual=residual, key=key, **options)
-        client.init_parameter("p", payload.shape, "uint8", codec=codec if named else None)
-        client.push_parameter("p", payload)
-        out.append(client.pull_parameter("p", "decode_average", compressed=compressed))
-    return out
-
-
-CODECS = [TernGrad(scale="own", group=20, seed=3), OneBit(group=56), Identity()]
-SHARED = TernGrad(clip_sigma=None, seed=5)
-AVERAGED = [(codec, named, back) for codec in CODECS for named in (0, 1) for back in (0, 1)]
-
-
-@pytest.mark.parametrize(("codec", "named", "compressed"), [*AVERAGED, (SHARED, True, False)])
-def test_packed_averages_of_a_cut_key_have_the_bits_of_a_whole_one(codec, named, compressed):
-    """Encoded again as well: the draws and residuals of a shard are those of its elements in the
-    whole key. One NaN is every shard's.
-    """
-    args = codec, named, bool(compressed), codec is SHARED
-    whole = run(average, *args, **WHOLE)[0][0]
-    cut, stats = run(average, *args)
-    for got in cut:
-        assert all(same_bits(a, b) for a, b in zip(got, whole, strict=True))
-    last = codec.decode(whole[2]) if compressed else whole[2]
-    assert last.shape == (NUMEL,) and bool(torch.isnan(last).all())
-    assert sum(s.pushes for s in stats) > 2 * 3 * 10
-
-
-def test_one_shared_scale_over_all_shards_equals_all_reduce():
-    cut = run(average, SHARED, True, False, True)[0]
-
-    def reduced(comm):
-        return gradcomp.all_reduce(noise(NUMEL, 0, comm.rank), SHARED, comm, key=2, step=0)
-
-    assert same_bits(cut[0][0], run_local(2, reduced)[0])
-
-
 def test_a_scale_group_that_is_cut_is_packed_again_shard_by_shard():
     """Unbiased each with its own scale; the same bytes with any number of servers."""
-    mean = run(average, SHARED, True, False, True)[0][0][0]
-    first, second = (run(average, SHARED, True, True, True, servers=n)[0] for n in (1, 3))
+    shared = TernGrad(clip_sigma=None, seed=5)
+    scale = max(noise(NUMEL, k).abs().max() for k in range(2))
+    payloads = [[shared.encode(noise(NUMEL, k), scale=scale, key=RngKey(5, k)) for k in range(2)]]
+    mean = run(push_payloads, shared, payloads)[0][0][0]
+    first, second = (run(push_payloads, shared, payloads, True, servers=n)[0] for n in (1, 3))
     assert torch.equal(first[0][0], first[1][0]) and torch.equal(first[0][0], second[0][0])
     header, decoded = wire.parse(first[0][0].numpy()), TernGrad().decode(first[0][0])
     assert (header.numel, header.group_numel, header.scale_count) == (NUMEL, 64, 16)
     for begin in range(0, NUMEL, 64):
         scale = mean[begin : begin + 64].abs().max()
         assert set(decoded[begin : begin + 64].abs().tolist()) <= {0.0, float(scale)}
-
-
-def push_raw(client, index):
-    codes = torch.randint(0, 3, (10, 25, 4), generator=torch.Generator().manual_seed(index))
-    packed = (codes * torch.tensor([1, 4, 16, 64])).sum(dim=2).to(torch.uint8)
-    client.init_parameter("codes", [10, 25], "uint8")
-    client.push_parameter("codes", packed)
-    return client.pull_parameter("codes", "decode_average"), (codes - 1).reshape(10, 100)
-
-
-def test_raw_codes_are_cut_as_well():
-    (got, here), (_, there) = run(push_raw)[0]
-    assert torch.equal(got, (here + there).float() * 0.5)
-
-
-# ---- asynchronous keys ---------------------------------------------------------------------------
-
-
-def descend(client, index, packed):
-    codec = TernGrad(group=20)
-    start, payload = noise(NUMEL, "start").view(25, 40), codec.encode(noise(NUMEL, 1), key=RngKey())
-    options = {"asynchronous": True, "learning_rate": -0.5, "value": start}
-    shape, named = (payload.shape, ("uint8",)) if packed else ((25, 40), ())
-    client.init_parameter("w", shape, *named, codec=codec if packed else None, **options)
-    meet(client)
-    if index == 0:
-        client.push_parameter("w", payload if packed else codec.decode(payload).view(25, 40))
-    meet(client)
-    bad = noise(NUMEL, "bad")
-    bad[-1] = float("nan")
-    refused = caught(client.push_parameter, "w", codec.encode(bad) if packed else bad.view(25, 40))
-    staleness = client.push_parameter("w", payload) if packed and index == 1 else None
-    meet(client)
-    return refused, staleness, client.pull_parameter("w")
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_asynchronous_keys_are_cut_and_nan_leaves_no_trace_in_any_shard(packed):
-    codec = TernGrad(group=20)
-    step = codec.decode(codec.encode(noise(NUMEL, 1), key=RngKey())).view(25, 40) * -0.5
-    wanted = noise(NUMEL, "start").view(25, 40) + step
-    wanted = wanted + step if packed else wanted
-    for index, (refused, staleness, value) in enumerate(run(descend, packed)[0]):
-        assert type(refused) is ValueError and "NaN" in str(refused)
-        assert same_bits(value, wanted)
-        assert staleness == (1 if packed and index else None)
 
 
 # ---- what goes wrong -----------------------------------------------------------------------------
