@@ -31,17 +31,20 @@ from gradcomp.server.spec import make_spec, pack_spec, parse_spec
 CODEC = TernGrad(clip_sigma=None)
 ASYNCHRONOUS = {"asynchronous": True, "learning_rate": 0.5, "value": torch.zeros(64)}
 TERNGRADS = [{"codec": TernGrad(seed=seed)} for seed in (1, 2)]
-DIFFERENCES = [  # the field, and what two clients ask for
-    ("shape", ([4], "float32", {}), ([2, 2], "float32", {})),
-    ("dtype", ([64], "float32", {}), ([64], "uint8", {})),
-    ("codec", ([64], "uint8", {"codec": "onebit"}), ([64], "uint8", {"codec": "terngrad"})),
-    ("codec", ([64], "uint8", {}), ([64], "uint8", {"codec": "terngrad"})),
-    ("codec_options", *(([64], "uint8", codec) for codec in TERNGRADS)),
-    ("asynchronous", ([64], "float32", ASYNCHRONOUS), ([64], "float32", {})),
-    (
-        "learning_rate",
-        *(([64], "float32", {**ASYNCHRONOUS, "learning_rate": rate}) for rate in (0.5, 0.25)),
-    ),
+RATES = [ASYNCHRONOUS, {**ASYNCHRONOUS, "learning_rate": 0.25}]
+VALUES = [ASYNCHRONOUS, {**ASYNCHRONOUS, "value": torch.ones(64)}]
+IN_SHARDS = {"shard_nbytes": 128}  # of 32 elements
+DIFFERENCES = [  # the field, what two clients ask for, and the options of both
+    ("shape", ([4], "float32", {}), ([2, 2], "float32", {}), {}),
+    ("shape", ([64], "float32", {}), ([65], "float32", {}), IN_SHARDS),
+    ("dtype", ([64], "float32", {}), ([64], "uint8", {}), {}),
+    ("codec", ([64], "uint8", {"codec": "onebit"}), ([64], "uint8", {"codec": "terngrad"}), {}),
+    ("codec", ([64], "uint8", {}), ([64], "uint8", {"codec": "terngrad"}), {}),
+    ("codec_options", *(([64], "uint8", codec) for codec in TERNGRADS), {}),
+    ("asynchronous", ([64], "float32", ASYNCHRONOUS), ([64], "float32", {}), {}),
+    ("learning_rate", *(([64], "float32", rate) for rate in RATES), {}),
+    # of a key that is cut the weights might be a mixture; else the first client's values count
+    ("value", *(([64], "float32", value) for value in VALUES), IN_SHARDS),
 ]
 
 
@@ -62,9 +65,9 @@ def init_otherwise(client, index, settings):
     return init, use, push, float(client.pull_parameter("good", "mean"))
 
 
-@pytest.mark.parametrize(("field", "here", "there"), DIFFERENCES)
-def test_different_settings_are_a_mismatch_at_both_sides(field, here, there):
-    first, second = run(init_otherwise, [here, there])[0]
+@pytest.mark.parametrize(("field", "here", "there", "size"), DIFFERENCES)
+def test_different_settings_are_a_mismatch_at_both_sides(field, here, there, size):
+    first, second = run(init_otherwise, [here, there], servers=2, **size)[0]
     assert first[0] is None
     assert isinstance(first[2], PeerMismatch) and (first[2].field, first[2].rank) == (field, 1)
     for error in (first[1], second[0], second[1]):
@@ -120,7 +123,7 @@ def resealed(at, data):
 
 
 GOOD = CODEC.encode(torch.linspace(-1, 1, 32), scale=1.0)
-DAMAGE = [
+DAMAGED = [  # the check that fails, and the payload
     ("crc", flipped(GOOD)),
     ("magic", torch.zeros_like(GOOD)),
     ("magic", torch.arange(GOOD.numel()).to(torch.uint8)),
@@ -139,6 +142,8 @@ DAMAGE = [
     ("scale", resealed(32, struct.pack("<f", -1.0))),
     ("code", resealed(36, b"\xff")),
 ]
+DAMAGE = [(check, damaged, {}) for check, damaged in DAMAGED]
+DAMAGE += [(check, damaged, {"shard_nbytes": 32}) for check, damaged in DAMAGED[-3:]]  # 4 shards
 
 
 def push_damaged(client, index, damaged):
@@ -153,10 +158,10 @@ def push_damaged(client, index, damaged):
 
 
 @pytest.mark.parametrize(
-    ("check", "damaged"), DAMAGE, ids=[f"{n}-{c}" for n, (c, _) in enumerate(DAMAGE)]
+    ("check", "damaged", "size"), DAMAGE, ids=[f"{n}-{row[0]}" for n, row in enumerate(DAMAGE)]
 )
-def test_a_payload_that_does_not_decode_fails_its_round_only(over, check, damaged):
-    results = run(push_damaged, damaged, over=over)[0]
+def test_a_payload_that_does_not_decode_fails_its_round_only(over, check, damaged, size):
+    results = run(push_damaged, damaged, servers=2, over=over, **size)[0]
     for rank, (push, pull, other, after) in enumerate(results):
         assert isinstance(pull, CorruptPayload) and pull.check == check and "rank 1" in str(pull)
         assert (push is None) == (rank != 1) and other == 2.0
@@ -169,7 +174,7 @@ def test_a_payload_that_does_not_decode_fails_its_round_only(over, check, damage
 
 @pytest.fixture(scope="module")
 def client():
-    """A client whose keys are "f", "u", "a"; what it raises at once, it raises by itself."""
+    """A client with keys "f", "u", "a", "cut"; what it raises at once, it raises by itself."""
     here, there = LocalCommunicator.group(2)
     server = threading.Thread(target=serve, args=(there, 1))
     server.start()
@@ -177,6 +182,7 @@ def client():
         client.init_parameter("f", [2])
         client.init_parameter("u", [4], "uint8")
         client.init_parameter("a", [2], **AT_ONCE, value=torch.zeros(2))
+        client.init_parameter("cut", [1 << 24], "uint8")
         yield client
     server.join(20)
 
@@ -224,6 +230,7 @@ WRONG = [  # the call, and what its error says
     ("pull_parameter", ("f", "decode_average"), {}, "decode_average"),
     ("pull_parameter", ("u", "sum"), {}, "sum"),
     ("pull_parameter", ("f", "sum"), {"compressed": True}, "compressed"),
+    ("pull_parameter", ("cut", "decode_average"), {}, "first payload"),
     ("pull_parameter", ("u", "decode_average"), {"compressed": 1}, "1"),
     ("pull_parameter", ("a", "sum"), {}, "asynchronous"),
     ("pull_parameter", ("a",), {"compressed": True}, "asynchronous"),

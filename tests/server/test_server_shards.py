@@ -8,10 +8,10 @@ import _serving
 import pytest
 import torch
 from _ranks import run_local
-from _serving import CUT, caught, flipped, meet, noise, play, push_payloads, same_bits
+from _serving import CUT, caught, meet, noise, play, push_payloads, same_bits
 
 from gradcomp import Identity, OneBit, RngKey, TernGrad
-from gradcomp.errors import CorruptPayload, PeerMismatch
+from gradcomp.errors import CorruptPayload
 from gradcomp.payload import wire
 from gradcomp.payload.form import FORMS, PLAIN, TERNARY
 from gradcomp.server import keys, messages
@@ -155,61 +155,6 @@ def test_later_shards_take_a_push_that_the_first_has_taken():
             assert shard.push(0, torch.zeros(256, dtype=torch.uint8)) == 0
         error = caught(shard.push, 0, torch.zeros(256, dtype=torch.uint8))
         assert type(error) is ValueError and f"push {taken + 1}" in str(error)
-
-
-def damage(client, index, damaged):
-    codec = TernGrad(clip_sigma=None, scale="own", group=20)
-    good = codec.encode(torch.ones(NUMEL), scale=1.0)
-    client.init_parameter("p", good.shape, "uint8", codec=codec)
-    early = caught(client.pull_parameter, "p", "decode_average")
-    bad = flipped(good) if damaged == "crc" else good.clone()
-    if damaged == "code":
-        bad[-1] = 0xFF
-        wire.seal(bad.numpy(), wire.parse(good.numpy()))
-    push = caught(client.push_parameter, "p", bad if index else good)
-    if damaged == "crc" and index:
-        client.push_parameter("p", good)  # nothing had been sent
-    pull = caught(client.pull_parameter, "p", "decode_average")
-    client.push_parameter("p", good)
-    return early, push, pull, client.pull_parameter("p", "decode_average")
-
-
-@pytest.mark.parametrize("damaged", ["crc", "code"])
-def test_payloads_that_do_not_decode(damaged):
-    for index, (early, push, pull, after) in enumerate(run(damage, damaged)[0]):
-        assert type(early) is ValueError and "first payload" in str(early)
-        assert getattr(push, "check", None) == (damaged if index else None)
-        assert getattr(pull, "check", None) == (None if damaged == "crc" else "code")
-        assert torch.equal(after, torch.ones(NUMEL))
-
-
-AT_ONCE = {"asynchronous": True, "learning_rate": 1.0}
-UNLIKE = [  # the field, and what the two workers ask for
-    ("shape", ([NUMEL], {}), ([NUMEL + 1], {})),
-    ("value", *(([NUMEL], AT_ONCE | {"value": torch.full((NUMEL,), v)}) for v in (0.0, 1.0))),
-]
-
-
-def init_unlike(client, index, settings):
-    shape, options = settings[index]
-    if index:
-        meet(client)
-    error = caught(client.init_parameter, "x", shape, **options)
-    if not index:
-        meet(client)
-    meet(client, "again")
-    return error, caught(client.push_parameter, "x", torch.ones(shape))
-
-
-@pytest.mark.parametrize(("field", "here", "there"), UNLIKE)
-def test_clients_that_cut_otherwise_get_a_mismatch(field, here, there):
-    """Of initial values part by part the first client's would count, and the weights might be a
-    mixture.
-    """
-    (first, push), (second, _) = run(init_unlike, [here, there])[0]
-    assert first is None
-    for error in (second, push):
-        assert isinstance(error, PeerMismatch) and error.field == field
 
 
 def init_alone(client, index):
