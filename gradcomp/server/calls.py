@@ -62,14 +62,14 @@ class Requests:
 
     Attributes:
         bytes_sent, bytes_received: of messages, headers included.
-        room_nbytes: the most bytes that the values in a reply may have. Raise it before the request
-            that precedes, at the same server, the one with the long reply: the receiver has seen
-            the new number when that reply comes.
+        max_reply_nbytes: longest reply that is accepted, header not counted. Raise it before the
+            request that precedes, at the same server, the one with the long reply: the receiver has
+            seen the new number when that reply comes.
     """
 
     def __init__(self, comm: Communicator, servers: Sequence[int], timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self.bytes_sent = self.bytes_received = self.room_nbytes = 0
+        self.bytes_sent = self.bytes_received = self.max_reply_nbytes = 0
         self._comm, self._servers = comm, tuple(servers)
         self._digest = servers_digest(servers, comm.world_size)
         self._number = secrets.randbelow(2**31)  # late replies to an earlier client match nothing
@@ -186,7 +186,9 @@ class Requests:
     def _receive_one(self, timeout_s: float) -> None:
         """Receive a message, if one comes in time, and complete the request that it answers."""
         try:
-            sender, raw = self._comm.receive(timeout_s, max_nbytes=self.room_nbytes + _HEAD_NBYTES)
+            sender, raw = self._comm.receive(
+                timeout_s, max_nbytes=self.max_reply_nbytes + _HEAD_NBYTES
+            )
         except TimeoutError:
             return None
         except RankGone as error:

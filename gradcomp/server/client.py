@@ -297,12 +297,12 @@ class ParameterClient:
             PeerMismatch: a key is broken.
             PeerLost: a server is gone or silent.
         """
-        room_nbytes = self._requests.room_nbytes
-        self._requests.room_nbytes = MAX_MESSAGE_NBYTES
+        max_reply_nbytes = self._requests.max_reply_nbytes
+        self._requests.max_reply_nbytes = MAX_MESSAGE_NBYTES
         try:
             write_states(path, self._records())
         finally:
-            self._requests.room_nbytes = room_nbytes
+            self._requests.max_reply_nbytes = max_reply_nbytes
 
     def close(self) -> None:
         """Notify the servers that this worker is done; closing twice is harmless. The communicator
@@ -350,7 +350,7 @@ class ParameterClient:
 
     def _accept_replies_to(self, known: ClientKey) -> None:
         """Accept the longest reply to a pull of a key, before the key is made."""
-        self._requests.room_nbytes = max(self._requests.room_nbytes, known.reply_nbytes())
+        self._requests.max_reply_nbytes = max(self._requests.max_reply_nbytes, known.reply_nbytes())
 
     def _ask(
         self,
