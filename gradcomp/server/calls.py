@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 
 from gradcomp.comm.base import Communicator, RankGone, Work
 from gradcomp.errors import CorruptPayload, PeerLost
-from gradcomp.server.messages import Kind, Message, pack, parse, parse_error, servers_digest
+from gradcomp.server.messages import EMPTY, Kind, Message, pack, parse, parse_error, servers_digest
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ class Request(Future[Message]):
 
     def __init__(self, number: int, server: int, message: Message) -> None:
         super().__init__()
-        self.number, self.server, self.asked = number, server, replace(message, body=None)
+        self.number, self.server, self.asked = number, server, replace(message, body=EMPTY)
         self._begun = time.monotonic()
 
     def lost(self, detail: str) -> PeerLost:
@@ -212,7 +212,7 @@ class Requests:
             return None
         if reply.kind == Kind.OK:
             return request.set_result(reply)
-        return request.set_exception(parse_error(reply.data(), request.lost))
+        return request.set_exception(parse_error(reply.body, request.lost))
 
     def _fail(self, error: Exception | str, requests: Sequence[Request]) -> None:
         """End requests that are open with an error; a string says why their server is lost."""
@@ -232,7 +232,7 @@ class Requests:
             cancel = self.send(request.server, asked)
             self._receive_any([request, cancel], time.monotonic() + min(GRACE_S, self.timeout_s))
             if cancel.done():
-                return cancel.result().data().numpy().tobytes().decode(errors="replace")
+                return cancel.result().body.numpy().tobytes().decode(errors="replace")
         except Exception as error:  # noqa: BLE001 - raised as the pull's
             if not isinstance(error, PeerLost):
                 self._fail(error, [request])

@@ -18,6 +18,7 @@ from gradcomp.errors import CorruptPayload
 from gradcomp.server.calls import Pending, Request, Requests, T
 from gradcomp.server.keys import ClientKey, RawCodes
 from gradcomp.server.messages import (
+    EMPTY,
     MAX_KEY_NBYTES,
     MAX_MESSAGE_NBYTES,
     METHODS,
@@ -267,7 +268,7 @@ class ParameterClient:
         if compressed is not True and compressed is not False:
             raise ValueError(f"compressed must be True or False, got {compressed!r}")
         known.spec.check_method(key, reduce_method, compressed)
-        number, how = known.pushes, (None, reduce_method, compressed)
+        number, how = known.pushes, (EMPTY, reduce_method, compressed)
         asked = [self._ask(Kind.PULL, key, shard, *how) for shard in known.shards()]
 
         def finish(replies: list[Message]) -> Tensor:
@@ -357,7 +358,7 @@ class ParameterClient:
         kind: Kind,
         key: str,
         shard: int = 0,
-        body: Tensor | None = None,
+        body: Tensor = EMPTY,
         method: str | None = None,
         compressed: bool = False,
     ) -> Request:
@@ -383,14 +384,14 @@ class ParameterClient:
         for server in self._servers:
             (reply,) = self._replies([self._requests.send(server, Message(Kind.STATE))])
             try:
-                names |= {(str(k), int(n)) for k, n in json.loads(reply.data().numpy().tobytes())}
+                names |= {(str(k), int(n)) for k, n in json.loads(reply.body.numpy().tobytes())}
             except (ValueError, TypeError) as error:
                 text = f"server rank {server} sent no list of keys: {error}"
                 raise CorruptPayload("message", text) from None
         steps: dict[str, int] = {}
         for key, shard in sorted(names, key=lambda name: (name[0], -name[1])):
             (reply,) = self._replies([self._ask(Kind.STATE, key, shard)])
-            state = parse_state(reply.data())
+            state = parse_state(reply.body)
             steps[key] = max(state.steps, steps.get(key, 0))
             yield key, shard, pack_state(state._replace(steps=steps[key]))
 
@@ -413,7 +414,7 @@ def _dtype_name(dtype: str | torch.dtype | None) -> str:
 
 
 def _number_in(reply: Message) -> int:
-    body = reply.data()
+    body = reply.body
     if body.numel() != 8:
         raise CorruptPayload("message", f"a reply has {body.numel()} bytes, 8 expected")
     return int.from_bytes(body.numpy().tobytes(), "little")

@@ -255,7 +255,7 @@ class ClientKey:
         Raises:
             CorruptPayload: replies that do not answer it.
         """
-        parts = [reply.data() for reply in replies]
+        parts = [reply.body for reply in replies]
         if compressed:
             return parts[0].clone() if not self.is_cut else self._known_shards().join(parts)
         nbytes = [part.numel() for part in parts]

@@ -223,7 +223,7 @@ class _Server:
             return pack_state(parameter.state())
         if kind == Kind.CANCEL:
             return as_bytes(parameter.cancel(rank).encode())
-        staleness, stats = parameter.push(rank, message.data()), self.stats
+        staleness, stats = parameter.push(rank, message.body), self.stats
         stats.pushes += 1
         stats.asynchronous_pushes += parameter.spec.asynchronous
         stats.staleness_sum += staleness
@@ -232,7 +232,7 @@ class _Server:
 
     def _init(self, rank: int, message: Message, parameter: Parameter | None) -> int:
         """Make a parameter, or let a client join it; return its steps."""
-        spec, value = parse_spec(message.data())
+        spec, value = parse_spec(message.body)
         if not message.key:
             raise ValueError("a key must not be empty")
         if bool(message.shard) != bool(spec.part_nbytes):

@@ -32,6 +32,7 @@ MAGIC, VERSION = 0x53504347, 2  # "GCPS"
 METHODS = ("max", "sum", "mean", "decode_average")
 MAX_KEY_NBYTES = 255
 MAX_MESSAGE_NBYTES = 2**31 - 1  # what one MPI call can count
+EMPTY = torch.empty(0, dtype=torch.uint8)
 _HEADER = struct.Struct("<IBBBBIIII")
 _ALIGNMENT = 8  # of the body, so that its fp32 values can be viewed in place
 _COMPRESSED = 0x80  # bit of the method byte
@@ -74,11 +75,7 @@ class Message:
     method: str | None = None
     compressed: bool = False
     shard: int = 0
-    body: Tensor | None = None
-
-    def data(self) -> Tensor:
-        """Return the body, empty if there is none."""
-        return self.body if self.body is not None else torch.empty(0, dtype=torch.uint8)
+    body: Tensor = EMPTY
 
 
 def as_bytes(data: bytes) -> Tensor:
@@ -88,7 +85,7 @@ def as_bytes(data: bytes) -> Tensor:
 
 def pack(message: Message) -> Tensor:
     """Return a message as ``(nbytes,)`` uint8."""
-    key, body = message.key.encode(), message.data()
+    key, body = message.key.encode(), message.body
     method = 0 if message.method is None else METHODS.index(message.method) + 1
     method |= _COMPRESSED * message.compressed
     numbers = message.request, message.servers, message.shard, body.numel()

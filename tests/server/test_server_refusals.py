@@ -352,7 +352,7 @@ def send_refused(client, index):
         _, raw = client._comm.receive(60, 2, max_nbytes=10_000)
         reply = messages.parse(raw)
         assert reply.kind == Kind.ERROR
-        return messages.parse_error(reply.data(), lost)
+        return messages.parse_error(reply.body, lost)
 
     client.init_parameter("f", [2])
     client.init_parameter("u", [GOOD.numel()], "uint8")
@@ -437,10 +437,10 @@ def test_any_bytes_parse_or_are_refused_by_name(data):
         return
     assert messages.pack(message).numpy().tobytes() == data
     try:
-        spec, value = parse_spec(message.data())
+        spec, value = parse_spec(message.body)
     except CorruptPayload:
         return
-    assert torch.equal(pack_spec(spec, value), message.data())
+    assert torch.equal(pack_spec(spec, value), message.body)
 
 
 @pytest.mark.slow
@@ -459,7 +459,7 @@ def test_a_server_survives_any_sequence_of_requests(requests):
             found = messages.parse(reply)
             assert to in (0, 1) and found.kind in (Kind.OK, Kind.ERROR)
             if found.kind == Kind.ERROR:
-                error = messages.parse_error(found.data(), lost)
+                error = messages.parse_error(found.body, lost)
                 assert isinstance(error, (CorruptPayload, PeerMismatch, PeerLost, ValueError))
 
 
