@@ -26,7 +26,7 @@ import gradcomp
 from gradcomp.arguments import Parser, count, counts, words
 from gradcomp.bench.about import save_json, table
 from gradcomp.bench.options import add_option
-from gradcomp.bench.ranks import RANK_ERRORS, Emit, run_ranks
+from gradcomp.bench.ranks import Emit, RankFailed, run_ranks
 from gradcomp.codecs import resolve
 from gradcomp.exchange.sizing import predict_bytes
 
@@ -118,7 +118,7 @@ def measure(over: str, ranks: int, settings: dict[str, Any], rows: list[dict[str
     if over == "gloo":
         try:
             run_ranks(ranks, run_rank, over, settings, on_message=rows.append)
-        except RANK_ERRORS as error:
+        except RankFailed as error:
             raise RuntimeError(str(error)) from error
         return
     program = ["-m", "gradcomp.launch", "-n", str(ranks), "-m", "gradcomp.bench.allreduce"]

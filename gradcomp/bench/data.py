@@ -13,7 +13,6 @@ import math
 import struct
 import zlib
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +26,6 @@ TRAIN_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte")
 TEST_FILES = ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 _UNSIGNED_BYTE = 0x08
 _TENSORS = ("train_images", "train_labels", "test_images", "test_labels")
-_CHUNK_NBYTES = 1 << 20
 _DIGITS_TEST_SHARE = 0.25
 _DIGITS_MAX = 16.0
 
@@ -101,7 +99,8 @@ def load_digits() -> ImageData:
         f"scikit-learn digits, 8x8 images upsampled to 28x28 (bilinear): {len(train)} for training,"
         f" {len(test)} for test; --data DIR takes MNIST or Fashion-MNIST"
     )
-    return _standardised("digits", note, images[train], labels[train], images[test], labels[test])
+    parts = [(images[chosen], labels[chosen]) for chosen in (train, test)]
+    return _standardised("digits", note, *parts)
 
 
 def load_idx_folder(folder: Path) -> ImageData:
@@ -119,14 +118,9 @@ def load_idx_folder(folder: Path) -> ImageData:
         raise FileNotFoundError(
             f"--data {folder}: no such folder; give the folder that holds {TRAIN_FILES[0]}[.gz]"
         )
-    train_images, train_labels = _read_pair(folder, TRAIN_FILES)
-    test_images, test_labels = _read_pair(folder, TEST_FILES)
-    name = folder.resolve().name
-    note = (
-        f"IDX files in {folder}: {len(train_labels)} images for training, {len(test_labels)} for"
-        " test"
-    )
-    return _standardised(name, note, train_images, train_labels, test_images, test_labels)
+    train, test = _read_pair(folder, TRAIN_FILES), _read_pair(folder, TEST_FILES)
+    counts = f"{len(train[1])} images for training, {len(test[1])} for test"
+    return _standardised(folder.resolve().name, f"IDX files in {folder}: {counts}", train, test)
 
 
 def read_idx(path: Path) -> NDArray[np.uint8]:
@@ -143,60 +137,36 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
         ValueError: not gzip though named so, wrong magic or type, truncated, or bytes after the
             last value.
     """
-    try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
-            dims = _read_header(path, stream)
-            expected_nbytes = math.prod(dims)
-            body = _read_at_most(stream, expected_nbytes + 1)
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path}: not a whole gzip file ({error}); fetch it again") from error
-    if len(body) < expected_nbytes:
+    raw = path.read_bytes()
+    if path.suffix == ".gz":
+        try:
+            raw = gzip.decompress(raw)
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise ValueError(f"{path}: not a whole gzip file ({error}); fetch it again") from error
+    if len(raw) < 4 or raw[:2] != b"\0\0":
+        raise ValueError(
+            f"{path}: not an IDX file: it starts with {raw[:4].hex() or 'nothing'}, not with 0000"
+        )
+    kind, ndim = raw[2:4]
+    if kind != _UNSIGNED_BYTE:
+        raise ValueError(f"{path}: IDX type 0x{kind:02x} is not supported, only 0x08")
+    if ndim not in (1, 3):
+        raise ValueError(f"{path}: {ndim} dimensions; labels have 1 and images have 3")
+    header_nbytes = 4 + 4 * ndim
+    if len(raw) < header_nbytes:
+        raise ValueError(f"{path}: truncated inside the header of {header_nbytes} bytes")
+    dims: tuple[int, ...] = struct.unpack_from(f">{ndim}I", raw, 4)
+    expected_nbytes, have_nbytes = math.prod(dims), len(raw) - header_nbytes
+    if have_nbytes < expected_nbytes:
         raise ValueError(
             f"{path}: truncated: the header says {dims} = {expected_nbytes} bytes, the file has"
-            f" {len(body)}"
+            f" {have_nbytes}"
         )
-    if len(body) > expected_nbytes:
+    if have_nbytes > expected_nbytes:
         raise ValueError(
             f"{path}: trailing bytes after the {expected_nbytes} that its header {dims} announces"
         )
-    return np.frombuffer(body, dtype=np.uint8).reshape(dims)
-
-
-def _read_header(path: Path, stream: gzip.GzipFile | BufferedReader) -> tuple[int, ...]:
-    magic = stream.read(4)
-    if len(magic) < 4 or magic[:2] != b"\0\0":
-        raise ValueError(
-            f"{path}: not an IDX file: it starts with {magic.hex() or 'nothing'}, not with 0000"
-        )
-    if magic[2] != _UNSIGNED_BYTE:
-        raise ValueError(
-            f"{path}: IDX type 0x{magic[2]:02x} is not supported, only 0x08 (unsigned byte)"
-        )
-    ndim = magic[3]
-    if ndim not in (1, 3):
-        raise ValueError(f"{path}: {ndim} dimensions; labels have 1 and images have 3")
-    raw = stream.read(4 * ndim)
-    if len(raw) < 4 * ndim:
-        raise ValueError(
-            f"{path}: truncated inside the header ({len(raw)} of {4 * ndim} bytes of dimensions)"
-        )
-    dims: tuple[int, ...] = struct.unpack(f">{ndim}I", raw)
-    return dims
-
-
-def _read_at_most(stream: gzip.GzipFile | BufferedReader, limit_nbytes: int) -> bytes:
-    """Read up to ``limit_nbytes`` in chunks: a lying header must not decide how much memory is
-    asked for.
-    """
-    chunks: list[bytes] = []
-    left = limit_nbytes
-    while left > 0:
-        chunk = stream.read(min(left, _CHUNK_NBYTES))
-        if not chunk:
-            break
-        chunks.append(chunk)
-        left -= len(chunk)
-    return b"".join(chunks)
+    return np.frombuffer(raw, dtype=np.uint8, offset=header_nbytes).reshape(dims)
 
 
 def _find(folder: Path, stem: str) -> Path:
@@ -231,23 +201,12 @@ def _read_pair(folder: Path, stems: tuple[str, str]) -> tuple[Tensor, Tensor]:
 
 
 def _standardised(
-    name: str,
-    note: str,
-    train_images: Tensor,
-    train_labels: Tensor,
-    test_images: Tensor,
-    test_labels: Tensor,
+    name: str, note: str, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor]
 ) -> ImageData:
-    mean, std = float(train_images.mean()), float(train_images.std(correction=0))
+    mean, std = float(train[0].mean()), float(train[0].std(correction=0))
     if std == 0.0:
         raise ValueError(
             f"{name}: every pixel of the training images is {mean}; there is nothing to learn from"
         )
-    return ImageData(
-        name,
-        note,
-        (train_images - mean) / std,
-        train_labels,
-        (test_images - mean) / std,
-        test_labels,
-    )
+    train_images, test_images = ((images - mean) / std for images, _ in (train, test))
+    return ImageData(name, note, train_images, train[1], test_images, test[1])

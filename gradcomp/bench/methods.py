@@ -7,7 +7,7 @@ a model exchange by it.
 # no annotations from the future: DDP reads those of a hook
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -79,7 +79,7 @@ def _powersgd(rank: int) -> Hook:
     return register
 
 
-# what travels in fp32, by names and shapes
+# whether a tensor travels in fp32, by name and shape
 PRESETS: dict[str, Callable[[str, nn.Parameter], bool]] = {
     "none": lambda name, parameter: False,
     "vectors": lambda name, parameter: parameter.ndim < 2,
@@ -127,38 +127,20 @@ class Method:
     keep: bool = False
 
     @property
-    def plain(self) -> bool:
-        """Whether a hook averages, and no codec."""
-        return self.hook is not None and not self.local and not self.sharded
-
-    @property
     def without_ddp(self) -> bool:
         """Whether the model is not wrapped in DDP, so that its step compares with `NONE`."""
         return bool(self.local) or self.sharded
 
     def options_for(self, named: Sequence[tuple[str, nn.Parameter]]) -> dict[str, Any]:
-        """Return the options for these parameters."""
-        exempt = PRESETS[self.exempt]
-        options = {
-            name: value
-            for name, value in self.options.items()
-            if name != "start_step" or not self.momentum
-        }
+        """Return the options of `gradcomp.ddp.register` for these parameters."""
+        options = dict(self.options)
+        if self.momentum:
+            options.pop("start_step", None)
         if self.exempt != "none":
-            options["exclude"] = [n for n, p in named if exempt(n, p)]
+            options["exclude"] = [n for n, p in named if PRESETS[self.exempt](n, p)]
         return options
 
 
-# options of codecs, by what the command line calls them
-CODEC = {"step": "step", "decay": "residual_decay", "group": "group"}
-LOCAL: dict[str, Callable[[str], Any]] = {
-    "every": int,
-    "fragments": int,
-    "delay": int,
-    "alpha": float,
-    "outer_lr": float,
-    "outer_momentum": float,
-}
 METHODS: dict[str, Method] = {
     method.name: method
     for method in (
@@ -181,6 +163,35 @@ METHODS: dict[str, Method] = {
 # what the hooks of torch's ways do, exchanged over MPI as codecs are
 OVER_MPI = {"fp32": Identity(), "bf16": Identity("bf16")}
 OTHERS = tuple(name for name, method in METHODS.items() if method.codec is None)
+KNOWN = (
+    f"there are {', '.join(METHODS)}, {FSDP2}, and module:factory, which registers a hook of your"
+    " own with a DDP model"
+)
+GRAMMAR = f"""
+methods: {", ".join(name for name in METHODS if name not in (NONE, NOOP))}, {FSDP2},
+  module:factory (registers a hook of your own with a DDP model); codecs with options after a
+  colon: onebit:exempt=ends,start_step=100
+  exempt={"|".join(PRESETS)}   tensors that travel in fp32 (ends: vectors, embeddings, head)
+  min_numel=N, slice_numel=N   smallest tensor that is compressed; values of a slice
+  start_step=N                 first step that is compressed; steps before it are sent in fp32
+  start=METHOD                 codec of the steps before start_step, in place of fp32
+  second=PHASE                 what owners of means send: exact, requantize, block2, block4, block8,
+                               bf16, fp32
+  precondition                 compress gradients in units of their second moments
+  momentum=frozen|renewed      average momenta, as 1-bit Adam (LAMB) or 0/1 Adam; start_step is
+                               their warm-up
+  exchange=all_gather|reduce_scatter
+  rotate                       rotate values at random, without bias and residuals (onebit)
+  decay=X                      factor of residuals from step to step: residual_decay (ternary,
+                               onebit, block)
+  step=X, group=row|tensor|N   scale in root mean squares (ternary); values that share a scale
+  feedback=off                 forget what codes leave out (onebit, block)
+  double                       half minibatches in turns (gradcomp.onebit_sgd.DoubleBuffer)
+  every=H                      local steps (gradcomp.DiLoCo), with fragments=K, delay=D, alpha=A,
+                               outer_lr=X, outer_momentum=X
+  {FSDP2}:CODEC[,weights=CODEC[,keep]]   fully_shard in place of DDP; weights packed, too, and kept
+                               for backward
+"""
 
 
 def parse(text: str) -> Method:
@@ -189,115 +200,142 @@ def parse(text: str) -> Method:
     ``module:factory`` for a hook of one's own.
 
     Raises:
-        ValueError: no such method, preset or option, or options that do not go together.
+        ValueError: no such method, preset or option, or options that exclude each other.
     """
     name, colon, rest = text.partition(":")
     if name == "diloco":
         raise ValueError(_renamed(text))
     if name == FSDP2:
         return _sharded(text)
-    if name not in METHODS and colon and "=" not in rest:
-        return Method(text, None, _own_hook(text))
     if name not in METHODS:
-        raise ValueError(
-            f"no method named {name!r}; there are {', '.join(METHODS)}, {FSDP2}, and"
-            f" module:factory for a hook of your own{removal(name)}"
-        )
+        if not colon or "=" in rest:
+            raise ValueError(f"no method named {name!r}; {KNOWN}{removal(name)}")
+        return Method(text, None, _own_hook(text))
     method = replace(METHODS[name], name=text, options={}, local={})
     for word in filter(None, rest.split(",")):
-        method = _with(method, *word.partition("=")[::2])
+        key, _, value = word.partition("=")
+        if key not in OPTIONS:
+            raise ValueError(f"unknown option {key!r} of {name}: {', '.join(OPTIONS)}")
+        method = replace(method, **OPTIONS[key](method, value))
     _check(method)
     return method
 
 
-def _with(method: Method, key: str, value: str) -> Method:
-    """Return a method with one more option.
+# returns the fields of a method that an option changes, given the option's value
+Change = Callable[[Method, str], dict[str, Any]]
 
-    Raises:
-        ValueError: there is no such option or value.
-    """
-    name, codec, options = method.name.partition(":")[0], method.codec, method.options
-    if key == "exempt":
-        if value not in PRESETS:
-            raise ValueError(f"exempt must be one of {', '.join(PRESETS)}, got {value!r}")
-        return replace(method, exempt=value)
-    if key in ("start_step", "min_numel", "slice_numel"):
-        return replace(method, options=options | {key: int(value)})
-    if key == "exchange":
-        return replace(method, options=options | {key: value})
-    if key == "precondition":
-        return replace(method, options=options | {key: True})
-    if key == "start":
-        first = parse(value).codec
-        if first is None:
-            raise ValueError(f"{method.name}: a warm start is packed by a codec, {value} is none")
-        return replace(method, options=options | {"start_codec": first})
-    if key == "second":
-        if codec is None:
-            raise ValueError(f"{name} has no second phase: it is no codec")
-        return replace(method, codec=type(codec)(**codec.options() | {"second_phase": value}))
-    if key in CODEC:
+
+def _in(place: str, key: str, kind: Callable[[str], Any]) -> Change:
+    """Return what adds a value to a dictionary of the method, `options` or `local`."""
+    return lambda method, value: {place: getattr(method, place) | {key: kind(value)}}
+
+
+def _of_codec(word: str, key: str, kind: Callable[[str], Any]) -> Change:
+    """Return what changes an option of the codec."""
+
+    def change(method: Method, value: str) -> dict[str, Any]:
+        codec = method.codec
         given = {} if codec is None else codec.options()
-        if codec is None or CODEC[key] not in given:
-            raise ValueError(f"{method.name}: {name} has no {key}=")
-        number: Any = value if key == "group" and not value.isdecimal() else float(value)
-        number = int(value) if key == "group" and value.isdecimal() else number
-        return replace(method, codec=type(codec)(**given | {CODEC[key]: number}))
-    if key == "rotate":
-        if not isinstance(codec, OneBit):
-            raise ValueError(f"{method.name}: rotate is for onebit")
-        return replace(method, codec=OneBit(rotate=True, second_phase=codec.second_phase))
-    if key == "momentum":
-        if value not in ("", "frozen", "renewed"):
-            raise ValueError(f"momentum must be frozen or renewed, got {value!r}")
-        return replace(method, momentum=value or "frozen")
-    if key == "double":
-        return replace(method, double=True)
-    if key in LOCAL:
-        return replace(method, local=method.local | {key: LOCAL[key](value)})
-    if key == "feedback":
-        if value != "off" or codec is None or not codec.error_feedback:
-            raise ValueError(f"{method.name}: feedback=off is for codecs that have feedback")
-        return replace(method, feedback=False)
-    known = "exempt, start_step, start, second, rotate, step, decay, group, min_numel, slice_numel"
-    known += ", exchange, precondition, momentum, double, feedback, " + ", ".join(LOCAL)
-    raise ValueError(f"unknown option {key!r} of {name}: {known}")
+        if codec is None or key not in given:
+            raise ValueError(f"{method.name}: {method.name.partition(':')[0]} has no {word}=")
+        return {"codec": type(codec)(**given | {key: kind(value)})}
+
+    return change
+
+
+def _one_of(name: str, values: Mapping[str, Any]) -> Change:
+    """Return what sets a field of the method to what one of the words `values` stands for."""
+
+    def change(method: Method, value: str) -> dict[str, Any]:
+        if value not in values:
+            words = ", ".join(filter(None, values))
+            raise ValueError(f"{method.name}: {name} must be one of {words}, got {value!r}")
+        return {name: values[value]}
+
+    return change
+
+
+def _start(method: Method, value: str) -> dict[str, Any]:
+    first = parse(value).codec
+    if first is None:
+        raise ValueError(f"{method.name}: start= takes a codec, and {value} is not one")
+    return {"options": method.options | {"start_codec": first}}
+
+
+def _rotate(method: Method, value: str) -> dict[str, Any]:
+    codec = method.codec
+    if isinstance(codec, OneBit):
+        return {"codec": OneBit(rotate=True, second_phase=codec.second_phase)}
+    raise ValueError(f"{method.name}: rotate is for onebit")
+
+
+OPTIONS: dict[str, Change] = {
+    "exempt": _one_of("exempt", {name: name for name in PRESETS}),
+    "start_step": _in("options", "start_step", int),
+    "start": _start,
+    "second": _of_codec("second", "second_phase", str),
+    "rotate": _rotate,
+    "step": _of_codec("step", "step", float),
+    "decay": _of_codec("decay", "residual_decay", float),
+    "group": _of_codec("group", "group", lambda value: int(value) if value.isdecimal() else value),
+    "min_numel": _in("options", "min_numel", int),
+    "slice_numel": _in("options", "slice_numel", int),
+    "exchange": _in("options", "exchange", str),
+    "precondition": _in("options", "precondition", lambda value: True),
+    "momentum": _one_of("momentum", {"": "frozen", "frozen": "frozen", "renewed": "renewed"}),
+    "double": lambda method, value: {"double": True},
+    "feedback": _one_of("feedback", {"off": False}),
+    "every": _in("local", "every", int),
+    "fragments": _in("local", "fragments", int),
+    "delay": _in("local", "delay", int),
+    "alpha": _in("local", "alpha", float),
+    "outer_lr": _in("local", "outer_lr", float),
+    "outer_momentum": _in("local", "outer_momentum", float),
+}
 
 
 def _check(method: Method) -> None:
-    text, options, momentum = method.name, method.options, method.momentum
-    warm = options.get("start_step")
-    if "start_codec" in options and not warm:
-        raise ValueError(f"{text}: start= packs the steps before start_step=N")
-    if momentum and (method.codec is None or not warm):
-        raise ValueError(f"{text}: momentum needs a codec and a warm-up, start_step=N")
-    if momentum == "renewed" and "start_codec" in options:
-        raise ValueError(
-            f"{text}: gradients and momenta take turns in a renewed warm-up, so start= cannot"
-            " pack it"
-        )
-    if momentum and method.double:
-        raise ValueError(f"{text}: momenta that travel do not wait for half a minibatch")
-    if not method.feedback and (momentum or options.get("precondition")):
-        raise ValueError(
-            f"{text}: a step that is forgotten has neither momentum nor second moments"
-        )
-    if method.double and (method.local or not method.feedback):
-        raise ValueError(f"{text}: double buffering has neither local steps nor feedback=off")
-    if method.local and (
-        method.codec is None or "every" not in method.local or momentum or not method.feedback
-    ):
-        raise ValueError(
-            f"{text}: local steps need a codec and every=H, and go with neither momentum nor"
-            " feedback=off"
-        )
-    if (method.hook is not None or method.codec is None) and not method.local and ":" in text:
-        word = text.partition(":")[0]
-        raise ValueError(f"{text}: {word} takes no options but those of local steps (every=H)")
+    """Refuse options that exclude each other."""
+    text, codec, options, momentum = method.name, method.codec, method.options, method.momentum
+    warm, forgets = options.get("start_step"), not method.feedback
+    hooked = method.hook is not None or codec is None
+    own = f"{text.partition(':')[0]} takes no options but those of local steps (every=H)"
+    refused = (
+        (
+            forgets and (codec is None or not codec.error_feedback),
+            "feedback=off is for codecs that have feedback",
+        ),
+        ("start_codec" in options and not warm, "start= packs the steps before start_step=N"),
+        (
+            momentum and (codec is None or not warm),
+            "momentum needs a codec and a warm-up, start_step=N",
+        ),
+        (
+            momentum == "renewed" and "start_codec" in options,
+            "gradients and momenta take turns in a renewed warm-up, so start= cannot pack it",
+        ),
+        (momentum and method.double, "momenta that travel do not wait for half a minibatch"),
+        (
+            forgets and (momentum or options.get("precondition")),
+            "a step that is forgotten has neither momentum nor second moments",
+        ),
+        (
+            method.double and (method.local or forgets),
+            "double buffering has neither local steps nor feedback=off",
+        ),
+        (
+            method.local and (codec is None or "every" not in method.local or momentum or forgets),
+            "local steps need a codec and every=H, and exclude momentum and feedback=off",
+        ),
+        (hooked and not method.local and ":" in text, own),
+    )
+    for wrong, why in refused:
+        if wrong:
+            raise ValueError(f"{text}: {why}")
 
 
 def _renamed(text: str) -> str:
-    """Return what says how ``diloco:CODEC:H[,...]`` is written now."""
+    """Return how ``diloco:CODEC:H[,...]`` is written now."""
     word, _, rest = text.partition(":")[2].partition(":")
     every, *more = rest.split(",")
     now = ",".join([f"every={every or 'H'}", *more]).replace("start_codec=", "start=")
@@ -343,12 +381,9 @@ def _own_hook(name: str) -> Hook:
     try:
         found = getattr(importlib.import_module(module), word)
     except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"{name}: {error}; there are {', '.join(METHODS)}, {FSDP2}, and module:factory, which"
-            " registers a hook with a DDP model"
-        ) from None
+        raise ValueError(f"{name}: {error}; {KNOWN}") from None
     if not callable(found):
-        raise ValueError(f"{name} is no function that registers a hook with a DDP model")  # noqa: TRY004 - a word's value
+        raise ValueError(f"{name} is not a function that registers a hook with a DDP model")  # noqa: TRY004 - a word's value
     return found  # type: ignore[no-any-return]
 
 
@@ -398,19 +433,19 @@ def wrap(
                 f"{method.name}: FSDP2 moves bytes over torch's process group, not over MPI"
             )
         return _shard(model, method, make)
+    codec, optimizers = method.codec, make(model)
     if method.local:
-        return _apart(model, method, make(model), comm, options)
+        assert codec is not None
+        local = DiLoCo(model, optimizers, codec, comm, **options | _outer(method.local))
+        return Ready(method, model, optimizers, local, local=local)
     if method.double:
-        assert method.codec is not None
-        optimizers = make(model)
-        buffer = DoubleBuffer(model, optimizers[0], method.codec, comm, **options)
+        assert codec is not None
+        buffer = DoubleBuffer(model, optimizers[0], codec, comm, **options)
         return Ready(method, model, optimizers, buffer, buffer)
-    optimizers = make(model)
-    codec = method.codec
     if method.hook is not None:
         codec = None if comm is None else OVER_MPI.get(method.name)
         options = {"min_numel": 0}
-    if codec is None and method.hook is None:
+    elif codec is None:
         return Ready(method, model, optimizers)
     wrapped = DistributedDataParallel(model)
     if codec is None:
@@ -423,25 +458,16 @@ def wrap(
     return Ready(method, wrapped, optimizers, state)
 
 
-def _apart(
-    model: nn.Module,
-    method: Method,
-    optimizers: list[torch.optim.Optimizer],
-    comm: Communicator | None,
-    options: dict[str, Any],
-) -> Ready:
-    assert method.codec is not None
-    chosen = dict(method.local)
-    rates = {"lr": chosen.pop("outer_lr", LR), "momentum": chosen.pop("outer_momentum", MOMENTUM)}
-    options |= {
-        "sync_every": chosen.pop("every"),
+def _outer(local: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `DiLoCo` for the options of local steps."""
+    rate, momentum = local.get("outer_lr", LR), local.get("outer_momentum", MOMENTUM)
+    return {
+        "sync_every": local["every"],
         "outer_optimizer": lambda anchors: torch.optim.SGD(
-            anchors, **rates, nesterov=rates["momentum"] > 0
+            anchors, lr=rate, momentum=momentum, nesterov=momentum > 0
         ),
-        **chosen,
+        **{key: local[key] for key in ("fragments", "delay", "alpha") if key in local},
     }
-    local = DiLoCo(model, optimizers, method.codec, comm, **options)
-    return Ready(method, model, optimizers, local, local=local)
 
 
 def _shard(

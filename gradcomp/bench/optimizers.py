@@ -6,42 +6,23 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 from gradcomp.optim import OneBitAdam, OneBitLamb, SplitLAMB, ZeroOneAdam
 
-Factory = Callable[[nn.Module, float], list[torch.optim.Optimizer]]
+BETAS = 0.9, 0.95
 
 
-def _decayed(model: nn.Module, decay: float) -> list[dict[str, object]]:
-    """Return groups in which norms and biases are not decayed."""
+def _decayed(model: nn.Module) -> list[dict[str, object]]:
+    """Return groups with a weight decay of 0.1 for matrices, and none for norms and biases."""
     parameters = list(model.parameters())
     return [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": decay},
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
 
 
-def sgd(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
-    """Momentum 0.9, weight decay 5e-4."""
-    return [torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=5e-4)]
-
-
-def adamw(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
-    """Betas 0.9 and 0.95, weight decay 0.1."""
-    return [torch.optim.AdamW(_decayed(model, 0.1), lr=lr, betas=(0.9, 0.95))]
-
-
-def lamb(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
-    """This library's, on fp32 weights: torch has none. Betas 0.9 and 0.95, weight decay 0.1."""
-    return [SplitLAMB(_decayed(model, 0.1), lr=lr, betas=(0.9, 0.95))]
-
-
-def adagrad(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
-    """torch's own."""
-    return [torch.optim.Adagrad(model.parameters(), lr=lr)]
-
-
-def muon(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
+def muon(model: nn.Module, lr: float) -> list[Optimizer]:
     """Muon for hidden matrices at `lr`, AdamW for the rest at a tenth of it.
 
     Raises:
@@ -57,22 +38,27 @@ def muon(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
     rest = [p for p in model.parameters() if id(p) not in chosen]
     return [
         torch.optim.Muon(hidden, lr=lr, weight_decay=0.1),
-        torch.optim.AdamW(rest, lr=lr / 10, betas=(0.9, 0.95), weight_decay=0.0),
+        AdamW(rest, lr=lr / 10, betas=BETAS, weight_decay=0.0),
     ]
 
 
-OPTIMIZERS: dict[str, Factory] = {
-    "sgd": sgd,
-    "adamw": adamw,
-    "lamb": lamb,
-    "adagrad": adagrad,
+# return the optimizers of a model, whose weights are fp32, at a rate
+OPTIMIZERS: dict[str, Callable[[nn.Module, float], list[Optimizer]]] = {
+    "sgd": lambda model, lr: [SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=5e-4)],
+    "adamw": lambda model, lr: [AdamW(_decayed(model), lr=lr, betas=BETAS)],
+    "lamb": lambda model, lr: [SplitLAMB(_decayed(model), lr=lr, betas=BETAS)],  # torch has none
+    "adagrad": lambda model, lr: [Adagrad(model.parameters(), lr=lr)],
     "muon": muon,
+}
+# of an optimizer and of what becomes of its variance: its relative whose momentum travels
+EXCHANGING: dict[tuple[type[Optimizer], str], Callable[..., Optimizer]] = {
+    (AdamW, "frozen"): lambda groups, steps: OneBitAdam(groups, freeze_step=steps),
+    (AdamW, "renewed"): lambda groups, steps: ZeroOneAdam(groups, var_freeze_step=steps),
+    (SplitLAMB, "frozen"): lambda groups, steps: OneBitLamb(groups, freeze_step=steps),
 }
 
 
-def exchanging_momentum(
-    optimizers: list[torch.optim.Optimizer], kind: str, warm_up: int
-) -> list[torch.optim.Optimizer]:
+def exchanging_momentum(optimizers: list[Optimizer], kind: str, warm_up: int) -> list[Optimizer]:
     """Return the relative of AdamW or LAMB whose momentum travels, with the same settings.
 
     Args:
@@ -83,14 +69,12 @@ def exchanging_momentum(
     Raises:
         ValueError: of another optimizer there is none.
     """
-    given = optimizers[0]
+    make = EXCHANGING.get((type(optimizers[0]), kind)) if len(optimizers) == 1 else None
+    if make is None:
+        names = " and ".join(type(one).__name__ for one in optimizers)
+        raise ValueError(f"there is no {names} whose momentum travels ({kind})")
     keys = ("params", "lr", "betas", "eps", "weight_decay")
-    groups = [{key: group[key] for key in keys if key in group} for group in given.param_groups]
-    if len(optimizers) == 1 and isinstance(given, torch.optim.AdamW):
-        if kind == "renewed":
-            return [ZeroOneAdam(groups, var_freeze_step=warm_up)]
-        return [OneBitAdam(groups, freeze_step=warm_up)]
-    if len(optimizers) == 1 and isinstance(given, SplitLAMB) and kind == "frozen":
-        return [OneBitLamb(groups, freeze_step=warm_up)]
-    names = " and ".join(type(one).__name__ for one in optimizers)
-    raise ValueError(f"there is no {names} whose momentum travels ({kind})")
+    groups = [
+        {key: group[key] for key in keys if key in group} for group in optimizers[0].param_groups
+    ]
+    return [make(groups, warm_up)]

@@ -1,41 +1,52 @@
-"""Options that several benchmarks have in common."""
+"""Options of the benchmarks: one row each, and those that several benchmarks have in common."""
 
 from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "seeds": {
-        "type": int,
-        "default": 3,
-        "metavar": "N",
-        "help": "trainings per method, with seeds 0 to N - 1 (default: %(default)s)",
-    },
-    "jobs": {
-        "type": int,
-        "default": os.cpu_count() or 1,
-        "metavar": "N",
-        "help": "trainings at a time, each on one core (default: the cores of this machine)",
-    },
-    "out": {"type": Path, "metavar": "DIR"},
-    "json": {"type": Path, "metavar": "FILE", "help": "write the measurements to this file"},
-    "plot": {
-        "type": Path,
-        "metavar": "FILE",
-        "help": "draw the measurements into this file (PNG, SVG or PDF)",
-    },
+# default (or only its type), metavar (or the choices), help without the default
+Option = tuple[Any, str | Iterable[str], str]
+OPTIONS: dict[str, Option] = {
+    "seeds": (3, "N", "trainings per method, with seeds 0 to N - 1"),
+    "jobs": (os.cpu_count() or 1, "N", "trainings at a time, each on one core"),
+    "out": (Path, "DIR", "folder for the results"),
+    "json": (Path, "FILE", "write the measurements to this file"),
+    "plot": (Path, "FILE", "draw the measurements into this file (PNG, SVG or PDF)"),
 }
 
 
-def add_option(parser: argparse.ArgumentParser, name: str, **changes: Any) -> None:
-    """Add the option ``--name`` of `OPTIONS` to a parser.
+def add_options(parser: argparse.ArgumentParser, options: Mapping[str, Option]) -> None:
+    """Add options to a parser.
+
+    A list as default makes an option that takes several values. False makes a switch. A type in
+    place of a default makes an option that may be missing (None): its help says what that means.
 
     Args:
         parser: of the benchmark.
-        name: a key of `OPTIONS`.
-        **changes: arguments of `add_argument` that differ for this benchmark.
+        options: default, metavar or choices, and help of each, by name without dashes.
     """
-    parser.add_argument(f"--{name}", **OPTIONS[name] | changes)
+    for name, (default, values, text) in options.items():
+        settings: dict[str, Any] = {"help": text}
+        if default is False:
+            settings["action"] = "store_true"
+        elif isinstance(default, type):
+            settings["type"] = default
+        else:
+            many = default if isinstance(default, list) else [default]
+            settings |= {"nargs": "+"} if many is default else {}
+            settings |= {"type": type(many[0]), "default": default}
+            shown = (f"{one:g}" if isinstance(one, float) else str(one) for one in many)
+            settings["help"] += f" (default: {' '.join(shown)})"
+        if values:
+            settings |= {"metavar": values} if isinstance(values, str) else {"choices": values}
+        parser.add_argument(f"--{name}", **settings)
+
+
+def add_option(parser: argparse.ArgumentParser, name: str, text: str = "") -> None:
+    """Add the option ``--name`` of `OPTIONS`, with a help text of the benchmark's own if given."""
+    default, values, own = OPTIONS[name]
+    add_options(parser, {name: (default, values, text or own)})

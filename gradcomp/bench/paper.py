@@ -1,35 +1,32 @@
 """Tables of the papers, made again: their model, data, schedule and batch, compressed beside fp32,
 with several seeds.
 
-A table is runs of `bench accuracy`, one after the other or side by side; a program that was stopped
-goes on where it was. What the paper has measured is printed below what was measured here.
+A table is runs of `bench accuracy`; a program that was stopped continues where it was. What the
+paper has measured is printed below what was measured here.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from gradcomp.arguments import Parser
 from gradcomp.bench.accuracy import run_and_show
-from gradcomp.bench.accuracy.run import Job
-from gradcomp.bench.options import add_option
-from gradcomp.bench.workloads import WORKLOADS
+from gradcomp.bench.options import add_option, add_options
+from gradcomp.bench.trainer import Task
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     """One of a paper's tables.
 
     Attributes:
-        says: what it is about, in a line.
+        about: its subject, in a line.
         workload, optimizer, methods, workers, steps: of the runs, as `bench accuracy` has them.
         published: what the paper has measured.
     """
 
-    says: str
+    about: str
     workload: str
     optimizer: str
     methods: tuple[str, ...]
@@ -64,45 +61,25 @@ TABLES = {
 
 def parser() -> argparse.ArgumentParser:
     """Return what reads the command line."""
-    names = "\n".join(f"  {name:<16}{table.says}" for name, table in TABLES.items())
-    out = Parser(
-        prog="python -m gradcomp.bench paper",
-        description=__doc__,
-        epilog=(
-            f"tables:\n{names}\n\nexample:\n  python -m gradcomp.bench paper terngrad-lenet --data"
-            " DIR"
-        ),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    out.add_argument(
-        "table",
-        choices=TABLES,
-        help="table to make again; the names are listed below",
-    )
-    out.add_argument(
-        "--data",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="folder with mnist/ and cifar10_jpeg.npz",
-    )
-    out.add_argument(
-        "--steps",
-        type=int,
-        metavar="N",
-        help="optimizer steps of each training (default: those of the table)",
-    )
-    add_option(out, "seeds")
-    add_option(out, "jobs")
-    text = "folder for runs.jsonl, TABLE.json and TABLE.png (default: paper-TABLE)"
-    add_option(out, "out", help=text)
+    names = "\n".join(f"  {name:<16}{table.about}" for name, table in TABLES.items())
+    example = "python -m gradcomp.bench paper terngrad-lenet --data DIR"
+    epilog = f"tables:\n{names}\n\nexample:\n  {example}"
+    out = Parser(prog="python -m gradcomp.bench paper", description=__doc__, epilog=epilog)
+    out.add_argument("table", choices=TABLES, help="table to make again, listed below")
+    text = "folder with mnist/ and cifar10_jpeg.npz"
+    out.add_argument("--data", type=Path, required=True, metavar="DIR", help=text)
+    text = "optimizer steps of each training (default: those of the table)"
+    add_options(out, {"steps": (int, "N", text)})
+    for name in ("seeds", "jobs"):
+        add_option(out, name)
+    add_option(out, "out", "folder for runs.jsonl, TABLE.json and TABLE.png (default: paper-TABLE)")
     return out
 
 
-def jobs_of(table: Table, steps: int | None, seeds: int) -> list[Job]:
+def tasks_of(table: Table, steps: int, seeds: int) -> list[Task]:
     """Return the runs of a table."""
     return [
-        Job(table.workload, table.optimizer, method, workers, steps or table.steps, 1.0, seed)
+        Task(table.workload, table.optimizer, method, workers, steps, seed=seed)
         for seed in range(seeds)
         for workers in table.workers
         for method in table.methods
@@ -113,20 +90,11 @@ def main(argv: list[str]) -> int:
     """Run `python -m gradcomp.bench paper` with these words; return the exit status."""
     args = parser().parse_args(argv)
     table = TABLES[args.table]
-    try:
-        workload = WORKLOADS[table.workload](args.data)
-    except (ValueError, FileNotFoundError) as error:
-        print(f"gradcomp.bench paper: {error}", file=sys.stderr)
-        return 2
-    out = args.out or Path(f"paper-{args.table}")
-    given = {"table": args.table, "steps": args.steps or table.steps, "seeds": args.seeds}
-    run_and_show(
-        jobs_of(table, args.steps, args.seeds),
-        {table.workload: workload},
-        args.data,
-        out / f"{args.table}.json",
-        args.jobs,
-        given,
-    )
-    print(f"published: {table.published}")
-    return 0
+    steps, folder = args.steps or table.steps, args.out or Path(f"paper-{args.table}")
+    tasks = tasks_of(table, steps, args.seeds)
+    given = {"table": args.table, "steps": steps, "seeds": args.seeds}
+    file = folder / f"{args.table}.json"
+    status = run_and_show("paper", tasks, args.data, file, args.jobs, given)
+    if status == 0:
+        print(f"published: {table.published}")
+    return status

@@ -1,5 +1,9 @@
-"""Start N ranks of a gloo process group on this machine, run a function in each, and hear from them
-on the way.
+"""Start ranks in new processes, hear from them, and end them when one of them fails or hangs.
+
+`run` does so in one of three places: on this machine over loopback, each rank on a host of its own
+(`gradcomp.bench.hosts`), or under an mpiexec (`gradcomp.bench.mpi`). A rank runs
+``body(emit, *args)`` with a gloo process group as torch's default. What it emits is a line of its
+standard output that begins with `MARK`.
 
 Processes are forked from a server that has imported torch and what DDP pulls in, which takes a
 process of its own three seconds.
@@ -8,32 +12,343 @@ process of its own three seconds.
 from __future__ import annotations
 
 import atexit
+import base64
+import ctypes
 import gc
+import importlib
+import math
 import multiprocessing
 import os
-import queue as queues
+import pickle
+import queue
+import re
 import signal
+import socket
+import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing import forkserver, resource_tracker
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import (
-    ProcessExitedException,
-    ProcessRaisedException,
-    start_processes,
-)
+
+from gradcomp.bench.hosts import INTERFACE, Hosts
+from gradcomp.bench.mpi import Mpiexec
 
 Emit = Callable[[Any], None]
-RANK_ERRORS = (ProcessRaisedException, ProcessExitedException)
 IMPORTED = ["torch._dynamo", "gradcomp.ddp"]  # before ranks are forked; DDP imports the first
-_POLL_S = 0.1
+MARK = "@gradcomp "
+MASTER_PORT = 29500  # on hosts, where nobody else listens
+TIMEOUT_S = 300.0  # of a collective
+STARTING_S = 120.0  # for programs to start and find each other, on a machine that is busy
+ENDING_S = 5.0  # for ranks to end after one of them has failed, and after a signal
+POLL_S = 0.1
+LOST = 255  # status of a forked process whose server has ended, while it may go on
+CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000
+NAMESPACES = "/var/run/netns"  # where `ip netns add` leaves them
 _STARTING = threading.Lock()  # threads that start ranks change the environment in turns
+
+
+class RankFailed(multiprocessing.ProcessError):
+    """A rank raised, was killed or hung; the message says which one and why."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where ranks run.
+
+    Attributes:
+        ranks: their number.
+        hosts: one rank on each; None: all on this machine, over loopback.
+        mpi: starts the ranks; None: they are forked one by one.
+        launched: a launcher has started this process as one rank of a job; only that rank runs
+            here, in a process of its own.
+        shift: added to the port of a launched job, so that two runs of its ranks do not meet.
+    """
+
+    ranks: int
+    hosts: Hosts | None = None
+    mpi: Mpiexec | None = None
+    launched: bool = False
+    shift: int = 0
+
+
+def all_cores() -> tuple[int, ...]:
+    """Return the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
+def cores_of(number: int, count: int) -> tuple[int, ...]:
+    """Return the cores of rank `number` of `count`: a share of those of this machine, or a core
+    that other ranks have, too.
+    """
+    have = all_cores()
+    if count > len(have):
+        return (have[number % len(have)],)
+    share = len(have) // count
+    return have[number * share : (number + 1) * share]
+
+
+def run_ranks(
+    world_size: int, body: Callable[..., None], *args: Any, on_message: Callable[[Any], None]
+) -> None:
+    """Run ``body(rank, emit, *args)`` in new processes of this machine, one torch thread each.
+
+    Args:
+        world_size: number of ranks.
+        body: a module-level function.
+        *args: handed to it; picklable.
+        on_message: called in this process with everything that a rank passed to ``emit``
+            (picklable), in its order.
+
+    Raises:
+        RankFailed: a rank raised or was killed; the others have been ended.
+    """
+    run(Place(world_size), _with_rank, body, *args, on_message=on_message)
+
+
+def _with_rank(emit: Emit, body: Callable[..., None], *args: Any) -> None:
+    body(dist.get_rank(), emit, *args)
+
+
+def run(
+    place: Place,
+    body: Callable[..., None],
+    *args: Any,
+    on_message: Callable[[Any], None],
+    hang_s: float = math.inf,
+) -> None:
+    """Run ``body(emit, *args)`` in every rank of a place and wait for all of them.
+
+    Args:
+        place: where.
+        body: a module-level function.
+        *args: handed to it; picklable.
+        on_message: called in this process with everything that a rank emitted; under an mpiexec
+            only rank 0 is heard, since the output of all ranks is one.
+        hang_s: longest silence of all ranks in seconds, once one of them has begun.
+
+    Raises:
+        RankFailed: a rank raised, was killed, or all were silent; the others have been ended.
+    """
+    words = base64.b64encode(pickle.dumps((body, args))).decode()
+    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+    processes: list[_Forked | subprocess.Popen[str]] = []
+    tails: list[list[str]] = []
+    listeners: list[threading.Thread] = []
+    try:
+        for process in _start(place, body.__module__, words):
+            processes.append(process)
+            tails.append([])
+            for stream in (process.stdout, process.stderr):
+                listener = threading.Thread(
+                    target=_listen, args=(stream, said, tails[-1]), daemon=True
+                )
+                listener.start()
+                listeners.append(listener)
+        _wait(processes, listeners, said, tails, hang_s, on_message)
+    finally:
+        _end(processes)
+
+
+def _start(place: Place, module: str, words: str) -> Iterator[_Forked | subprocess.Popen[str]]:
+    """Start one process after the other: each rank, or the mpiexec that starts all of them."""
+    shared = dict(os.environ)
+    # torchrun's store belongs to the processes that it has started
+    shared.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    if place.launched:
+        shared["MASTER_PORT"] = str(int(shared["MASTER_PORT"]) + place.shift)
+        yield _Forked(module, words, shared)
+        return
+    address, port, interface = "127.0.0.1", MASTER_PORT, "lo"
+    if place.hosts is not None:
+        address, interface = place.hosts.address(0), INTERFACE
+    else:
+        port = importlib.import_module("gradcomp.launch.ports").free_port()
+    shared |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    if sys.platform == "linux":
+        shared["GLOO_SOCKET_IFNAME"] = interface  # the host's own name need not resolve
+    if place.mpi is not None:
+        command = place.mpi.command(place.ranks, on_hosts=place.hosts is not None)
+        yield subprocess.Popen(
+            [*command, sys.executable, "-m", __name__, words],
+            env=shared | place.mpi.environment(interface),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        return
+    for rank in range(place.ranks):
+        host = "" if place.hosts is None else place.hosts.namespace(rank)
+        own = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(place.ranks)}
+        yield _Forked(module, words, shared | own, host)
+
+
+def _wait(
+    processes: Sequence[_Forked | subprocess.Popen[str]],
+    listeners: Sequence[threading.Thread],
+    said: queue.SimpleQueue[str],
+    tails: Sequence[list[str]],
+    hang_s: float,
+    on_message: Callable[[Any], None],
+) -> None:
+    begun = heard = time.monotonic()
+    failed_at = math.inf
+    while True:
+        with suppress(queue.Empty):
+            on_message(_unpack(said.get(timeout=POLL_S)))
+            heard = time.monotonic()
+            continue
+        now, statuses = time.monotonic(), [process.poll() for process in processes]
+        over, bad = None not in statuses, [rank for rank, status in enumerate(statuses) if status]
+        failed_at = min(failed_at, now) if bad else math.inf
+        if over:  # the last words of the ranks may not be read yet
+            for listener in listeners:
+                listener.join(ENDING_S)
+            while not said.empty():
+                on_message(_unpack(said.get()))
+        if bad and (over or now - failed_at > ENDING_S):
+            raise RankFailed(_why({rank: _last(tails[rank], statuses[rank]) for rank in bad}))
+        if over:
+            return
+        if now - heard > (hang_s if heard > begun else max(hang_s, STARTING_S)):
+            raise RankFailed(f"hung after {now - begun:.0f} s")
+
+
+def _why(said: Mapping[int, str]) -> str:
+    """Return which error ended the ranks: the first that is not about another rank's end."""
+    lost = r"PeerLost|[Cc]onnection (closed|reset|refused)"
+    own = [rank for rank, text in said.items() if not re.search(lost, text)]
+    rank = (own or list(said))[0]
+    return f"rank {rank}: {said[rank]}"
+
+
+def _last(tail: list[str], status: int | None) -> str:
+    """Return the line that says most of why a process ended."""
+    if status is not None and status < 0:
+        return f"ended by signal {signal.Signals(-status).name}"
+    lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in tail]  # torch's mark
+    kinds = r"[\w.]*(Error|Exception|Lost|Mismatch|Payload)\b"
+    errors = [line for line in lines if re.match(kinds, line)]
+    last = (errors or lines or [f"ended with status {status}"])[-1]
+    # torch repeats the error for every callback of a hook
+    return last.rpartition("the callback: ")[2][:300]
+
+
+def _listen(stream: TextIO, said: queue.SimpleQueue[str], tail: list[str]) -> None:
+    for line in stream:
+        if line.startswith(MARK):
+            said.put(line[len(MARK) :])
+        elif line.strip():
+            tail.append(line.rstrip())
+            del tail[:-50]
+
+
+def _end(processes: Sequence[_Forked | subprocess.Popen[str]]) -> None:
+    """End what still runs: each process is the leader of a session, with whatever it started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for process in processes:
+            if process.poll() in (None, LOST):
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+        deadline = time.monotonic() + ENDING_S
+        for process in processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.1, deadline - time.monotonic()))
+
+
+class _Forked:
+    """A rank in a process that has imported torch, the leader of a session of its own.
+
+    Args:
+        module: that the body of the rank is from.
+        words: of `_be_rank`.
+        variables: environment of the process.
+        host: namespace that is its host, "" for this machine.
+
+    Attributes:
+        pid: of the process.
+        stdout, stderr: what it prints.
+    """
+
+    def __init__(
+        self, module: str, words: str, variables: Mapping[str, str], host: str = ""
+    ) -> None:
+        warm = warm_context(module)
+        (out, its_out), (err, its_err) = warm.Pipe(duplex=False), warm.Pipe(duplex=False)
+        self._process = warm.Process(
+            target=_begin, args=(words, variables, host, its_out, its_err), daemon=True
+        )
+        self._process.start()
+        self.pid: int = self._process.pid
+        for end in (its_out, its_err):
+            end.close()
+        self.stdout, self.stderr = _reader(out), _reader(err)
+
+    def poll(self) -> int | None:
+        """Return the exit status, minus the signal that ended the process; None while it runs."""
+        status: int | None = self._process.exitcode
+        return status
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for its end, so many seconds at most."""
+        self._process.join(timeout_s)
+
+
+def _reader(end: Any) -> TextIO:
+    with end:
+        return os.fdopen(os.dup(end.fileno()), encoding="utf-8", errors="replace")
+
+
+def _begin(words: str, variables: Mapping[str, str], host: str, out: Any, err: Any) -> None:
+    os.setsid()
+    for number, end in ((1, out), (2, err)):
+        os.dup2(end.fileno(), number)
+        end.close()
+    multiprocessing.current_process().daemon = False  # a hook may start processes of its own
+    if host:
+        _enter(host)
+    become_rank(variables)
+    _be_rank(words, emits=True)
+
+
+def _enter(host: str) -> None:
+    """Move this process, which has no other thread yet, to a host and give it that host's name."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"{NAMESPACES}/{host}", encoding="ascii") as there:
+        failed = libc.setns(there.fileno(), CLONE_NEWNET) or libc.unshare(CLONE_NEWUTS)
+    if failed:
+        raise OSError(ctypes.get_errno(), f"cannot enter {host}")
+    socket.sethostname(host)
+
+
+def _be_rank(words: str, *, emits: bool) -> None:
+    body, args = _unpack(words)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    try:
+        body(_emit if emits else lambda message: None, *args)
+    finally:
+        gc.collect()  # a model in a reference cycle would keep gloo's threads
+        dist.destroy_process_group()
+
+
+def _emit(message: Any) -> None:
+    print(MARK + base64.b64encode(pickle.dumps(message)).decode(), flush=True)
+
+
+def _unpack(words: str) -> Any:
+    return pickle.loads(base64.b64decode(words))
 
 
 def warm_context(*modules: str) -> Any:
@@ -46,7 +361,7 @@ def warm_context(*modules: str) -> Any:
         return multiprocessing.get_context("spawn")
     with _STARTING:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["__main__", *IMPORTED, *modules])
+        context.set_forkserver_preload(["__main__", *IMPORTED, __name__, *modules])
         before = os.environ.get("PYTHONPATH")
         # the server imports what this process would
         os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
@@ -122,77 +437,6 @@ def _end_with(parent: Any) -> None:
         os._exit(1)
 
 
-def run_ranks(
-    world_size: int, body: Callable[..., None], *args: Any, on_message: Callable[[Any], None]
-) -> None:
-    """Run ``body(rank, emit, *args)`` in ``world_size`` new processes, one torch thread each, and
-    wait for all of them.
-
-    The ranks find each other through a store in this process on a port that the system chose, so
-    that two runs at the same time cannot meet.
-
-    Args:
-        world_size: number of ranks.
-        body: a module-level function; a default gloo process group exists while it runs.
-        *args: handed to it; picklable.
-        on_message: called in this process with everything that a rank passed to ``emit``
-            (picklable), in its order.
-
-    Raises:
-        torch.multiprocessing.ProcessRaisedException: a rank raised; the message carries its
-            traceback.
-        torch.multiprocessing.ProcessExitedException: a rank was killed; the others have been ended.
-    """
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
-    warm = warm_context(body.__module__)
-    messages: Any = warm.Queue()
-    try:
-        context = start_processes(  # type: ignore[no-untyped-call]
-            _rank_main,
-            args=(world_size, store.port, messages, body, args, dict(os.environ)),
-            nprocs=world_size,
-            join=False,
-            daemon=True,
-            start_method=warm.get_start_method(),
-        )
-        while not context.join(timeout=0):
-            _drain(messages, on_message)
-        _drain(messages, on_message)
-    except KeyboardInterrupt:
-        for process in multiprocessing.active_children():
-            process.kill()
-        raise
-
-
-def _drain(messages: Any, on_message: Callable[[Any], None]) -> None:
-    while True:
-        try:
-            message = messages.get(timeout=_POLL_S)
-        except queues.Empty:
-            return
-        on_message(message)
-
-
-def _rank_main(
-    rank: int,
-    world_size: int,
-    port: int,
-    messages: Any,
-    body: Callable[..., None],
-    args: tuple[Any, ...],
-    variables: Mapping[str, str],
-) -> None:
-    become_rank(variables)
-    if hasattr(signal, "pthread_sigmask"):  # Ctrl-C is for the program, which ends its ranks
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    torch.set_num_threads(1)
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name need not resolve
-    store = dist.TCPStore("127.0.0.1", port, None, False)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    try:
-        body(rank, messages.put, *args)
-    finally:
-        # a model in a reference cycle would keep gloo's threads until the interpreter ends
-        gc.collect()
-        dist.destroy_process_group()
+if __name__ == "__main__":  # a rank that an mpiexec has started
+    number = importlib.import_module("gradcomp.launch").export_environment()["RANK"]
+    _be_rank(sys.argv[1], emits=number == "0")

@@ -27,7 +27,7 @@ from gradcomp.bench import plots
 from gradcomp.bench.about import save_json, table
 from gradcomp.bench.models import LeNet
 from gradcomp.bench.options import add_option
-from gradcomp.bench.ranks import RANK_ERRORS, Emit, run_ranks
+from gradcomp.bench.ranks import Emit, RankFailed, run_ranks
 from gradcomp.exchange.sizing import predict_bytes
 from gradcomp.plan.costs import METHODS
 from gradcomp.plan.models import MODELS, lenet, total_numel
@@ -177,7 +177,7 @@ def main(argv: list[str]) -> int:
     if args.verify:
         try:
             checks += verify()
-        except RANK_ERRORS as error:
+        except RankFailed as error:
             checks.append(Check("LeNet over gloo", False, str(error)))
     rows = count(args.models)
     for name in args.models:

@@ -24,8 +24,8 @@ from rich.table import Table
 
 from gradcomp.arguments import Parser
 from gradcomp.bench import plots
-from gradcomp.bench.accuracy.report import draw_curves, tables
-from gradcomp.bench.train.report import draw_steps, draw_times, has_steps, table_of
+from gradcomp.bench.accuracy import draw_curves, tables
+from gradcomp.bench.step_table import draw_steps, draw_times, has_steps, table_of
 
 PAGE = (
     "<!doctype html>\n<html lang=en><head><meta charset=utf-8><title>gradcomp: results</title>"

@@ -43,7 +43,7 @@ class Settings:
         batch: samples of one worker's minibatch.
         clip: largest global norm of the averaged gradient; None does not clip.
         warm_up: share of the steps in which the rate rises from zero.
-        rates: of each optimizer, usual ones for fp32.
+        rates: of each optimizer, usual ones for fp32; the first is the default.
         shared: `batch` is that of all workers together.
         decay: factor of the rate after a share of the steps behind the warm-up.
     """
@@ -68,6 +68,13 @@ class Settings:
             )
         return self.batch // workers if self.shared else self.batch
 
+    def rate_at(self, step: int, steps: int) -> float:
+        """Return the factor of the rate at a step: up linearly, then down as `decay`."""
+        rising = round(steps * self.warm_up)
+        if step < rising:
+            return (step + 1) / rising
+        return self.decay((step - rising) / (steps - rising))
+
 
 class Workload(ABC):
     """One thing to train.
@@ -83,6 +90,17 @@ class Workload(ABC):
     measure: str
     lower_is_better: bool
     settings: Settings
+
+    def check(self, optimizer: str, workers: int) -> None:
+        """Refuse what this workload cannot be trained with.
+
+        Raises:
+            ValueError: it has no rate for the optimizer, or its batch cannot be shared out.
+        """
+        rates = self.settings.rates
+        if optimizer not in rates:
+            raise ValueError(f"{self.name} has no rate for {optimizer}; it has {', '.join(rates)}")
+        self.settings.batch_of(workers)
 
     @abstractmethod
     def model(self) -> nn.Module:
@@ -241,22 +259,23 @@ class Noise(Workload):
 
     Args:
         name: for tables.
-        make: returns a new model of `width` inputs.
-        width: of an input.
-        batch: samples of a rank and step.
+        make: returns a new model.
+        shape: of an input.
+        settings: as `Workload`.
     """
 
     measure, lower_is_better = "", True
 
-    def __init__(self, name: str, make: Callable[[], nn.Module], width: int, batch: int) -> None:
-        self.name, self._make, self._width = name, make, width
-        self.settings = Settings(30, batch, None, 0.0, {"sgd": 1e-3, "adamw": 1e-4})
+    def __init__(
+        self, name: str, make: Callable[[], nn.Module], shape: tuple[int, ...], settings: Settings
+    ) -> None:
+        self.name, self._make, self._shape, self.settings = name, make, shape, settings
 
     def model(self) -> nn.Module:
         return self._make()
 
     def minibatch(self, generator: torch.Generator, count: int) -> Tensor:
-        return torch.randn(count, self._width, generator=generator)
+        return torch.randn(count, *self._shape, generator=generator)
 
     def loss(self, model: nn.Module, minibatch: Any) -> Tensor:
         out: Tensor = model(minibatch)
@@ -281,69 +300,52 @@ def random(numel: int) -> nn.Module:
     return nn.Sequential(*layers, *([nn.Linear(side, rest, bias=False)] if rest else []))
 
 
-def _gpt(folder: Path, name: str) -> Workload:
-    file = next((p for p in (folder / "prose.txt.gz", folder / "prose.txt") if p.exists()), None)
-    if file is None:
-        raise FileNotFoundError(
-            f"--data {folder}: no prose.txt or prose.txt.gz there: any English text of 5 MB or more"
-        )
-    rates = {"adamw": 2e-3, "lamb": 1e-2, "sgd": 0.3, "adagrad": 1e-2, "muon": 2e-2}
-    steps, width, layers, rate = {
-        "gpt-1m": (2000, 128, 4, 2e-3),
-        "gpt-6m": (1000, 256, 8, 1e-3),
-        "gpt-25m": (300, 512, 8, 6e-4),
-    }[name]
-    settings = Settings(steps, 4, 1.0, 0.05, rates | {"adamw": rate})
-    heads = 4 if width == 128 else 8
-    return Text(name, file, settings, width=width, layers=layers, heads=heads)
+def _gpt(
+    name: str, steps: int, rate: float, width: int, layers: int, heads: int
+) -> Callable[[Path], Workload]:
+    def read(folder: Path) -> Workload:
+        files = [folder / name for name in ("prose.txt.gz", "prose.txt")]
+        file = next((file for file in files if file.exists()), None)
+        if file is None:
+            raise FileNotFoundError(
+                f"--data {folder}: no prose.txt or prose.txt.gz there: any English text of 5 MB or"
+                " more"
+            )
+        rates = {"adamw": rate, "lamb": 1e-2, "sgd": 0.3, "adagrad": 1e-2, "muon": 2e-2}
+        settings = Settings(steps, 4, 1.0, 0.05, rates)
+        return Text(name, file, settings, width=width, layers=layers, heads=heads)
+
+    return read
 
 
-def _lenet(folder: Path) -> Workload:
-    found = images.load(folder / "fashion-mnist")
-    settings = Settings(
-        1000,
-        32,
-        None,
-        0.0,
-        {"sgd": 0.02, "adamw": 1e-3, "lamb": 1e-2, "adagrad": 1e-2, "muon": 1e-2},
-    )
-    train, test = (found.train_images, found.train_labels), (found.test_images, found.test_labels)
-    return Images("lenet", settings, LeNet, train, test, flips=False)
+def _lenet(
+    name: str, part: str, settings: Settings, kind: type[Images] = Images
+) -> Callable[[Path], Workload]:
+    """Return what reads LeNet's images from ``folder/part``."""
+
+    def read(folder: Path) -> Workload:
+        found = images.load(folder / part if part else folder)
+        train = found.train_images, found.train_labels
+        test = found.test_images, found.test_labels
+        return kind(name, settings, LeNet, train, test, flips=False)
+
+    return read
 
 
-def _lenet_demo(folder: Path) -> Workload:
-    """LeNet as `bench demo` trains it, on IDX files or on what `gradcomp.bench.data.save` wrote."""
-    found = images.load(folder)
-    settings = Settings(250, 64, None, 0.0, {"sgd": 0.03}, shared=True, decay=square_root)
-    train, test = (found.train_images, found.train_labels), (found.test_images, found.test_labels)
-    return Epochs("lenet-demo", settings, LeNet, train, test, flips=False)
+def _resnet(name: str, width: int) -> Callable[[Path], Workload]:
+    def read(folder: Path) -> Workload:
+        file = folder / "cifar10_jpeg.npz"
+        if not file.exists():
+            raise FileNotFoundError(f"--data {folder}: no cifar10_jpeg.npz there")
+        rates = {"sgd": 0.1, "adamw": 2e-3, "lamb": 1e-2, "adagrad": 1e-2, "muon": 2e-2}
+        settings = Settings(2000, 32, None, 0.05, rates)
+        with np.load(file) as stored:
+            (x, y), test = (_jpegs(stored, part) for part in ("train", "test"))
+        mean, deviation = x.mean((0, 2, 3), keepdim=True), x.std((0, 2, 3), keepdim=True)
+        train, test = ((x - mean) / deviation, y), ((test[0] - mean) / deviation, test[1])
+        return Images(name, settings, lambda: SmallResNet(width), train, test, flips=True)
 
-
-def _lenet_terngrad(folder: Path) -> Workload:
-    """LeNet on MNIST as TernGrad's paper has it."""
-    found = images.load(folder / "mnist")
-    settings = Settings(10_000, 64, None, 0.0, {"sgd": 0.01}, shared=True, decay=square_root)
-    train, test = (found.train_images, found.train_labels), (found.test_images, found.test_labels)
-    return Images("lenet-terngrad", settings, LeNet, train, test, flips=False)
-
-
-def _resnet(folder: Path, width: int = 16) -> Workload:
-    file = folder / "cifar10_jpeg.npz"
-    if not file.exists():
-        raise FileNotFoundError(f"--data {folder}: no cifar10_jpeg.npz there")
-    settings = Settings(
-        2000,
-        32,
-        None,
-        0.05,
-        {"sgd": 0.1, "adamw": 2e-3, "lamb": 1e-2, "adagrad": 1e-2, "muon": 2e-2},
-    )
-    with np.load(file) as stored:
-        train, test = (_jpegs(stored, part) for part in ("train", "test"))
-    mean, deviation = train[0].mean((0, 2, 3), keepdim=True), train[0].std((0, 2, 3), keepdim=True)
-    whitened = [((x - mean) / deviation, y) for x, y in (train, test)]
-    name = "resnet" if width == 16 else "resnet-11m"
-    return Images(name, settings, lambda: SmallResNet(width), whitened[0], whitened[1], flips=True)
+    return read
 
 
 def _jpegs(stored: Any, part: str) -> tuple[Tensor, Tensor]:
@@ -358,53 +360,50 @@ def _jpegs(stored: Any, part: str) -> tuple[Tensor, Tensor]:
     return x, torch.from_numpy(stored[f"{part}_label"].astype(np.int64))
 
 
+LENET_RATES = {"sgd": 0.02, "adamw": 1e-3, "lamb": 1e-2, "adagrad": 1e-2, "muon": 1e-2}
+# of `bench demo`, whose data is the folder itself or a file of `gradcomp.bench.data.save`
+DEMO = Settings(250, 64, None, 0.0, {"sgd": 0.03}, shared=True, decay=square_root)
+# of TernGrad's paper
+TERNGRAD = Settings(10_000, 64, None, 0.0, {"sgd": 0.01}, shared=True, decay=square_root)
+NOISE = Settings(30, 16, None, 0.0, {"sgd": 1e-3, "adamw": 1e-4})
 WORKLOADS: dict[str, Callable[[Path], Workload]] = {
-    "lenet": _lenet,
-    "lenet-demo": _lenet_demo,
-    "lenet-terngrad": _lenet_terngrad,
-    "resnet": _resnet,
-    "resnet-11m": lambda folder: _resnet(folder, 64),
-    "gpt-1m": lambda folder: _gpt(folder, "gpt-1m"),
-    "gpt-6m": lambda folder: _gpt(folder, "gpt-6m"),
-    "gpt-25m": lambda folder: _gpt(folder, "gpt-25m"),
-    "mlp": lambda folder: Noise("mlp", mlp, 2048, 16),
+    "lenet": _lenet("lenet", "fashion-mnist", Settings(1000, 32, None, 0.0, LENET_RATES)),
+    "lenet-demo": _lenet("lenet-demo", "", DEMO, Epochs),
+    "lenet-terngrad": _lenet("lenet-terngrad", "mnist", TERNGRAD),
+    "lenet-noise": lambda _: Noise("lenet-noise", LeNet, (1, 28, 28), replace(NOISE, batch=64)),
+    "resnet": _resnet("resnet", 16),
+    "resnet-11m": _resnet("resnet-11m", 64),
+    "gpt-1m": _gpt("gpt-1m", 2000, 2e-3, 128, 4, 4),
+    "gpt-6m": _gpt("gpt-6m", 1000, 1e-3, 256, 8, 8),
+    "gpt-25m": _gpt("gpt-25m", 300, 6e-4, 512, 8, 8),
+    "mlp": lambda _: Noise("mlp", mlp, (2048,), NOISE),
 }
-SGD = (
-    "lenet",
-    "lenet-demo",
-    "lenet-terngrad",
-    "resnet",
-    "resnet-11m",
-    "mlp",
-)  # the others' is AdamW
 
 
-def find(name: str, folder: Path, batch: int | None = None) -> Workload:
+def find(name: str, folder: Path, batch: int = 0) -> Workload:
     """Return a workload by its name, or ``random:N`` for N values without a task.
 
     Args:
         name: of it.
         folder: with its data.
-        batch: samples of a rank's minibatch; None: as many as it usually has.
+        batch: samples of a rank's minibatch; 0: as many as it usually has.
 
     Raises:
         ValueError: there is none of that name, or N is too small.
         FileNotFoundError: its data is not in the folder.
     """
-    found = _find(name, folder)
-    if batch is not None:
-        found.settings = replace(found.settings, batch=batch, shared=False)
-    return found
-
-
-def _find(name: str, folder: Path) -> Workload:
     word, _, count = name.partition(":")
     if word == "random":
         if not count.isdigit() or int(count) < 1024:
             raise ValueError(f"random:N takes a number of values of at least 1024, got {name!r}")
-        return Noise(name, lambda: random(int(count)), 1024, 16)
-    if name not in WORKLOADS:
+        settings = replace(NOISE, rates=dict(reversed(NOISE.rates.items())))  # AdamW's by default
+        found: Workload = Noise(name, lambda: random(int(count)), (1024,), settings)
+    elif name in WORKLOADS:
+        found = WORKLOADS[name](folder)
+    else:
         raise ValueError(
             f"no workload named {name!r}; there are {', '.join(WORKLOADS)} and random:N"
         )
-    return WORKLOADS[name](folder)
+    if batch:
+        found.settings = replace(found.settings, batch=batch, shared=False)
+    return found

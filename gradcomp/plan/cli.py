@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import multiprocessing
 import os
 import re
 import sys
@@ -21,7 +22,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from gradcomp.arguments import Parser, suggestion
 from gradcomp.payload.form import removal
@@ -341,7 +341,7 @@ def main(argv: list[str]) -> int:
     try:
         question = understand(args)
         if args.measure:
-            found = importlib.import_module("gradcomp.bench.cluster").measure_here(args.ranks)
+            found = importlib.import_module("gradcomp.bench.measure").measure_here(args.ranks)
             if args.ranks is None and os.environ.get("RANK", "0") != "0":
                 return 0  # rank 0 answers
             console.print(*_measurement(found), "", sep="\n", highlight=False, soft_wrap=True)
@@ -353,7 +353,7 @@ def main(argv: list[str]) -> int:
         return _refuse(f": {error}")
     except ModuleNotFoundError as error:
         return _refuse(f" needs {error.name}: pip install 'gradcomp[bench]'")
-    except (ProcessExitedException, ProcessRaisedException) as error:
+    except multiprocessing.ProcessError as error:  # a rank of --measure failed
         _refuse(f": {error}")
         return 1
     return 0
@@ -370,7 +370,7 @@ def measured(question: Question, args: argparse.Namespace, found: Any) -> Questi
     Args:
         question: of the command line.
         args: the options that were given.
-        found: a `gradcomp.bench.cluster.Measured`.
+        found: a `gradcomp.bench.measure.Measured`.
     """
     minibatch = found.batch if args.weak and args.minibatch is None else args.minibatch
     workload = found.workload(question.model, minibatch=minibatch)
@@ -387,7 +387,7 @@ def measured(question: Question, args: argparse.Namespace, found: Any) -> Questi
 
 
 def _measurement(found: Any) -> list[str]:
-    """Return what the ranks at hand can do (`gradcomp.bench.cluster.Measured`), a line each."""
+    """Return what the ranks at hand can do (`gradcomp.bench.measure.Measured`), a line each."""
     frame, update, post = map(format_seconds, (found.t_frame, found.t_update, found.t_post))
     ranks = f"{found.ranks} ranks at once, {found.cores:g} cores each"
     lenet = f"LeNet: {frame} a sample ({found.forward_share:.0%} of it forward), update {update}"

@@ -16,6 +16,7 @@ from gradcomp.bench.data import (
     load_digits,
     load_idx_folder,
     read_idx,
+    save,
 )
 
 
@@ -169,6 +170,16 @@ def test_digits_are_split_by_class_and_say_that_they_are_upsampled():
     assert torch.equal(data.train_images, again.train_images) and torch.equal(
         data.test_labels, again.test_labels
     )
+
+
+@pytest.mark.slow
+def test_digits_are_read_again_as_they_were(tmp_path):
+    whole = load(None)
+    save(whole, tmp_path / "digits.npz")
+    again = load(tmp_path / "digits.npz")
+    assert (again.name, again.note) == (whole.name, whole.note)
+    assert torch.equal(again.train_images, whole.train_images)
+    assert torch.equal(again.test_labels, whole.test_labels)
 
 
 def test_no_digit_is_in_both_sets():

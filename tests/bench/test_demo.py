@@ -13,20 +13,13 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-from _ranks import is_alive
 
 from gradcomp.bench import __main__ as dispatcher
 from gradcomp.bench import demo
-from gradcomp.bench.data import load, save
-from gradcomp.bench.ranks import RANK_ERRORS, run_ranks
-from gradcomp.bench.workloads import Epochs, Settings
 
 pytestmark = pytest.mark.slow
 
-CONFIG = demo.Config(
-    codecs=("fp32", "onebit"), seeds=2, steps=10, batch=64, lr=0.1, ranks=2, data=None
-)
+OPTIONS = demo.parse(["--codecs", "fp32,onebit", "--seeds", "2", "--steps", "10"])
 MNIST = Path(__file__).parents[3] / "shared" / "data" / "mnist"
 
 
@@ -90,7 +83,7 @@ def results():
 
 def test_report_holds_means_spreads_and_phases():
     data = demo.load(None)
-    report = demo.summarise(CONFIG, data, results())
+    report = demo.summarise(OPTIONS, data, results(), {"fp32": 0.1, "onebit": 0.03})
     onebit = report["codecs"]["onebit"]
     assert onebit["accuracy_mean"] == 92.0 and onebit["accuracy_spread"] == pytest.approx(8**0.5)
     assert onebit["bytes_sent_per_step"] == 5.0 and onebit["compression_ratio"] == 20.0
@@ -98,8 +91,6 @@ def test_report_holds_means_spreads_and_phases():
     assert onebit["phase_seconds_per_step"]["exchange"] == pytest.approx(0.03)
     assert onebit["phase_seconds_per_step"]["encode"] == pytest.approx(0.01)
     assert report["codecs"]["fp32"]["phase_seconds_per_step"] == {}
-    for codec, seconds in (("fp32", 0.1), ("onebit", 0.03)):
-        report["codecs"][codec]["predicted_seconds_per_step"] = seconds
     table = demo.build_table(report)
     assert [column.justify for column in table.columns] == ["left"] + ["right"] * 4
     assert list(table.columns[1].cells) == ["92.00 ± 2.83"] * 2
@@ -113,37 +104,14 @@ def test_steps_are_predicted_by_the_planner():
     """5.0 MB over 1 Gbit/s take 40 ms: the table once showed loopback alone, on which
     compression only costs.
     """
-    seconds = demo.predict_steps(CONFIG, compute=0.03, update=0.002)
+    alone = [
+        {"seconds": [0.032], "update_seconds": [0.002]},
+        {"seconds": [0.01], "update_seconds": [0.0]},
+    ]
+    seconds = demo.predict_steps(OPTIONS.codecs, 2, alone)
     # the larger bucket leaves when backward has ended, or nearly
     assert 0.06 < seconds["fp32"] < 0.08
     assert 0.032 < seconds["onebit"] < seconds["fp32"] - 0.02
-
-
-def test_an_epoch_takes_every_image_once_in_an_order_of_the_seed_alone():
-    pairs = (torch.arange(100.0).view(100, 1, 1, 1), torch.arange(100))
-
-    def taken(seed, count=7, batch=15):
-        workload = Epochs("", Settings(1, 30, None, 0.0, {}), None, pairs, pairs, flips=False)
-        ranks = [workload.minibatches(seed, rank, 2, batch) for rank in range(2)]
-        return [torch.cat([next(rank)[1] for rank in ranks]) for _ in range(count)]
-
-    batches = taken(3)
-    assert [len(one.unique()) for one in batches] == [30] * 7
-    for epoch in (batches[0:3], batches[3:6]):
-        assert len(torch.cat(epoch).unique()) == 90
-    assert all(torch.equal(a, b) for a, b in zip(batches, taken(3), strict=True))
-    assert not torch.equal(batches[0], taken(4)[0])
-    with pytest.raises(ValueError, match="batch 102 is larger than the training set of 100"):
-        taken(0, batch=51)
-
-
-def test_digits_are_read_again_as_they_were(tmp_path):
-    whole = load(None)
-    save(whole, tmp_path / "digits.npz")
-    again = load(tmp_path / "digits.npz")
-    assert (again.name, again.note) == (whole.name, whole.note)
-    assert torch.equal(again.train_images, whole.train_images)
-    assert torch.equal(again.test_labels, whole.test_labels)
 
 
 @pytest.mark.parametrize(
@@ -229,34 +197,6 @@ def test_missing_library_says_what_to_install(monkeypatch, capsys):
     assert "pip install 'gradcomp[bench]'" in capsys.readouterr().err
 
 
-def _say_rank_then_fail(rank, emit, failing):
-    emit(rank)
-    if failing == "raise":
-        torch.distributed.barrier()
-        if rank == 1:
-            raise RuntimeError("made to fail")
-    if failing == "killed":
-        torch.distributed.barrier()
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        signal.pause()  # until it is ended
-    if failing == "nothing":
-        # a rank that ends while others still connect would be lost to them
-        torch.distributed.barrier()
-
-
-@pytest.mark.parametrize(("failing", "message"), [("raise", "made to fail"), ("killed", "SIGKILL")])
-def test_a_failing_rank_is_reported(failing, message):
-    with pytest.raises(RANK_ERRORS, match=message):
-        run_ranks(2, _say_rank_then_fail, failing, on_message=lambda message: None)
-
-
-def test_ranks_are_heard():
-    heard = []
-    run_ranks(3, _say_rank_then_fail, "nothing", on_message=heard.append)
-    assert sorted(heard) == [0, 1, 2]
-
-
 @pytest.mark.timed
 @pytest.mark.parametrize("moment", ["importing", "reading data", "training"])
 def test_interrupted_within_two_seconds(tmp_path, moment):
@@ -287,102 +227,6 @@ def test_interrupted_within_two_seconds(tmp_path, moment):
         assert (run.returncode, said) == (130, "interrupted\n")
     finally:
         run.kill()
-
-
-KILLED = """
-import os, time
-import numpy
-from gradcomp.bench.ranks import run_ranks
-
-def body(rank, emit):
-    emit((os.getpid(), os.environ["SET_SINCE"], numpy.random.rand()))
-    time.sleep(100)
-
-if __name__ == "__main__":
-    for turn in "12":
-        os.environ["SET_SINCE"] = turn
-        said = []
-        def heard(message):
-            said.append(message)
-            if len(said) == 2:
-                print(*said[0], *said[1], flush=True)
-                if turn == "1":
-                    for pid, _, _ in said:
-                        os.kill(pid, 9)
-        try:
-            run_ranks(2, body, on_message=heard)
-        except Exception:
-            assert turn == "1"
-"""
-
-
-@pytest.mark.parametrize("folder", ["", "x" * 100], ids=["", "TMPDIR too long for a socket"])
-def test_ranks_of_a_program_that_is_killed_end_with_it(tmp_path, folder):
-    """They are not its own children, nor have they its variables by themselves."""
-    (tmp_path / "program.py").write_text(KILLED)
-    place = tmp_path / folder
-    place.mkdir(exist_ok=True)
-    run = subprocess.Popen(
-        [sys.executable, "program.py"],
-        cwd=tmp_path,
-        env=os.environ | {"TMPDIR": str(place)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        ranks = []
-        for turn in "12":
-            one, its, drawn, two, theirs, other = run.stdout.readline().split()
-            assert its == theirs == turn and drawn != other
-            ranks += [one, two]
-    finally:
-        run.kill()
-        run.communicate()
-    deadline = time.monotonic() + 20
-    while any(map(is_alive, ranks)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not [pid for pid in ranks if is_alive(pid)]
-
-
-EARLY = """
-import signal, sys, time
-from gradcomp.bench.ranks import become_rank, warm_context
-
-def body(said):
-    become_rank({})
-    said.put(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))
-
-if __name__ == "__main__":
-    context = warm_context()
-    try:
-        print("started", flush=True)
-        time.sleep(100)
-    except KeyboardInterrupt:
-        said = context.Queue()
-        context.Process(target=body, args=(said,), daemon=True).start()
-        print(said.get(), flush=True)
-"""
-
-
-def test_an_interrupt_while_the_server_of_ranks_imports_torch_prints_nothing(tmp_path):
-    """Ctrl-C in the first three seconds of a bench printed a traceback of that server, which is
-    of the same terminal.
-    """
-    (tmp_path / "program.py").write_text(EARLY)
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    run = subprocess.Popen(
-        [sys.executable, "program.py"], cwd=tmp_path, start_new_session=True, **pipes
-    )
-    try:
-        assert run.stdout.readline() == "started\n"
-        time.sleep(0.3)
-        os.killpg(run.pid, signal.SIGINT)
-        out, errors = run.communicate(timeout=120)
-        assert errors == ""
-        assert out == "False\n", "a rank can be interrupted"
-    finally:
-        run.kill()
-        run.wait()
 
 
 @pytest.mark.long

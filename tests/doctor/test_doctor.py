@@ -24,7 +24,7 @@ import torch
 from gradcomp.launch.ports import free_port
 
 import gradcomp
-from gradcomp.bench.train import hosts
+from gradcomp.bench import hosts
 from gradcomp.doctor import advise, card, judge, pairs, report, session
 from gradcomp.doctor.__main__ import main
 from gradcomp.doctor.interfaces import Interface, gloo_takes, interfaces

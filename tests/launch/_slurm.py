@@ -17,7 +17,7 @@ from pathlib import Path
 
 from gradcomp.launch.variables import NAMES
 
-from gradcomp.bench.train.hosts import Hosts, unavailable
+from gradcomp.bench.hosts import Hosts, unavailable
 from gradcomp.plan.links import Link
 
 PROGRAMS = ("srun", "sbatch", "slurmctld", "slurmd", "munged")

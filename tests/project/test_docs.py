@@ -228,13 +228,13 @@ def parsers():
     def bench(*names):
         return {name: importlib.import_module(f"gradcomp.bench.{name}") for name in names}
 
-    found = {name: module.parse for name, module in bench("codec", "allreduce", "optim").items()}
+    flat = bench("codec", "allreduce", "optim", "demo")
+    found = {name: module.parse for name, module in flat.items()}
     for name, module in bench("accuracy", "train", "report", "paper").items():
         found[name] = module.parser().parse_args
     for name, module in bench("ratio", "plan").items():
         found[name] = module.build_parser().parse_args
-    demo = bench("demo")["demo"].parse_config
-    return found | {"demo": demo, "gradcomp.doctor": doctor.parse, "gradcomp.plan": found["plan"]}
+    return found | {"gradcomp.doctor": doctor.parse, "gradcomp.plan": found["plan"]}
 
 
 def test_commands_exist():

@@ -1,26 +1,25 @@
-"""Hosts on one machine: network namespaces joined by a bridge, with links of a given rate, which
-are removed at the end.
+"""Hosts on one machine: network namespaces joined by a bridge, with links of a given rate.
 
-A bench has namespaces of its own, its bridge in one of them, so that nothing of the machine's
-network is touched and two benches at once do not meet. Their names hold the number of the process
-that made them: what a killed bench has left is found and removed.
+A bench has namespaces of its own, its bridge in one of them: the machine's network stays as it is
+and two benches at once do not meet. Namespaces are removed at the end. Their names hold the number
+of the process that made them, so those of a killed bench are found and removed by the next one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
 import shutil
 import subprocess
-from types import TracebackType
 
 from gradcomp.plan.links import Link
 
 PREFIX = "gradcomp-bench"
 INTERFACE = "eth0"
-# an idle link lets so much pass at once: as little as it keeps its rate with
-BURST_S, BURST_NBYTES = (2e-3, 32 << 10)
+# what an idle link lets pass at once: as little as it keeps its rate with
+BURST_S, BURST_NBYTES = 2e-3, 32 << 10
 QUEUE_S = 0.4  # longest that a packet waits in a link before it is dropped
 
 
@@ -45,27 +44,27 @@ def unavailable() -> str:
     return ""
 
 
-class Hosts:
+class Hosts(contextlib.ExitStack):
     """`count` hosts while a ``with`` block runs.
 
     Args:
-        count: how many.
+        count: number of hosts.
         link: of every host, in both directions; an infinite rate is not shaped.
 
     Attributes:
-        latency_s: of a link, as far as the kernel can delay packets.
+        latency_s: seconds of latency of a link, 0 where the kernel cannot delay packets.
 
-    Raises (on entry): NoHosts; ValueError for a rate that tc refuses.
+    Raises (on entry):
+        NoHosts: hosts cannot be made here.
+        ValueError: tc refuses the rate of the link.
     """
 
     def __init__(self, count: int, link: Link) -> None:
-        self.count, self.link = count, link
-        self.latency_s = 0.0
-        self._made: list[str] = []
+        super().__init__()
+        self.count, self.link, self.latency_s = count, link, 0.0
 
     def __enter__(self) -> Hosts:  # noqa: PYI034 - Self is of Python 3.11
-        why = unavailable()
-        if why:
+        if why := unavailable():
             raise NoHosts(why)
         sweep()
         try:
@@ -75,27 +74,19 @@ class Hosts:
             for number in range(self.count):
                 self._join(number)
         except BaseException:
-            self._remove()
+            self.close()
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._remove()
-
     def command(self, number: int) -> list[str]:
-        """Return the words that run a program on a host, which has a name of its own."""
+        """Return the words that run a program on a host, under the host's own name."""
         name = self.namespace(number)
         named = 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"'
         return ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", named, name]
 
     def namespace(self, number: int) -> str:
         """Return the name of a host's network namespace."""
-        return self._name(f"host{number}")
+        return f"{PREFIX}-{os.getpid()}-host{number}"
 
     def address(self, number: int) -> str:
         """Return a host's address."""
@@ -113,8 +104,8 @@ class Hosts:
         self._shape(self._switch, port)
 
     def _shape(self, namespace: str, interface: str) -> None:
-        """Limit what leaves an interface; delay it by half the latency, so that both ends
-        together make the whole.
+        """Limit the rate of what leaves an interface, and delay it by half the latency: the two
+        ends of a link add the whole.
         """
         parent, add = "root", f"tc -n {namespace} qdisc add dev {interface}"
         if not math.isinf(self.link.bits_per_s):
@@ -128,35 +119,23 @@ class Hosts:
             parent = "parent 1:1"
         if self.link.latency_s:
             delay = f"netem delay {self.link.latency_s * 5e5:.0f}us limit 100000"
-            try:
+            with contextlib.suppress(NoHosts):  # this kernel may have no netem
                 _run(f"{add} {parent} {delay}")
-            except NoHosts:  # this kernel has no netem
-                return
-            self.latency_s = self.link.latency_s
-
-    def _name(self, what: str) -> str:
-        return f"{PREFIX}-{os.getpid()}-{what}"
+                self.latency_s = self.link.latency_s
 
     def _add(self, what: str) -> str:
-        name = self._name(what)
+        name = f"{PREFIX}-{os.getpid()}-{what}"
         _run(f"ip netns add {name}")
-        self._made.append(name)
+        self.callback(_run, f"ip netns delete {name}", check=False)
         return name
 
-    def _remove(self) -> None:
-        while self._made:
-            _run(f"ip netns delete {self._made.pop()}", check=False)
 
-
-def sweep() -> list[str]:
-    """Remove the namespaces of benches that are gone; return their names."""
-    gone = []
+def sweep() -> None:
+    """Remove the namespaces of benches that are gone."""
     made = _run("ip netns list", check=False)
     for name, pid in re.findall(rf"^({PREFIX}-(\d+)-\w+)", made, re.MULTILINE):
         if not os.path.exists(f"/proc/{pid}"):
             _run(f"ip netns delete {name}", check=False)
-            gone.append(name)
-    return gone
 
 
 def _run(command: str, *, check: bool = True) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -44,36 +44,34 @@ def row_of(
         method: its name.
         results: of every rank.
         base: the row of a step without an exchange; None where there is none.
-        predicted_s: what the planner expects.
+        predicted_s: seconds of a step that the planner predicts.
         target: measure whose time is wanted.
         lower: whether a smaller measure is the better one.
         bits_per_s: of the link.
     """
-    each = [max(step) for step in zip(*(one["seconds"] for one in results), strict=True)]
-    middle = statistics.fmean if results[0].get("rare") else statistics.median
-    typical = middle(each)
-    cpu = middle(results[0]["cpu_seconds"])
-    phases = results[0]["phases"]
-    busy = sum(seconds for name, seconds in phases.items() if name not in OVERLAP)
-    sent = [
-        one["sent_nbytes"] if one["sent_nbytes"] is not None else one["counted_nbytes"]
-        for one in results
-    ]
-    sent_nbytes = max((s for s in sent if s is not None), default=None)
+    first = results[0]
+    middle = statistics.fmean if first.get("rare") else statistics.median
+    each = sorted(max(step) for step in zip(*(one["seconds"] for one in results), strict=True))
+    seconds, cpu, phases = middle(each), middle(first["cpu_seconds"]), first["phases"]
+    busy = sum(taken for name, taken in phases.items() if name not in OVERLAP)
+    kinds = ("sent_nbytes", "counted_nbytes")
+    sent = [next((one[kind] for kind in kinds if one[kind] is not None), None) for one in results]
+    sent_nbytes = max((nbytes for nbytes in sent if nbytes is not None), default=None)
     reached = [
         at
-        for _, at, measure in results[0]["curve"]
+        for _, at, measure in first["curve"]
         if target is not None and (measure <= target if lower else measure >= target)
     ]
-    exchange_cpu = None if base is None else max(0.0, cpu - base["cpu_seconds"])
+    exposed = exchange_cpu = bound = None
+    if base is not None:
+        exposed, exchange_cpu = seconds - base["seconds"], max(0.0, cpu - base["cpu_seconds"])
+        bound = max(exchange_cpu, 8 * (sent_nbytes or 0) / bits_per_s)
     return {
         "method": method,
-        "seconds": typical,
-        "p95_seconds": sorted(each)[min(len(each) - 1, int(0.95 * len(each)))],
-        "exposed_seconds": None if base is None else typical - base["seconds"],
-        "bound_seconds": (
-            None if exchange_cpu is None else max(exchange_cpu, 8 * (sent_nbytes or 0) / bits_per_s)
-        ),
+        "seconds": seconds,
+        "p95_seconds": each[min(len(each) - 1, int(0.95 * len(each)))],
+        "exposed_seconds": exposed,
+        "bound_seconds": bound,
         "predicted_seconds": predicted_s,
         "sent_nbytes": sent_nbytes,
         "cpu_seconds": cpu,
@@ -81,13 +79,31 @@ def row_of(
         "phases": phases,
         "hidden_share": min(1.0, phases.get("hidden", 0.0) / busy) if busy else None,
         "peak_nbytes": max(one["peak_nbytes"] for one in results),
-        "measure": results[0].get("measure"),
-        "curve": results[0]["curve"],
+        "measure": first.get("measure"),
+        "curve": first["curve"],
         "target_seconds": reached[0] if reached else None,
     }
 
 
-def table_of(rows: Sequence[dict[str, Any]], measure: str, target: float | None) -> Table:
+Row = Mapping[str, Any]
+# head and cell of every column, given a row and fp32's (empty where it failed)
+COLUMNS: dict[str, Callable[[Row, Row], str]] = {
+    "step, ms": lambda row, fp32: _number(row["seconds"], 1e3, ".1f"),
+    "p95": lambda row, fp32: _number(row["p95_seconds"], 1e3, ".1f"),
+    "exposed, ms": lambda row, fp32: _number(row["exposed_seconds"], 1e3, ".1f"),
+    "fp32 / it": lambda row, fp32: _ratio(fp32.get("exposed_seconds"), row["exposed_seconds"]),
+    "/ bound": lambda row, fp32: _ratio(row["exposed_seconds"], row.get("bound_seconds"), ".2f"),
+    "planner": lambda row, fp32: _apart(row["predicted_seconds"], row["seconds"]),
+    "sent, MB": lambda row, fp32: _number(row["sent_nbytes"], 1e-6, ".3f"),
+    "fp32's / it": lambda row, fp32: _ratio(fp32.get("sent_nbytes"), row["sent_nbytes"]),
+    "CPU, ms": lambda row, fp32: _number(row["cpu_seconds"], 1e3, ".1f"),
+    "hidden": lambda row, fp32: _number(row["hidden_share"], 100, ".0f", " %"),
+    "peak, MB": lambda row, fp32: _number(row["peak_nbytes"], 1e-6, ".0f"),
+}
+WITHOUT_EXCHANGE = ("step, ms", "p95", "CPU, ms", "hidden", "peak, MB")  # cells of NONE and NOOP
+
+
+def table_of(rows: Sequence[Row], measure: str, target: float | None) -> Table:
     """Return the rows as a table; ratios are to fp32.
 
     Args:
@@ -95,41 +111,26 @@ def table_of(rows: Sequence[dict[str, Any]], measure: str, target: float | None)
         measure: head of the measure's column; "" for no such column.
         target: measure whose seconds are in the last column; None for no such column.
     """
-    fp32: dict[str, Any] = next(
-        (row for row in rows if row["method"] == "fp32" and not row.get("failed")), {}
-    )
-    heads = ["method", "step, ms", "p95", "exposed, ms", "fp32 / it", "/ bound", "planner"]
-    heads += ["sent, MB", "fp32 / it", "CPU, ms", "hidden", "peak, MB"]
-    heads += [measure] * bool(measure)
-    heads += [] if target is None else [f"s to {target:g}"]
-    out: list[tuple[str, ...]] = []
+    good = [row for row in rows if not row.get("failed")]
+    fp32: Row = next((row for row in good if row["method"] == "fp32"), {})
+    columns = dict(COLUMNS)
+    if measure:
+        columns[measure] = lambda row, fp32: _number(row["measure"], 1, ".4g")
+    if target is not None:
+        columns[f"s to {target:g}"] = lambda row, fp32: _number(row["target_seconds"], 1, ".1f")
+    cells = []
     for row in rows:
-        if row.get("failed"):
-            out.append((row["method"], "failed"))
-            continue
-        exchange = [
-            _ms(row["exposed_seconds"]),
-            _ratio(fp32.get("exposed_seconds"), row["exposed_seconds"]),
-            _ratio(row["exposed_seconds"], row.get("bound_seconds"), ".2f"),
-            _apart(row["predicted_seconds"], row["seconds"]),
-            _number(row["sent_nbytes"], 1e-6, ".3f"),
-            _ratio(fp32.get("sent_nbytes"), row["sent_nbytes"]),
-        ]
-        rest = [
-            _ms(row["cpu_seconds"]),
-            _number(row["hidden_share"], 100, ".0f", " %"),
-            _number(row["peak_nbytes"], 1e-6, ".0f"),
-        ]
-        learnt = [_number(row["measure"], 1, ".4g")] * bool(measure)
-        learnt += [_number(row["target_seconds"], 1, ".1f")] * (target is not None)
-        if row["method"] in (NONE, NOOP):
-            exchange, learnt = [""] * len(exchange), [""] * len(learnt)
-        step = _ms(row["seconds"]), _ms(row["p95_seconds"])
-        out.append((row["method"], *step, *exchange, *rest, *learnt))
-    return table(heads, out)
+        shown = WITHOUT_EXCHANGE if row["method"] in (NONE, NOOP) else columns
+        figures = (
+            [cell(row, fp32) if head in shown else "" for head, cell in columns.items()]
+            if not row.get("failed")
+            else ["failed"]
+        )
+        cells.append([row["method"], *figures])
+    return table(["method", *columns], cells)
 
 
-def crossings(cases: Sequence[tuple[int, str, Sequence[dict[str, Any]]]]) -> list[str]:
+def crossings(cases: Sequence[tuple[int, str, Sequence[Row]]]) -> list[str]:
     """Return for every method and number of ranks where it stops paying: the first link, slowest
     first, on which its step is no shorter than fp32's.
 
@@ -140,38 +141,30 @@ def crossings(cases: Sequence[tuple[int, str, Sequence[dict[str, Any]]]]) -> lis
     out = []
     for ranks in dict.fromkeys(ranks for ranks, _, _ in cases):
         here = [
-            (link, {r["method"]: r for r in rows if not r.get("failed")})
+            (link, {row["method"]: row["seconds"] for row in rows if not row.get("failed")})
             for count, link, rows in cases
             if count == ranks
         ]
-        here = sorted(
-            (one for one in here if "fp32" in one[1]), key=lambda one: -one[1]["fp32"]["seconds"]
-        )
-        if len(here) < 2:
-            continue
-        for name in dict.fromkeys(name for _, rows in here for name in rows):
+        here = [(link, seconds) for link, seconds in here if "fp32" in seconds]
+        here.sort(key=lambda one: -one[1]["fp32"])
+        names = dict.fromkeys(name for _, seconds in here for name in seconds)
+        for name in names if len(here) > 1 else ():
             if name in (NONE, NOOP, "fp32"):
                 continue
-            known = [
-                (link, rows["fp32"]["seconds"] / rows[name]["seconds"])
-                for link, rows in here
-                if name in rows
-            ]
-            lost = next((link for link, gain in known if gain <= 1), None)
-            gains = ", ".join(f"{gain:.2f}x at {link}" for link, gain in known)
-            out.append(
-                f"{ranks} ranks, {name}: {f'pays until {lost}' if lost else 'pays on all of them'}"
-                f" (whole step: {gains})"
-            )
+            known = {link: s["fp32"] / s[name] for link, s in here if name in s}
+            lost = next((link for link, gain in known.items() if gain <= 1), None)
+            gains = ", ".join(f"{gain:.2f}x at {link}" for link, gain in known.items())
+            verdict = f"pays until {lost}" if lost else "pays on all of them"
+            out.append(f"{ranks} ranks, {name}: {verdict} (whole step: {gains})")
     return out
 
 
-def has_steps(rows: Sequence[dict[str, Any]]) -> bool:
+def has_steps(rows: Sequence[Row]) -> bool:
     """Return whether `draw_steps` has something to draw."""
     return any(row["method"] == NONE for row in rows) and len(rows) > 1
 
 
-def draw_steps(rows: Sequence[dict[str, Any]], figure: Any) -> None:
+def draw_steps(rows: Sequence[Row], figure: Any) -> None:
     """Draw where the time of a step goes, and beside it what codecs and waiting take, hidden or
     not.
     """
@@ -196,7 +189,7 @@ def draw_steps(rows: Sequence[dict[str, Any]], figure: Any) -> None:
     plots.bars(right, phases, xlim=(0, None), xlabel=label)
 
 
-def draw_times(rows: Sequence[dict[str, Any]], figure: Any) -> None:
+def draw_times(rows: Sequence[Row], figure: Any) -> None:
     """Draw the measure over seconds of training."""
     curves = {
         row["method"]: ([at for _, at, _ in row["curve"]], [value for *_, value in row["curve"]])
@@ -204,10 +197,6 @@ def draw_times(rows: Sequence[dict[str, Any]], figure: Any) -> None:
         if row["curve"]
     }
     plots.lines(figure.subplots(), curves, xlabel="seconds of training", ylabel="measure")
-
-
-def _ms(seconds: float | None) -> str:
-    return _number(seconds, 1e3, ".1f")
 
 
 def _number(value: float | None, factor: float, form: str, unit: str = "") -> str:

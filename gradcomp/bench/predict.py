@@ -1,4 +1,4 @@
-"""What the planner says of the steps that the bench has measured."""
+"""What the planner predicts for the steps that the bench has measured."""
 
 from __future__ import annotations
 
@@ -31,45 +31,47 @@ def planned(name: str, world_size: int, *, over_mpi: bool = False) -> Method | N
     if method.options.get("precondition") or (method.local and "start_step" in method.options):
         return None  # not modelled; two kinds of steps
     strategy = choose(codec, world_size, method.options.get("exchange", "auto"))
-    known = Method(
-        f"{codec.name if method.local else name} {strategy}",
-        codec,
-        strategy.exchange,
-        strategy.second_phase,
-    )
+    shown = f"{codec.name if method.local else name} {strategy}"
+    known = Method(shown, codec, strategy.exchange, strategy.second_phase)
     steps = {k: v for k, v in method.local.items() if k in ("every", "fragments", "delay")}
     return known.after(LocalSteps(**steps)) if steps else known
 
 
+def shapes_of(model: nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Return the parameters of a model as the planner has them."""
+    return tuple((name, tuple(p.shape)) for name, p in model.named_parameters())
+
+
 def largest_bucket(model: nn.Module, ranks: int) -> int:
-    """Return the values of DDP's largest bucket."""
-    shapes = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
-    return max(bucket.numel for bucket in plan_buckets(find_method("fp32"), shapes, ranks))
+    """Return the number of values of DDP's largest bucket."""
+    buckets = plan_buckets(find_method("fp32"), shapes_of(model), ranks)
+    return max(bucket.numel for bucket in buckets)
 
 
 def predict(
     name: str,
-    model: nn.Module,
     alone: Sequence[dict[str, Any]],
+    model: nn.Module,
     link: Link,
     rates: Rates,
-    transport: Transport,
-    cores: int,
     ranks: int,
     *,
+    cores: int = 2,
+    transport: Transport | None = None,
     over_mpi: bool = False,
 ) -> float | None:
     """Return the seconds of a step that the planner expects; None: it does not know the method.
 
     Args:
         name: of the method.
-        model: what is trained.
         alone: results of the ranks without an exchange: under DDP, but for local steps.
+        model: what is trained.
         link: of every host.
-        rates, transport: what codecs and moving bytes cost without a link.
+        rates: what codecs cost.
+        ranks: their number.
         cores: of a host.
-        ranks: how many.
-        over_mpi: whether codecs' bytes go over MPI.
+        transport: what moving bytes costs without a link; None: nothing.
+        over_mpi: whether codecs' bytes are sent over MPI.
     """
     method = planned(name, ranks, over_mpi=over_mpi)
     if method is None:
@@ -77,12 +79,11 @@ def predict(
     step = max(statistics.median(one["seconds"]) for one in alone)
     update = max(statistics.median(one["update_seconds"]) for one in alone)
     work = Workload(
-        tuple((name, tuple(p.shape)) for name, p in model.named_parameters()),
+        shapes_of(model),
         minibatch=1.0,
         t_frame=max(0.0, step - update),
         t_update=update,
         weak=True,
     )
-    return simulate(
-        work, method, ranks, link, rates=rates, cores=cores, transport=transport
-    ).seconds
+    options: dict[str, Any] = {"rates": rates, "cores": cores, "transport": transport}
+    return simulate(work, method, ranks, link, **options).seconds

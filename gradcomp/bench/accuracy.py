@@ -1,0 +1,288 @@
+"""What compression costs in accuracy: methods x optimizers x workloads, against fp32 and bf16, with
+several seeds.
+
+N ranks share a core and talk over loopback, so nothing but the time differs from a cluster. Every
+tensor is compressed, however small, unless a method says otherwise. Every finished run is a line of
+a file; a program that was stopped continues where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from gradcomp.arguments import Parser
+from gradcomp.bench import plots
+from gradcomp.bench.about import save_json, table
+from gradcomp.bench.methods import DEFAULT, GRAMMAR, parse
+from gradcomp.bench.optimizers import OPTIMIZERS
+from gradcomp.bench.options import Option, add_option, add_options
+from gradcomp.bench.ranks import RankFailed
+from gradcomp.bench.sweep import Result, append, finished, key_of, run_all
+from gradcomp.bench.trainer import Task
+from gradcomp.bench.workloads import WORKLOADS, Workload
+
+CASE = ("workload", "optimizer", "workers", "steps")  # what methods are compared under
+WITHIN = 0.05  # nats or points that local steps may cost
+POINTS = 20  # of a curve
+EPILOG = f"""{GRAMMAR}
+examples:
+  python -m gradcomp.bench accuracy --data DIR --workloads gpt-1m --optimizers adamw --seeds 3
+  python -m gradcomp.bench accuracy --data DIR --methods fp32 terngrad onebit --factors 0.5 1 2
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return what reads the command line."""
+    out = Parser(prog="python -m gradcomp.bench accuracy", description=__doc__, epilog=EPILOG)
+    text = "folder with prose.txt.gz, fashion-mnist/ and cifar10_jpeg.npz"
+    out.add_argument("--data", type=Path, required=True, metavar="DIR", help=text)
+    methods = "ways of exchanging gradients, listed below"
+    within = (
+        "largest loss over fp32 every step, in nats or points, of the longest local steps shown"
+    )
+    options: dict[str, Option] = {
+        "workloads": (["gpt-1m"], WORKLOADS, "models and data to train"),
+        "optimizers": (["adamw"], OPTIMIZERS, "optimizers to train with"),
+        "methods": (list(DEFAULT), "METHOD", methods),
+        "workers": ([4], "N", "numbers of workers that average their gradients"),
+        "steps": (int, "N", "optimizer steps of each training (default: those of the workload)"),
+        "batch": (int, "N", "samples of a worker's minibatch (default: those of the workload)"),
+        "factors": ([1.0], "X", "factors of the workload's rate, which is a usual one for fp32"),
+        "within": (WITHIN, "X", within),
+    }
+    add_options(out, options)
+    for name in ("seeds", "jobs"):
+        add_option(out, name)
+    text = "folder for runs.jsonl, accuracy.json and accuracy.png"
+    add_options(out, {"out": (Path("accuracy"), "DIR", text)})
+    return out
+
+
+def main(argv: list[str]) -> int:
+    """Run `python -m gradcomp.bench accuracy` with these words; return the exit status."""
+    args = parser().parse_args(argv)
+    grid = itertools.product(
+        range(args.seeds),
+        dict.fromkeys(args.workloads),
+        args.optimizers,
+        args.workers,
+        args.methods,
+        args.factors,
+    )
+    tasks = [
+        Task(workload, optimizer, method, workers, args.steps or 0, factor, seed, args.batch or 0)
+        for seed, workload, optimizer, workers, method, factor in grid
+    ]
+    given = {
+        name: value for name, value in vars(args).items() if name not in ("data", "out", "jobs")
+    }
+    return run_and_show("accuracy", tasks, args.data, args.out / "accuracy.json", args.jobs, given)
+
+
+def run_and_show(
+    benchmark: str,
+    tasks: Sequence[Task],
+    data: Path,
+    file: Path,
+    processes: int,
+    arguments: dict[str, Any],
+) -> int:
+    """Run what is not in ``runs.jsonl`` beside `file` yet; print tables, write `file` and its
+    picture; return the exit status: 1 where a rank failed, 2 where a task is impossible.
+
+    Args:
+        benchmark: whose name is before errors.
+        tasks: to run; with 0 steps as many as the workload has.
+        data: folder of all workloads.
+        file: NAME.json; its folder is made.
+        processes: runs at a time.
+        arguments: for the head of the file.
+    """
+    try:
+        names = dict.fromkeys(task.workload for task in tasks)
+        workloads = {name: WORKLOADS[name](data) for name in names}
+        runs = [_completed(task, workloads[task.workload], data) for task in tasks]
+        lines = file.parent / "runs.jsonl"
+        results = finished(lines, runs)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"gradcomp.bench {benchmark}: {error}", file=sys.stderr)
+        return 2
+    file.parent.mkdir(parents=True, exist_ok=True)
+    left = [task for task in runs if task not in results]
+    try:
+        for task, ranks, seconds in run_all(left, processes, done=list(results)):
+            results[task] = _line(task, ranks[0], seconds)
+            append(lines, results[task])
+    except RankFailed as error:
+        print(f"gradcomp.bench {benchmark}: {error}", file=sys.stderr)
+        return 1
+    rows = summarize([results[task] for task in runs])
+    measures = {name: workload.measure for name, workload in workloads.items()}
+    save_json(file, benchmark="accuracy", arguments=arguments, measures=measures, rows=rows)
+    found = tables(rows, measures)
+    panels = [(title, partial(draw_curves, here), plots.HEIGHT) for title, here, _ in found]
+    plots.write(file.with_suffix(".png"), panels)
+    console = Console()
+    for title, _, shown in found:
+        console.print(title, shown, sep="\n", highlight=False)
+    for line in longest(rows, workloads, arguments.get("within", WITHIN)):
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print(f"wrote {file}, {file.with_suffix('.png')}")
+    return 0
+
+
+def _completed(task: Task, workload: Workload, data: Path) -> Task:
+    """Return a task with everything that a run of this benchmark has.
+
+    Raises:
+        ValueError: the workload cannot be trained so, or there is no such method.
+    """
+    workload.check(task.optimizer, task.workers)
+    parse(task.method)
+    steps = task.steps or workload.settings.steps
+    return replace(
+        task, steps=steps, data=str(data), points=min(POINTS, steps), min_numel=0, stops=True
+    )
+
+
+def _line(task: Task, first: Result, seconds: float) -> Result:
+    """Return what is kept of a run: curve, measure at the end and bytes of rank 0."""
+    sent = first["total_nbytes"]
+    values = first["parameters"] * first["steps_done"] * 2 * (task.workers - 1) / task.workers
+    return {
+        **key_of(task),
+        "measure": first.get("measure"),
+        "curve": first["curve"],
+        "sent_nbytes": sent,
+        "bits": 8 * sent / values if sent is not None else None,
+        "seconds": seconds,
+    }
+
+
+def summarize(results: Sequence[Result]) -> list[Result]:
+    """Return a row for every combination but the seed: mean and deviation of the measure, bits,
+    differences.
+
+    The differences are of means, to fp32 and to bf16 with the same workload, optimizer, number of
+    workers and steps; each at its factor of 1, the rate of fp32.
+    """
+    groups: dict[tuple[Any, ...], list[Result]] = {}
+    for result in results:
+        groups.setdefault((*_case(result), result["method"], result["factor"]), []).append(result)
+    rows = []
+    for key, runs in groups.items():
+        ended = [float(run["measure"]) for run in runs if run["measure"] is not None]
+        rows.append(
+            {
+                **dict(zip((*CASE, "method", "factor"), key, strict=True)),
+                "bits": runs[0]["bits"],
+                "seeds": len(runs),
+                "diverged": len(runs) - len(ended),
+                "mean": statistics.fmean(ended) if ended else None,
+                "deviation": statistics.stdev(ended) if len(ended) > 1 else None,
+                "curve": _mean_curve(runs),
+            }
+        )
+    by_case = {(*_case(row), row["method"]): row["mean"] for row in rows if row["factor"] == 1.0}
+    for row in rows:
+        for base in ("fp32", "bf16"):
+            other = by_case.get((*_case(row), base))
+            row[f"to_{base}"] = (
+                None if other is None or row["mean"] is None else row["mean"] - other
+            )
+    return rows
+
+
+def _case(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in CASE)
+
+
+def _mean_curve(runs: Sequence[Result]) -> list[tuple[int, float]]:
+    curves = [run["curve"] for run in runs]
+    length = min(map(len, curves))
+    return [(curves[0][i][0], statistics.fmean(c[i][2] for c in curves)) for i in range(length)]
+
+
+def tables(
+    rows: Sequence[Result], measures: Mapping[str, str]
+) -> list[tuple[str, list[Result], Table]]:
+    """Return a title, rows and a table for every workload, optimizer, number of workers and of
+    steps.
+
+    Args:
+        rows: from `summarize`.
+        measures: what is measured of a workload, for the titles.
+    """
+    cases: dict[tuple[Any, ...], list[Result]] = {}
+    for row in rows:
+        cases.setdefault(_case(row), []).append(row)
+    out = []
+    for (workload, optimizer, workers, steps), here in cases.items():
+        title = f"{workload} under {optimizer}, {workers} workers, {steps} steps"
+        title += f": {measures[workload]}" if workload in measures else ""
+        heads = ("method", "rate", "bits", "mean", "±", "to fp32", "to bf16", "seeds")
+        out.append((title, here, table(heads, map(_cells, here))))
+    return out
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    kinds = {"mean": "#.4g", "deviation": "#.2g", "to_fp32": "+.3f", "to_bf16": "+.3f"}
+    figures = ("-" if row[key] is None else f"{row[key]:{kind}}" for key, kind in kinds.items())
+    seeds = str(row["seeds"]) + (f", {row['diverged']} diverged" if row["diverged"] else "")
+    bits = "-" if row["bits"] is None else f"{row['bits']:.2f}"
+    return row["method"], f"x {row['factor']:g}", bits, *figures, seeds
+
+
+def draw_curves(rows: Sequence[Mapping[str, Any]], figure: Any) -> None:
+    """Draw the mean curves of one table over steps."""
+    curves = {}
+    for row in (row for row in rows if row["curve"]):
+        label = row["method"] + ("" if row["factor"] == 1.0 else f", rate x {row['factor']:g}")
+        label += "" if row["bits"] is None else f" ({row['bits']:.1f} bits)"
+        curves[label] = (
+            [point[0] for point in row["curve"]],
+            [point[-1] for point in row["curve"]],
+        )
+    ax = figure.subplots()
+    plots.lines(ax, curves, xlabel="step", ylabel="measure")
+    ends = [values[-1] for _, values in curves.values()]
+    if all(values[0] > values[-1] for _, values in curves.values()):  # a loss; ends matter
+        ax.set_ylim(min(ends) - 0.05, max(ends) + 0.6)
+
+
+def longest(
+    rows: Sequence[Mapping[str, Any]], workloads: Mapping[str, Workload], within: float
+) -> list[str]:
+    """Return, of methods that differ in ``every=H`` alone, a line each: the largest H that costs
+    at most `within` to fp32 every step.
+    """
+    families: dict[tuple[Any, ...], dict[int, float]] = {}
+    for row in rows:
+        found = re.search(r"\bevery=(\d+)", row["method"])
+        if found is None or row["to_fp32"] is None or row["diverged"]:
+            continue
+        family = (*_case(row), row["factor"], row["method"].replace(found[0], "every=H"))
+        families.setdefault(family, {})[int(found[1])] = row["to_fp32"] * (
+            1 if workloads[row["workload"]].lower_is_better else -1
+        )
+    lines = []
+    for (workload, optimizer, workers, steps, _, method), costs in families.items():
+        near = max((h for h, cost in costs.items() if cost <= within), default=None)
+        told = ", ".join(f"{h} costs {cost:.3f}" for h, cost in sorted(costs.items()))
+        lines.append(
+            f"{method}, {workload} under {optimizer}, {workers} workers, {steps} steps: largest H"
+            f" within {within:g} of fp32 every step: {near or 'none'} ({told})"
+        )
+    return lines

@@ -1,0 +1,108 @@
+"""mpiexec for the ranks of a bench, on this machine or across its hosts (`gradcomp.bench.hosts`).
+
+The MPI is that of this interpreter's mpi4py. A host is a network namespace of this machine, so a
+script that enters it stands in for ssh. Left to itself the MPI would find all ranks on one machine
+and use its memory; it is told to use TCP alone, over the interface that the ranks share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from gradcomp.bench.hosts import INTERFACE, Hosts
+
+AGENT = """#!/bin/sh
+# Stands for ssh: [OPTION ...] ADDRESS COMMAND ...
+while [ "${1#-}" != "$1" ]; do shift; done
+address=$1
+shift
+case "$address" in
+"""
+# options that make an mpiexec start its ranks through `AGENT`
+THROUGH_AGENT = {
+    "mpich": "-launcher ssh -launcher-exec {agent} -iface {interface}",
+    "openmpi": (
+        "--prtemca plm ssh --prtemca plm_ssh_agent {agent} --prtemca prte_if_include {interface}"
+    ),
+}
+
+
+class Mpiexec(contextlib.ExitStack):
+    """Starts the ranks of a method while a ``with`` block runs.
+
+    Args:
+        hosts: one rank on each; None: all on this machine.
+
+    Raises (on entry):
+        ValueError: there is no MPI here, or it is one that cannot be started on hosts.
+    """
+
+    def __init__(self, hosts: Hosts | None) -> None:
+        super().__init__()
+        self._hosts = hosts
+
+    def __enter__(self) -> Mpiexec:  # noqa: PYI034 - Self is of Python 3.11
+        if importlib.util.find_spec("mpi4py") is None:
+            raise ValueError("--over mpi needs mpi4py and an MPI: pip install 'gradcomp[mpi]'")
+        self._launch: Any = importlib.import_module("gradcomp.launch.mpirun")
+        try:
+            found = self._launch.find(sys.executable, os.environ)
+            self._mpi = self._launch.identify(found, os.environ)
+        except self._launch.LaunchError as error:
+            raise ValueError(f"--over mpi: {error}") from None
+        knows_hosts = self._mpi.flavour in THROUGH_AGENT and self._mpi.major >= 5
+        if self._hosts is not None and not knows_hosts:
+            raise ValueError(
+                f"--over mpi with --hosts knows MPICH and Open MPI from 5 on, not {self._mpi.path} "
+                f"({self._mpi.flavour} {self._mpi.major}); with --hosts 0 any will do"
+            )
+        folder = self.enter_context(tempfile.TemporaryDirectory(prefix="gradcomp-bench-"))
+        self._agent = Path(folder, "agent")
+        return self
+
+    def command(self, ranks: int, *, on_hosts: bool) -> list[str]:
+        """Return the words that run a program on every rank: each on its host, or all on this
+        machine.
+        """
+        hosts = self._hosts if on_hosts else None
+        places = [self._launch.Host(hosts.address(n), 1) for n in range(ranks)] if hosts else []
+        words = self._launch.command(self._mpi, ranks, hosts=places, as_root=os.geteuid() == 0)
+        if hosts is None:
+            return list(words)
+        self._write_agent(hosts)
+        words += [
+            word.format(agent=self._agent, interface=INTERFACE)
+            for word in THROUGH_AGENT[self._mpi.flavour].split()
+        ]
+        return [*hosts.command(0), *words]
+
+    def environment(self, interface: str) -> dict[str, str]:
+        """Return variables that keep the MPI to TCP over an interface of the hosts; none for ranks
+        that are all on this machine.
+        """
+        if self._hosts is None:
+            return {}
+        return {
+            "UCX_TLS": "tcp,self",
+            "UCX_NET_DEVICES": interface,
+            "OMPI_MCA_pml": "ob1",
+            "OMPI_MCA_btl": "tcp,self",
+            "OMPI_MCA_btl_tcp_if_include": interface,
+        }
+
+    def _write_agent(self, hosts: Hosts) -> None:
+        cases = "".join(
+            f'{hosts.address(n)}) exec {shlex.join(hosts.command(n))} sh -c "$*" ;;\n'
+            for n in range(hosts.count)
+        )
+        unknown = '*) echo "no host $address" >&2; exit 1 ;;\nesac\n'
+        self._agent.write_text(AGENT + cases + unknown, encoding="utf-8")
+        self._agent.chmod(0o700)

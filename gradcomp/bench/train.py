@@ -1,0 +1,318 @@
+"""Train with several methods of exchange over links of a given rate: what a step takes, what is
+sent, what it learns.
+
+With --hosts N the ranks run on N hosts that are made on this machine, network namespaces with
+shaped links (root, iproute2), each on its share of the cores. With --hosts 0 they talk over
+loopback, where nothing is slow. Under a launcher (gradcomp.launch, torchrun, mpirun, srun) the
+ranks are those that it has started, on real machines with their own links. A method that hangs or
+crashes is a row that says so; the others finish.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import math
+import os
+import signal
+import sys
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from gradcomp.arguments import Parser
+from gradcomp.bench import workloads
+from gradcomp.bench.about import save_json
+from gradcomp.bench.hosts import INTERFACE, Hosts, NoHosts
+from gradcomp.bench.measure import measure_methods
+from gradcomp.bench.methods import DEFAULT, GRAMMAR, NONE, NOOP, parse
+from gradcomp.bench.mpi import Mpiexec
+from gradcomp.bench.optimizers import OPTIMIZERS
+from gradcomp.bench.options import add_option, add_options
+from gradcomp.bench.predict import largest_bucket, predict
+from gradcomp.bench.ranks import Place, RankFailed, all_cores, cores_of, run
+from gradcomp.bench.step_table import crossings, row_of, table_of
+from gradcomp.bench.sweep import bar
+from gradcomp.bench.trainer import Task, run_task
+from gradcomp.bench.workloads import Workload
+from gradcomp.plan.links import Link, parse_link
+from gradcomp.plan.rates import Rates
+from gradcomp.plan.workload import Transport
+
+EPILOG = f"""{GRAMMAR}
+workloads: {", ".join(workloads.WORKLOADS)}, random:N (N values without a task)
+
+columns: step, p95     milliseconds of the slowest rank, median and 95th percentile
+         exposed       what of it a step of noop does not take: DDP with a hook that averages
+                       nothing (of local steps and fsdp2, which are without DDP: a step of none)
+         / bound       exposed, over the larger of what the exchange computes and what the link
+                       needs for the bytes
+         planner       what gradcomp.plan expects, and how far off that is
+         sent          bytes on the interface (--hosts) or counted by gradcomp, a step and rank
+         CPU           of rank 0, exchange included
+         hidden        share of the exchange that backward hides
+
+examples:
+  python -m gradcomp.bench train --hosts 2 --link 1gbit --workload mlp
+  python -m gradcomp.bench train --hosts 4 --link 100mbit --workload gpt-1m --data DIR \\
+    --steps 200 --target 2.5
+  # where does it stop paying?
+  python -m gradcomp.bench train --hosts 2 4 --link 100mbit 1gbit 10gbit none \\
+    --methods fp32 terngrad onebit
+  # real machines, their own links
+  python -m gradcomp.launch -n 4 --hostfile hosts -m gradcomp.bench train --workload mlp
+  python -m gradcomp.bench train --hosts 0 --workload lenet --data DIR \\
+    --methods fp32 terngrad powersgd4
+"""
+
+
+@dataclass
+class Case:
+    """One number of ranks and one link, and the rows that were measured there.
+
+    Attributes:
+        ranks: their number.
+        link: its name; "loopback" and "as it is" are links, too.
+        latency_s: that could be made; None where no hosts were.
+        over: transport of compressed bytes.
+        rows: of methods.
+    """
+
+    ranks: int
+    link: str
+    latency_s: float | None = None
+    over: str = "gloo"
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return what reads the command line."""
+    out = Parser(prog="python -m gradcomp.bench train", description=__doc__, epilog=EPILOG)
+    hosts = "numbers of hosts to make on this machine, measured in turn; 0 stands for loopback"
+    link = "rates of every host's link, measured in turn: 100mbit, 1gbit, 10gbit, or none for no"
+    link += " limit"
+    over = (
+        "transport of compressed bytes: gloo, or the MPI of mpi4py, whose mpiexec then starts the"
+    )
+    over += " ranks"
+    latency = "latency of every link, such as 1ms, where the kernel has netem (default: none added)"
+    data = "folder with prose.txt.gz, fashion-mnist/ and cifar10_jpeg.npz"
+    optimizer = "optimizer to train with (default: sgd for images and mlp, adamw for text)"
+    points = "tests during a training with --curve or --target, the last one at the end"
+    target = "accuracy or loss for which the seconds until it is reached are shown (default: none)"
+    options = {
+        "hosts": ([2], "N", hosts),
+        "ranks": (2, "N", "ranks to start with --hosts 0"),
+        "link": (["1gbit"], "RATE", link),
+        "over": ("gloo", ("gloo", "mpi"), over),
+        "latency": (str, "TIME", latency),
+        "workload": ("mlp", "NAME", "model and data to train, listed below"),
+        "data": (Path(), "DIR", data),
+        "optimizer": (str, OPTIMIZERS, optimizer),
+        "methods": (list(DEFAULT), "METHOD", "ways of exchanging gradients, listed below"),
+        "steps": (30, "N", "optimizer steps of each training"),
+        "batch": (int, "N", "samples of a rank's minibatch (default: those of the workload)"),
+        "seed": (0, "N", "seed of weights and data"),
+        "curve": (False, "", "test now and then and at the end, and show accuracy or loss"),
+        "points": (10, "N", points),
+        "target": (float, "X", target),
+        "hang": (60.0, "S", "seconds of silence after which a method counts as hung"),
+    }
+    add_options(out, options)
+    add_option(out, "json", "write every number to this file, each row as soon as it is measured")
+    return out
+
+
+def main(argv: list[str]) -> int:
+    """Run `python -m gradcomp.bench train` with these words; return the exit status: 1 where a
+    method failed.
+    """
+    args = parser().parse_args(argv)
+    launch = importlib.import_module("gradcomp.launch")
+    job = launch.environment()
+    launched = int(job["WORLD_SIZE"]) if int(job["WORLD_SIZE"]) > 1 else 0
+    if launched:
+        launch.export_environment()  # for the processes that each rank starts
+    before = signal.signal(signal.SIGTERM, _stop)  # hosts are removed on the way out
+    cases: list[Case] = []
+    try:
+        _check(args, launched)
+        workload = workloads.find(args.workload, args.data, args.batch or 0)
+        args.optimizer = args.optimizer or next(iter(workload.settings.rates))
+        for case, link in _cases(args, launched):
+            workload.check(args.optimizer, case.ranks)
+            cases.append(case)
+            with contextlib.ExitStack() as made:
+                hosts = made.enter_context(Hosts(case.ranks, link)) if link is not None else None
+                mpi = made.enter_context(Mpiexec(hosts)) if args.over == "mpi" else None
+                if hosts is not None:
+                    case.latency_s = hosts.latency_s
+                place = Place(case.ranks, hosts, mpi, bool(launched))
+                _run_case(args, workload, cases, place)
+    except (NoHosts, ValueError, FileNotFoundError) as error:
+        print(f"gradcomp.bench train: {error}", file=sys.stderr)
+        return 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if int(job["RANK"]) == 0:
+        _show(args, workload, cases)
+    return 1 if any(row.get("failed") for case in cases for row in case.rows) else 0
+
+
+def _check(args: argparse.Namespace, launched: int) -> None:
+    for name in args.methods:
+        parse(name)
+    hosts_are_right = args.hosts == [0] or min(args.hosts) >= 2
+    if not hosts_are_right or args.ranks < 2 or args.steps < 5 or not args.hang > 0:
+        raise ValueError(
+            "--hosts takes 0 or numbers of at least 2, --ranks at least 2, --steps at least 5,"
+            " --hang more than 0"
+        )
+    if (args.batch is not None and args.batch < 1) or args.points < 1:
+        raise ValueError("--batch and --points take at least 1")
+    if launched and args.over == "mpi":
+        raise ValueError(
+            "--over mpi starts ranks itself: run it without a launcher, with --hosts N or --hosts 0"
+        )
+
+
+def _cases(args: argparse.Namespace, launched: int) -> list[tuple[Case, Link | None]]:
+    """Return what to measure, and the link of hosts that are to be made."""
+    links = [parse_link("inf" if one == "none" else one, args.latency) for one in args.link]
+    if launched:
+        return [(Case(launched, "as it is"), None)]
+    if args.hosts == [0]:
+        return [(Case(args.ranks, "loopback", over=args.over), None)]
+    return [
+        (Case(count, name, over=args.over), link)
+        for count in args.hosts
+        for name, link in zip(args.link, links, strict=True)
+    ]
+
+
+def _run_case(
+    args: argparse.Namespace, workload: Workload, cases: list[Case], place: Place
+) -> None:
+    """Run every method in one place; rows are written as they come."""
+    ranks, rows, hosts = place.ranks, cases[-1].rows, place.hosts
+    names = list(dict.fromkeys([NONE, NOOP, *args.methods]))
+    curve = (args.curve or args.target is not None) and bool(workload.measure)
+    link = Link(math.inf) if hosts is None else Link(hosts.link.bits_per_s, hosts.latency_s)
+    task = Task(
+        args.workload,
+        args.optimizer,
+        NONE,
+        ranks,
+        args.steps,
+        seed=args.seed,
+        batch=args.batch or 0,
+        data=str(args.data),
+        interface=INTERFACE if hosts is not None else "",
+        over=args.over,
+    )
+    lower, rate = workload.lower_is_better, link.bits_per_s
+    mine = int(os.environ["RANK"]) if place.launched else 0
+    rates, transport = Rates(), Transport()
+    # results and row of a step without an exchange
+    without: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {}
+    with bar(shown=not mine) as progress:
+        shown = progress.add_task("codecs' speed", total=len(names) * args.steps)
+        if not place.launched:
+            rates, transport = _measure(args, largest_bucket(workload.model(), ranks), place)
+        predicted = partial(
+            predict,
+            model=workload.model(),
+            link=link,
+            rates=rates,
+            ranks=ranks,
+            cores=len(cores_of(0, ranks)),
+            transport=transport,
+            over_mpi=args.over == "mpi",
+        )
+        for number, name in enumerate(names):
+            progress.update(shown, description=name, completed=number * args.steps)
+            points = args.points if curve and name not in (NONE, NOOP) else 0
+            one, here = replace(task, method=name, points=points), replace(place, shift=1 + number)
+
+            def on_step(step: int, first: int = number * args.steps) -> None:
+                progress.update(shown, completed=first + step)
+
+            try:
+                results = run_task(one, here, args.hang, on_step)
+            except RankFailed as error:
+                rows.append({"method": name, "failed": str(error)})
+                results = []
+            if results:
+                alone, base = without.get(NONE if parse(name).without_ddp else NOOP, ([], None))
+                guess = predicted(name, alone) if alone and not place.launched else None
+                row = row_of(name, results, base, guess, args.target, lower=lower, bits_per_s=rate)
+                rows.append(row)
+                if name in (NONE, NOOP):
+                    without[name] = results, rows[-1]
+            if not mine:
+                given = {key: v for key, v in vars(args).items() if key not in ("json", "data")}
+                found = [asdict(case) for case in cases]
+                save_json(args.json, benchmark="train", arguments=given, cases=found)
+        progress.update(shown, completed=len(names) * args.steps, description="done")
+
+
+def _measure(args: argparse.Namespace, numel: int, place: Place) -> tuple[Rates, Transport]:
+    """Return what codecs and moving bytes cost the ranks over loopback, with buckets of up to
+    `numel` values; nothing if that fails.
+    """
+    found: list[Any] = []
+    try:
+        run(
+            replace(place, hosts=None),
+            measure_methods,
+            args.methods,
+            numel,
+            args.over,
+            on_message=lambda message: found.append(message) if message else None,
+            hang_s=args.hang,
+        )
+    except RankFailed:
+        return Rates(), Transport()
+    rates, transport = found[0]
+    return rates, transport
+
+
+def _show(args: argparse.Namespace, workload: Workload, cases: list[Case]) -> None:
+    console = Console()
+    measure = workload.measure if args.curve or args.target is not None else ""
+    have = len(all_cores())
+    for case in cases:
+        print_line = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+        print_line(f"{args.workload}, {args.steps} steps, {_where(args, case, have)}")
+        table = table_of(case.rows, measure, args.target)
+        # a narrow terminal wraps lines rather than cut figures
+        whole = Console(width=10_000).measure(table).maximum
+        Console(width=max(console.width, whole)).print(table, highlight=False)
+        for row in case.rows:
+            if row.get("failed"):
+                print_line(f"{row['method']}: {row['failed']}")
+    for line in crossings([(case.ranks, case.link, case.rows) for case in cases]):
+        print_line(line)
+
+
+def _where(args: argparse.Namespace, case: Case, have: int) -> str:
+    """Return ranks and link of a case in words; `have` is the number of cores of this machine."""
+    hosts = case.latency_s is not None
+    where = f"{case.ranks} {'hosts' if hosts else 'ranks'}, {case.link}"
+    if hosts and args.latency:
+        none = " (no latency: this kernel has no netem)"
+        where += f", {args.latency}" if case.latency_s else none
+    if case.over == "mpi":
+        where += ", over MPI"
+    if (hosts or case.link == "loopback") and case.ranks > have:
+        where += f"; they share {have} cores, so computing and codecs take longer than on hosts of"
+        where += " their own"
+    return where
+
+
+def _stop(number: int, frame: object) -> None:
+    sys.exit(128 + number)

@@ -1,0 +1,192 @@
+"""Methods by name: what is read, what is refused, how the planner has it, and what trains so."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from gradcomp import Block
+from gradcomp.bench import methods, trainer
+from gradcomp.bench.methods import parse, wrap
+from gradcomp.bench.models import ByteGPT
+from gradcomp.bench.optimizers import exchanging_momentum
+from gradcomp.bench.predict import planned
+from gradcomp.bench.workloads import Settings
+from gradcomp.optim import OneBitAdam, OneBitLamb, SplitLAMB, ZeroOneAdam
+from gradcomp.plan.costs import LocalSteps, plan_buckets
+from gradcomp.plan.models import find_model
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *methods.OTHERS,
+        "terngrad",
+        "block2:precondition",
+        "ternary:step=1.5,decay=0.25,group=128",
+        "onebit:rotate,exchange=all_gather,min_numel=5,slice_numel=512",
+        "onebit:double,start_step=2",
+        "json:dumps",
+        "fsdp2",
+        "fsdp2:bf16",
+        "fsdp2:onebit,weights=block8",
+        "fsdp2:onebit,weights=block8,keep",
+    ],
+)
+def test_a_method_is_read(name):
+    assert parse(name).name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("twobit", "no method named 'twobit'; there are none, noop, fp32"),
+        ("json:nothing", "module 'json' has no attribute 'nothing'"),
+        ("json:__name__", "is not a function"),
+        ("onebit:x=1", "unknown option 'x' of onebit: exempt, start_step"),
+        ("onebit:exempt=all", "exempt must be one of none, vectors, ends"),
+        ("terngrad:step=2", "terngrad has no step="),
+        ("terngrad:feedback=off", "for codecs that have"),
+        ("onebit:feedback=no", "feedback must be one of off"),
+        ("block2:rotate", "rotate is for onebit"),
+        ("bf16:second=block4", "bf16 has no second="),
+        ("onebit:second=exact", "integer sums"),
+        ("onebit:start=bf16,start_step=3", "bf16 is not one"),
+        ("onebit:start=block4", "start_step=N"),
+        ("onebit:momentum", "needs a codec and a warm-up"),
+        ("bf16:momentum,start_step=3", "needs a codec"),
+        ("onebit:momentum=moving,start_step=3", "must be one of frozen"),
+        ("onebit:momentum=renewed,start=block4,start_step=3", "take turns"),
+        ("onebit:momentum,double,start_step=3", "do not wait for half a minibatch"),
+        ("onebit:precondition,feedback=off", "forgotten"),
+        ("onebit:double,feedback=off", "double buffering has neither"),
+        ("onebit:double,every=3", "double buffering has neither"),
+        ("onebit:fragments=2", "every=H"),
+        ("onebit:every=3,feedback=off", "exclude momentum"),
+        ("bf16:every=3", "need a codec"),
+        ("none:every=3", "need a codec"),
+        ("terngrad:every=x", "invalid literal"),
+        ("terngrad:every=3,alpha=x", "could not convert"),
+        ("fp16:min_numel=3", "fp16 takes no options but those of local steps"),
+        ("fsdp2:", "no method named ''"),
+        ("fsdp2:fp16", "FSDP2 takes"),
+        ("topk", "TopK was removed"),
+        ("fsdp2:ternery", "ternery"),
+        ("fsdp2:terngrad,keep", "no method named 'terngrad,keep'"),
+        ("fsdp2:terngrad,weights=onebit", "fsdp2:terngrad,weights=onebit"),
+        ("fsdp2,weights=block8", "fsdp2,weights=block8"),
+        ("fsdp2:terngrad:precondition", "under FSDP2 a codec takes"),
+        ("fsdp2:onebit:every=3", "under FSDP2 a codec takes"),
+        ("diloco:onebit:30,delay=5", "now: onebit:every=30,delay=5"),
+        ("diloco:terngrad:3,start_step=9,start_codec=block4", "every=3,start_step=9,start=block4"),
+        ("diloco", "now: CODEC:every=H"),
+    ],
+)
+def test_a_wrong_method_is_refused(name, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        parse(name)
+
+
+def test_options_reach_the_codec_and_the_entry_point():
+    method = parse(
+        "onebit:every=30,fragments=2,delay=5,outer_momentum=0.5,start_step=9,start=block4"
+    )
+    assert method.local == {"every": 30, "fragments": 2, "delay": 5, "outer_momentum": 0.5}
+    assert method.options["start_step"] == 9
+    assert repr(method.options["start_codec"]) == repr(Block(4))
+    assert parse("terngrad:second=block4").codec.second_phase == "block4"
+    assert parse("ternary:step=1.5,group=128").codec.options() | {"step": 1.5, "group": 128} == (
+        parse("ternary:step=1.5,group=128").codec.options()
+    )
+    named = list(ByteGPT(8, 1, 1, 4).named_parameters())
+    assert parse("onebit").options_for(named) == {}
+    ends = parse("onebit:exempt=ends,start_step=3").options_for(named)
+    assert {"head.weight", "embedding.weight", "norm.bias"} <= set(ends["exclude"])
+    assert "blocks.0.up.weight" not in ends["exclude"] and ends["start_step"] == 3
+
+
+def test_optimizers_whose_momentum_travels():
+    parameters = [nn.Parameter(torch.zeros(3))]
+    for value, kind in {"": OneBitAdam, "=frozen": OneBitAdam, "=renewed": ZeroOneAdam}.items():
+        method = parse(f"block4:momentum{value},start_step=7")
+        adam = torch.optim.AdamW(parameters, lr=0.25, betas=(0.5, 0.75), eps=1e-3)
+        (made,) = exchanging_momentum([adam], method.momentum, method.options["start_step"])
+        group = made.param_groups[0]
+        assert type(made) is kind
+        assert (group["lr"], group["betas"], group["eps"]) == (0.25, (0.5, 0.75), 1e-3)
+        assert made.wants_gradients(6) and not made.wants_gradients(7)
+        assert "start_step" not in method.options_for([])
+    (lamb,) = exchanging_momentum([SplitLAMB(parameters)], "frozen", 7)
+    assert type(lamb) is OneBitLamb
+    with pytest.raises(ValueError, match="there is no SGD whose momentum travels"):
+        exchanging_momentum([torch.optim.SGD(parameters)], "frozen", 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "over_mpi", "exchange", "second_phase"),
+    [
+        ("fp32", 2, True, "all_gather", ""),
+        ("fp32", 4, True, "reduce_scatter", "fp32"),
+        ("terngrad", 2, False, "all_gather", ""),
+        ("terngrad", 4, False, "reduce_scatter", "exact"),
+        ("terngrad", 8, False, "reduce_scatter", "block4"),
+        ("onebit", 2, False, "all_gather", ""),
+        ("onebit:exchange=all_gather", 8, False, "all_gather", ""),
+        ("terngrad:every=30,fragments=2,delay=5", 8, False, "reduce_scatter", "block4"),
+    ],
+)
+def test_the_planner_knows_the_method_as_it_travels(
+    name, world_size, over_mpi, exchange, second_phase
+):
+    method = planned(name, world_size, over_mpi=over_mpi)
+    assert method.exchange == exchange
+    assert exchange == "all_gather" or method.second_phase == second_phase
+    assert method.local == (LocalSteps(30, 2, 5) if "every" in name else None)
+    assert plan_buckets(method, find_model("lenet").parameters, world_size)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["powersgd1", "block2:precondition", "onebit:double", "terngrad:every=30,start_step=9"],
+)
+def test_the_planner_does_not_know(name):
+    assert planned(name, 2) is None
+
+
+def averages(name):
+    """Return whether later averages of the same gradients equal the first."""
+    torch.manual_seed(torch.distributed.get_rank())
+    x = torch.randn(8, 64)
+    torch.manual_seed(0)
+    workload = SimpleNamespace(
+        loss=lambda model, x: model(x)[:, :2].sum(), settings=Settings(1, 8, None, 0.0, {})
+    )
+    model = nn.Linear(64, 4)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.0)]
+    ready = wrap(model, parse(name), lambda m: optimizers, min_numel=0)
+    grads = []
+    for _ in range(3):
+        trainer._step(ready, workload, model, x)
+        grads.append(model.weight.grad.clone())
+    ready.state.close()
+    return [torch.equal(grads[0], other) for other in grads[1:]]
+
+
+@pytest.mark.parametrize(("name", "same"), [("onebit", False), ("onebit:feedback=off", True)])
+def test_without_feedback_every_step_is_a_first_one(gloo, name, same):
+    """The same gradients give the same average again, which residuals would change."""
+    assert gloo(2, averages, name) == [[same, same]] * 2
+
+
+def rounded():
+    model = nn.Linear(1, 1, bias=False)
+    ready = wrap(model, parse("bf16"), lambda m: [torch.optim.SGD(m.parameters(), lr=0.0)])
+    x = torch.tensor([[1.0 + 2**-9], [3.0]])[torch.distributed.get_rank()]
+    (ready.model(torch.ones(1, 1)) * 0 + model.weight * x).sum().backward()
+    return model.weight.grad.item(), trainer._total_nbytes(ready, 1, 2)
+
+
+def test_bf16_rounds_before_and_after_the_sum(gloo):
+    assert gloo(2, rounded) == [(2.0, 2)] * 2

@@ -1,0 +1,105 @@
+"""Measuring ranks at hand: the fits, a whole measurement over gloo, the program under --measure."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from gradcomp.bench import measure
+from gradcomp.bench.predict import planned
+from gradcomp.bench.ranks import run_ranks
+from gradcomp.plan import Rates, Transport, calibrate, find_model
+from gradcomp.plan.rates import StageRate
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("alpha", "beta", "seconds"),
+    [
+        (1e-4, 1e-9, None),
+        (0.0, 1e-9, None),
+        (1e-4, 0.0, None),
+        (0.0, 2e-9, [1e-6, 1e-4, 1e-3, 1e-2]),  # faster than in proportion: alpha would be negative
+    ],
+)
+def test_alpha_and_beta_are_found(alpha, beta, seconds):
+    sizes = [1e3, 1e5, 1e6, 1e7]
+    found = measure.fit_alpha_beta(sizes, seconds or [alpha + beta * s for s in sizes])
+    tolerance = pytest.approx(beta, abs=1e-15, rel=0 if seconds is None else 1)
+    assert found == (pytest.approx(alpha, abs=1e-12), tolerance)
+
+
+def test_a_measurement_becomes_a_workload():
+    transport = Transport({"all_gather": 1e-3}, {})
+    found = measure.Measured(2, 64, 1e-3, 0.4, 2e-3, 4e-3, Rates(), transport, 1.0)
+    lenet, other = find_model("lenet"), find_model("resnet50")
+    work = found.workload(lenet)
+    assert (work.minibatch, work.overlaps) == (128, True)
+    assert (work.t_frame, work.t_update) == (pytest.approx(1e-3), pytest.approx(2e-3))
+    larger = found.workload(other, minibatch=8)
+    assert larger.minibatch == 8 and larger.t_post == 0
+    assert larger.t_frame == pytest.approx(1e-3 * other.forward_flops / lenet.forward_flops)
+    assert larger.t_update == pytest.approx(2e-3 * other.numel / lenet.numel)
+
+
+def rates_of_the_slowest():
+    """Rank 0 is slow in one stage, rank 1 in the other."""
+    one, two = (0.1, 5e-324) if measure.dist.get_rank() else (5e-324, 0.3)
+    own = {"m": {"encode": StageRate(one, per_value_s=two), "decode": StageRate(two)}}
+    return measure._slowest_rates(Rates(own)), measure.slowest([one, two, one])
+
+
+def test_the_slowest_rank_counts_to_the_last_bit(gloo):
+    slow = {"encode": StageRate(0.1, per_value_s=0.3), "decode": StageRate(0.3)}
+    assert gloo(2, rates_of_the_slowest) == [(Rates({"m": slow}), 0.1)] * 2
+
+
+def test_sizes_that_do_not_share_out_are_refused():
+    with pytest.raises(ValueError, match=r"sizes must be multiples of 512, got \(100,\)"):
+        calibrate(sizes=(100,))
+    with pytest.raises(ValueError, match="world_sizes must be powers of two"):
+        calibrate(world_sizes=(6,))
+
+
+def measure_quickly(rank, emit):
+    measure.REPEATS = 2
+    # so many values that codecs take longer than calls do, a busy machine's too
+    measure.measure(emit, [planned("terngrad", 2)], steps=6, largest=262_144)
+
+
+@pytest.mark.timed  # of a fit to seconds that somebody else has taken part of, nothing may be left
+def test_all_ranks_measure_the_same():
+    results = []
+    run_ranks(2, measure_quickly, on_message=results.append)
+    first, second = results
+    assert first == second and first.ranks == 2
+    assert set(first.transport.alpha_s) == set(measure.KINDS)
+    assert first.t_frame > 0 and 0 < first.forward_share < 1
+    assert first.rates.stages["terngrad all_gather"]["encode"].per_value_s > 0
+
+
+def plan(*options):
+    command = [sys.executable, "-m", "gradcomp.plan", "--measure", *options]
+    alone = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=200, env=alone
+    )
+
+
+def test_the_program_measures_with_ranks_of_its_own(tmp_path):
+    out = plan("--ranks", "2", "--json", str(tmp_path / "plan.json"))
+    assert out.returncode == 0, out.stderr
+    assert "2 ranks at once" in out.stdout and "all_to_all: " in out.stdout
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert {r["nodes"] for r in found["rows"]} == {1, 2}
+    assert found["model"] == "LeNet" and found["minibatch"] == 128
+    assert "AdaGrad" in out.stdout and "(--post-time)" in out.stdout
+
+
+def test_measuring_without_ranks_says_how_to_get_some():
+    out = plan()
+    assert out.returncode == 2
+    assert "--ranks 2 starts some here" in out.stderr and out.stderr.count("\n") == 1
