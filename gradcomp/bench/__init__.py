@@ -1,5 +1,5 @@
-"""Measurements of gradcomp: ``python -m gradcomp.bench NAME`` (demo, codec, ratio).
+"""Benchmarks: ``python -m gradcomp.bench NAME``; ``--help`` lists all of them.
 
-Importing this package imports none of them; every benchmark needs the extra ``bench`` (rich,
-matplotlib, scikit-learn).
+Importing this package imports none of them. They need the extra ``bench`` (rich, matplotlib,
+scikit-learn).
 """

@@ -12,15 +12,15 @@ from gradcomp.arguments import suggestion
 
 BENCHMARKS = {
     "demo": "train LeNet with 2 ranks once per codec: accuracy, bytes, step time at 1 Gbit/s",
-    "codec": "GB/s of every kernel beside memcpy, and terngrad beside torch operations",
-    "accuracy": "what compression costs in accuracy: methods x optimizers x workloads, seeds",
-    "paper": "tables of papers: TernGrad's LeNet, 1 bit with and without error feedback",
-    "train": "training over slow links: step time, bytes on the interface and accuracy per method",
-    "report": "one page of the JSON files of train and accuracy in a folder, HTML or Markdown",
-    "allreduce": "packed averages beside the library's own fp32 all_reduce, over gloo and MPI",
-    "optim": "split optimizers beside torch's: milliseconds a step and bytes a weight",
+    "codec": "GB/s of every kernel compared with memcpy, terngrad with torch operations",
+    "accuracy": "accuracy per method, optimizer and workload, compared with fp32 and bf16",
+    "paper": "papers' tables again: TernGrad's LeNet, 1 bit with and without error feedback",
+    "train": "step time, bytes sent and accuracy per method, over links of a given rate",
+    "report": "one HTML or Markdown page from the JSON files of train and accuracy",
+    "allreduce": "gradcomp.all_reduce compared with fp32 all_reduce, over gloo and MPI",
+    "optim": "split optimizers compared with torch's: milliseconds a step, bytes a weight",
     "ratio": "bytes per step for real models, every codec and exchange, 2 to 64 ranks",
-    "plan": "does compression pay, on how many nodes: the same as python -m gradcomp.plan",
+    "plan": "does compression pay, and on how many nodes (python -m gradcomp.plan)",
 }
 USAGE = "usage: python -m gradcomp.bench NAME [options]      (NAME --help lists its options)"
 

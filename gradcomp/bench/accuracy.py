@@ -27,11 +27,11 @@ from gradcomp.bench import plots
 from gradcomp.bench.about import save_json, table
 from gradcomp.bench.methods import DEFAULT, GRAMMAR, parse
 from gradcomp.bench.optimizers import OPTIMIZERS
-from gradcomp.bench.options import Option, add_option, add_options
+from gradcomp.bench.options import Option, add_options
 from gradcomp.bench.ranks import RankFailed
 from gradcomp.bench.sweep import Result, append, finished, key_of, run_all
 from gradcomp.bench.trainer import Task
-from gradcomp.bench.workloads import WORKLOADS, Workload
+from gradcomp.bench.workloads import WORKLOADS, Workload, find
 
 CASE = ("workload", "optimizer", "workers", "steps")  # what methods are compared under
 WITHIN = 0.05  # nats or points that local steps may cost
@@ -48,25 +48,19 @@ def parser() -> argparse.ArgumentParser:
     out = Parser(prog="python -m gradcomp.bench accuracy", description=__doc__, epilog=EPILOG)
     text = "folder with prose.txt.gz, fashion-mnist/ and cifar10_jpeg.npz"
     out.add_argument("--data", type=Path, required=True, metavar="DIR", help=text)
-    methods = "ways of exchanging gradients, listed below"
-    within = (
-        "largest loss over fp32 every step, in nats or points, of the longest local steps shown"
-    )
+    within = "nats or points that local steps may cost; the longest that cost less are printed"
     options: dict[str, Option] = {
         "workloads": (["gpt-1m"], WORKLOADS, "models and data to train"),
         "optimizers": (["adamw"], OPTIMIZERS, "optimizers to train with"),
-        "methods": (list(DEFAULT), "METHOD", methods),
+        "methods": (list(DEFAULT), "METHOD", "ways of exchanging gradients, listed below"),
         "workers": ([4], "N", "numbers of workers that average their gradients"),
         "steps": (int, "N", "optimizer steps of each training (default: those of the workload)"),
         "batch": (int, "N", "samples of a worker's minibatch (default: those of the workload)"),
         "factors": ([1.0], "X", "factors of the workload's rate, which is a usual one for fp32"),
         "within": (WITHIN, "X", within),
     }
-    add_options(out, options)
-    for name in ("seeds", "jobs"):
-        add_option(out, name)
-    text = "folder for runs.jsonl, accuracy.json and accuracy.png"
-    add_options(out, {"out": (Path("accuracy"), "DIR", text)})
+    options["out"] = Path("accuracy"), "DIR", "folder for runs.jsonl, accuracy.json, accuracy.png"
+    add_options(out, options, ("seeds", "jobs"))
     return out
 
 
@@ -112,7 +106,7 @@ def run_and_show(
     """
     try:
         names = dict.fromkeys(task.workload for task in tasks)
-        workloads = {name: WORKLOADS[name](data) for name in names}
+        workloads = {name: find(name, data) for name in names}
         runs = [_completed(task, workloads[task.workload], data) for task in tasks]
         lines = file.parent / "runs.jsonl"
         results = finished(lines, runs)

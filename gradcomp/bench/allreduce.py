@@ -8,10 +8,9 @@ run, after a warm-up of each. algbw = bytes of the fp32 tensor / seconds, busbw 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import itertools
-import json
-import subprocess
 import sys
 import time
 from functools import partial
@@ -25,15 +24,15 @@ from rich.console import Console
 import gradcomp
 from gradcomp.arguments import Parser, count, counts, words
 from gradcomp.bench.about import save_json, table
-from gradcomp.bench.options import add_option
-from gradcomp.bench.ranks import Emit, RankFailed, run_ranks
+from gradcomp.bench.mpi import Mpiexec
+from gradcomp.bench.options import add_options
+from gradcomp.bench.ranks import Emit, Place, RankFailed, run
 from gradcomp.codecs import resolve
 from gradcomp.exchange.sizing import predict_bytes
 
 CODECS = ("terngrad", "onebit")
 SIZES = "4K,16K,64K,256K,1M,4M,16M,64M,100000000,256M"
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-MARK = "bench-allreduce "
 TIMEOUT_S = 120.0
 
 
@@ -51,10 +50,8 @@ def sizes(text: str) -> list[int]:
     return out
 
 
-def run_rank(_: int, emit: Emit, over: str, settings: dict[str, Any]) -> None:
-    """Time every codec at every size in one rank, which its communicator numbers; rank 0 emits
-    the rows.
-    """
+def run_rank(emit: Emit, over: str, settings: dict[str, Any]) -> None:
+    """Time every codec at every size; rank 0 emits the rows."""
     torch.set_num_threads(settings["threads"])
     comm: Any
     library: Any = dist.all_reduce
@@ -109,29 +106,6 @@ def row_of(over: str, ranks: int, codec: str, nbytes: int, seconds: Any, fp32: A
     }
 
 
-def measure(over: str, ranks: int, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Run one transport with one number of ranks and append the rows.
-
-    Raises:
-        RuntimeError: a rank failed; the message is what it printed.
-    """
-    if over == "gloo":
-        try:
-            run_ranks(ranks, run_rank, over, settings, on_message=rows.append)
-        except RankFailed as error:
-            raise RuntimeError(str(error)) from error
-        return
-    program = ["-m", "gradcomp.launch", "-n", str(ranks), "-m", "gradcomp.bench.allreduce"]
-    command = [sys.executable, *program, json.dumps(settings)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(
-            f"{' '.join(program)} ended with {done.returncode}:\n{done.stderr[-2000:]}"
-        )
-    found = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
-    rows += [json.loads(line.removeprefix(MARK)) for line in found]
-
-
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = Parser(
@@ -148,7 +122,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("codecs", words(*CODECS), ",".join(CODECS), f"codecs, a list out of {choices}")
     add("threads", count, 1, "kernel threads of each rank")
     add("repeat", count, 40, "repetitions up to 8M; fewer of larger sizes, at least 5")
-    add_option(parser, "json")
+    add_options(parser, {}, ["json"])
     args = parser.parse_args(argv)
     if min(args.ranks) < 2:
         parser.error(f"--ranks takes at least 2 ranks, got {min(args.ranks)}")
@@ -158,21 +132,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     args = parse(argv)
-    if "mpi" in args.over and importlib.util.find_spec("mpi4py") is None:
-        print(
-            "gradcomp.bench allreduce: mpi4py is not installed: pip install 'gradcomp[mpi]'",
-            file=sys.stderr,
-        )
-        return 2
     settings = {key: getattr(args, key) for key in ("sizes", "codecs", "repeat", "threads")}
     rows: list[dict[str, Any]] = []
     try:
-        for over, ranks in itertools.product(args.over, args.ranks):
-            with Console(stderr=True).status(f"{over}, N = {ranks}"):
-                measure(over, ranks, settings, rows)
-    except RuntimeError as error:
+        with contextlib.ExitStack() as made:
+            mpi = made.enter_context(Mpiexec(None)) if "mpi" in args.over else None
+            for over, ranks in itertools.product(args.over, args.ranks):
+                place = Place(ranks, mpi=mpi if over == "mpi" else None)
+                with Console(stderr=True).status(f"{over}, N = {ranks}"):
+                    run(place, run_rank, over, settings, on_message=rows.append)
+    except (ValueError, RankFailed) as error:
         print(f"gradcomp.bench allreduce: {error}", file=sys.stderr)
-        return 1
+        return 1 if isinstance(error, RankFailed) else 2
     heads = ("over", "codec", "N", "bytes", "ms", "busbw, GB/s", "x fp32 time")
     cells = []
     for r in rows:
@@ -182,8 +153,3 @@ def main(argv: list[str] | None = None) -> int:
     Console().print(table(heads, cells, left=2))
     save_json(args.json, rows=rows)
     return 0
-
-
-if __name__ == "__main__":
-    settings = json.loads(sys.argv[1])
-    run_rank(0, lambda row: print(MARK + json.dumps(row), flush=True), "mpi", settings)

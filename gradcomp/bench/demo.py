@@ -33,7 +33,7 @@ from gradcomp.bench.about import table
 from gradcomp.bench.data import ImageData, load, save
 from gradcomp.bench.methods import NONE
 from gradcomp.bench.models import LeNet
-from gradcomp.bench.options import add_option, add_options
+from gradcomp.bench.options import add_options
 from gradcomp.bench.predict import planned, predict
 from gradcomp.bench.ranks import RankFailed, cores_of, warm_context
 from gradcomp.bench.sweep import Result, run_all
@@ -79,8 +79,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "phases": (False, "", phases),
         "out": (Path(), "DIR", "folder for demo.json and demo.png"),
     }
-    add_options(parser, options)
-    add_option(parser, "seeds")
+    add_options(parser, options, ["seeds"])
     args = parser.parse_args(argv)
     codecs = [name.strip() for name in args.codecs.split(",") if name.strip()]
     if set(codecs) - set(CODECS) or not codecs or len(set(codecs)) != len(codecs):

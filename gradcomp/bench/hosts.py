@@ -1,8 +1,8 @@
 """Hosts on one machine: network namespaces joined by a bridge, with links of a given rate.
 
-A bench has namespaces of its own, its bridge in one of them: the machine's network stays as it is
-and two benches at once do not meet. Namespaces are removed at the end. Their names hold the number
-of the process that made them, so those of a killed bench are found and removed by the next one.
+Every run makes its own namespaces, one of them with the bridge, so the machine's network does not
+change and two runs do not disturb each other. Namespaces are removed at the end. Their names hold
+the id of the process that made them: the next run finds and removes those of a killed one.
 """
 
 from __future__ import annotations

@@ -100,16 +100,14 @@ class Method:
         bits: a value that `hook` sends, where it is known.
         exempt: which tensors travel in fp32: a key of `PRESETS`.
         options: of `gradcomp.ddp.register`.
-        momentum: "" for gradients that travel; "frozen" or "renewed" for momenta, of a variance as
-            1-bit Adam's or as 0/1 Adam's, with a warm-up of `start_step` (until then the variance
-            is renewed).
-        feedback: whether residuals are kept; otherwise every step forgets what its codes have left
-            out.
+        momentum: "" averages gradients; "frozen" (1-bit Adam) and "renewed" (0/1 Adam) average
+            momenta after a warm-up of `start_step` steps.
+        feedback: whether residuals are kept; otherwise they are zero again after every step.
         double: half minibatches in turns (`gradcomp.onebit_sgd.DoubleBuffer`) in place of DDP.
-        local: of `gradcomp.DiLoCo`, and ``outer_lr`` and ``outer_momentum``: weights' changes are
-            averaged now and then; empty: gradients are, every step.
+        local: options of `gradcomp.DiLoCo`, ``outer_lr`` and ``outer_momentum``; empty: gradients
+            are averaged every step.
         sharded: FSDP2 in place of DDP.
-        weights, keep: of FSDP2: what packs weights, and whether backward takes those of forward.
+        weights, keep: codec of FSDP2's weights, and whether they are kept for backward.
     """
 
     name: str
@@ -375,7 +373,7 @@ def _own_hook(name: str) -> Hook:
     """Return the function that ``module:factory`` names.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the module or the function does not exist.
     """
     module, _, word = name.partition(":")
     try:

@@ -1,8 +1,8 @@
 """mpiexec for the ranks of a bench, on this machine or across its hosts (`gradcomp.bench.hosts`).
 
 The MPI is that of this interpreter's mpi4py. A host is a network namespace of this machine, so a
-script that enters it stands in for ssh. Left to itself the MPI would find all ranks on one machine
-and use its memory; it is told to use TCP alone, over the interface that the ranks share.
+script that enters it replaces ssh. By default the MPI would find all ranks on one machine and use
+shared memory; environment variables restrict it to TCP over the interface of the hosts.
 """
 
 from __future__ import annotations
@@ -85,9 +85,7 @@ class Mpiexec(contextlib.ExitStack):
         return [*hosts.command(0), *words]
 
     def environment(self, interface: str) -> dict[str, str]:
-        """Return variables that keep the MPI to TCP over an interface of the hosts; none for ranks
-        that are all on this machine.
-        """
+        """Return the variables that restrict the MPI to TCP over `interface`; {} without hosts."""
         if self._hosts is None:
             return {}
         return {

@@ -14,7 +14,7 @@ BETAS = 0.9, 0.95
 
 
 def _decayed(model: nn.Module) -> list[dict[str, object]]:
-    """Return groups with a weight decay of 0.1 for matrices, and none for norms and biases."""
+    """Return groups with a weight decay of 0.1 for matrices and 0 for norms and biases."""
     parameters = list(model.parameters())
     return [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1},
@@ -38,14 +38,15 @@ def muon(model: nn.Module, lr: float) -> list[Optimizer]:
     rest = [p for p in model.parameters() if id(p) not in chosen]
     return [
         torch.optim.Muon(hidden, lr=lr, weight_decay=0.1),
-        AdamW(rest, lr=lr / 10, betas=BETAS, weight_decay=0.0),
+        AdamW(rest, lr=lr / 10, betas=BETAS, weight_decay=0.0, fused=True),
     ]
 
 
 # return the optimizers of a model, whose weights are fp32, at a rate
 OPTIMIZERS: dict[str, Callable[[nn.Module, float], list[Optimizer]]] = {
     "sgd": lambda model, lr: [SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=5e-4)],
-    "adamw": lambda model, lr: [AdamW(_decayed(model), lr=lr, betas=BETAS)],
+    # fused: one pass, several times as fast as torch's loop over operations
+    "adamw": lambda model, lr: [AdamW(_decayed(model), lr=lr, betas=BETAS, fused=True)],
     "lamb": lambda model, lr: [SplitLAMB(_decayed(model), lr=lr, betas=BETAS)],  # torch has none
     "adagrad": lambda model, lr: [Adagrad(model.parameters(), lr=lr)],
     "muon": muon,
@@ -67,7 +68,7 @@ def exchanging_momentum(optimizers: list[Optimizer], kind: str, warm_up: int) ->
         warm_up: steps before that.
 
     Raises:
-        ValueError: of another optimizer there is none.
+        ValueError: there is no such relative of the optimizer.
     """
     make = EXCHANGING.get((type(optimizers[0]), kind)) if len(optimizers) == 1 else None
     if make is None:

@@ -10,17 +10,18 @@ from typing import Any
 
 # default (or only its type), metavar (or the choices), help without the default
 Option = tuple[Any, str | Iterable[str], str]
-OPTIONS: dict[str, Option] = {
+COMMON: dict[str, Option] = {
     "seeds": (3, "N", "trainings per method, with seeds 0 to N - 1"),
     "jobs": (os.cpu_count() or 1, "N", "trainings at a time, each on one core"),
-    "out": (Path, "DIR", "folder for the results"),
     "json": (Path, "FILE", "write the measurements to this file"),
     "plot": (Path, "FILE", "draw the measurements into this file (PNG, SVG or PDF)"),
 }
 
 
-def add_options(parser: argparse.ArgumentParser, options: Mapping[str, Option]) -> None:
-    """Add options to a parser.
+def add_options(
+    parser: argparse.ArgumentParser, options: Mapping[str, Option], common: Iterable[str] = ()
+) -> None:
+    """Add options to a parser, and after them those of `COMMON` that are named.
 
     A list as default makes an option that takes several values. False makes a switch. A type in
     place of a default makes an option that may be missing (None): its help says what that means.
@@ -28,8 +29,10 @@ def add_options(parser: argparse.ArgumentParser, options: Mapping[str, Option]) 
     Args:
         parser: of the benchmark.
         options: default, metavar or choices, and help of each, by name without dashes.
+        common: names of rows of `COMMON`.
     """
-    for name, (default, values, text) in options.items():
+    rows = {**options, **{name: COMMON[name] for name in common}}
+    for name, (default, values, text) in rows.items():
         settings: dict[str, Any] = {"help": text}
         if default is False:
             settings["action"] = "store_true"
@@ -44,9 +47,3 @@ def add_options(parser: argparse.ArgumentParser, options: Mapping[str, Option]) 
         if values:
             settings |= {"metavar": values} if isinstance(values, str) else {"choices": values}
         parser.add_argument(f"--{name}", **settings)
-
-
-def add_option(parser: argparse.ArgumentParser, name: str, text: str = "") -> None:
-    """Add the option ``--name`` of `OPTIONS`, with a help text of the benchmark's own if given."""
-    default, values, own = OPTIONS[name]
-    add_options(parser, {name: (default, values, text or own)})

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from gradcomp.arguments import Parser
 from gradcomp.bench.accuracy import run_and_show
-from gradcomp.bench.options import add_option, add_options
+from gradcomp.bench.options import Option, add_options
 from gradcomp.bench.trainer import Task
 
 
@@ -68,11 +68,10 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("table", choices=TABLES, help="table to make again, listed below")
     text = "folder with mnist/ and cifar10_jpeg.npz"
     out.add_argument("--data", type=Path, required=True, metavar="DIR", help=text)
-    text = "optimizer steps of each training (default: those of the table)"
-    add_options(out, {"steps": (int, "N", text)})
-    for name in ("seeds", "jobs"):
-        add_option(out, name)
-    add_option(out, "out", "folder for runs.jsonl, TABLE.json and TABLE.png (default: paper-TABLE)")
+    steps = "optimizer steps of each training (default: those of the table)"
+    folder = "folder for runs.jsonl, TABLE.json and TABLE.png (default: paper-TABLE)"
+    options: dict[str, Option] = {"steps": (int, "N", steps), "out": (Path, "DIR", folder)}
+    add_options(out, options, ("seeds", "jobs"))
     return out
 
 

@@ -98,28 +98,6 @@ def cores_of(number: int, count: int) -> tuple[int, ...]:
     return have[number * share : (number + 1) * share]
 
 
-def run_ranks(
-    world_size: int, body: Callable[..., None], *args: Any, on_message: Callable[[Any], None]
-) -> None:
-    """Run ``body(rank, emit, *args)`` in new processes of this machine, one torch thread each.
-
-    Args:
-        world_size: number of ranks.
-        body: a module-level function.
-        *args: handed to it; picklable.
-        on_message: called in this process with everything that a rank passed to ``emit``
-            (picklable), in its order.
-
-    Raises:
-        RankFailed: a rank raised or was killed; the others have been ended.
-    """
-    run(Place(world_size), _with_rank, body, *args, on_message=on_message)
-
-
-def _with_rank(emit: Emit, body: Callable[..., None], *args: Any) -> None:
-    body(dist.get_rank(), emit, *args)
-
-
 def run(
     place: Place,
     body: Callable[..., None],
@@ -379,11 +357,9 @@ def warm_context(*modules: str) -> Any:
 
 
 def _start_server() -> None:
-    """Start the server with interrupts blocked: it ignores them, but not before it has imported
-    all.
+    """Start the server with interrupts blocked: it ignores them only after its imports.
 
-    An interrupt of this program meanwhile comes when the server is known, so that `_end_server` can
-    end it.
+    An interrupt of this program is delivered when the server has started: `_end_server` ends it.
     """
     atexit.register(_end_server)
     resource_tracker.ensure_running()  # which would unblock them
@@ -406,9 +382,7 @@ def _start_server() -> None:
 
 
 def _end_server() -> None:
-    """End the server with this program: while it imports, for seconds, it would not notice that
-    nobody needs it.
-    """
+    """End the server with this program, which it would notice only after its imports."""
     pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
     if pid is not None:
         with suppress(ProcessLookupError):
@@ -416,10 +390,10 @@ def _end_server() -> None:
 
 
 def become_rank(variables: Mapping[str, str]) -> None:
-    """Make this process, forked from a server that others have in common, one of its own.
+    """Set up this process, which was forked from the server.
 
-    It ends with the program that has started it, can be interrupted, has `variables` as its
-    environment, and NumPy draws other numbers than in its siblings.
+    It ends with the program that started it, can be interrupted, has `variables` as its
+    environment, and NumPy draws other numbers than in the other ranks.
     """
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,8 +27,8 @@ from gradcomp.arguments import Parser, words
 from gradcomp.bench import plots
 from gradcomp.bench.about import save_json, table
 from gradcomp.bench.models import LeNet
-from gradcomp.bench.options import add_option
-from gradcomp.bench.ranks import Emit, RankFailed, run_ranks
+from gradcomp.bench.options import add_options
+from gradcomp.bench.ranks import Emit, Place, RankFailed, run
 from gradcomp.exchange.sizing import predict_bytes
 from gradcomp.plan.costs import METHODS
 from gradcomp.plan.models import MODELS, lenet, total_numel
@@ -123,7 +124,7 @@ def verify() -> list[Check]:
         if steps != {(n.sent, n.received, n.baseline)}:
             errors[name].append(f"rank {rank}: {steps}, predicted {n}")
 
-    run_ranks(VERIFY_WORLD_SIZE, _count_rank, on_message=compare)
+    run(Place(VERIFY_WORLD_SIZE), _count_rank, on_message=compare)
     title = f"LeNet over gloo, {VERIFY_WORLD_SIZE} ranks"
     return [
         Check(f"{name}: {title}", not wrong, "; ".join(wrong) or sent[name])
@@ -131,7 +132,7 @@ def verify() -> list[Check]:
     ]
 
 
-def _count_rank(rank: int, emit: Emit) -> None:
+def _count_rank(emit: Emit) -> None:
     """Emit (scheme, rank, {(sent, received, baseline) of the steps but the first})."""
     for name, (codec, exchange) in SCHEMES.items():
         torch.manual_seed(0)
@@ -144,7 +145,9 @@ def _count_rank(rank: int, emit: Emit) -> None:
             totals.append((stats.bytes_sent, stats.bytes_received, stats.baseline_bytes))
         state.close()
         steps = itertools.pairwise(totals)
-        emit((name, rank, {tuple(b - a for a, b in zip(*s, strict=True)) for s in steps}))
+        emit(
+            (name, dist.get_rank(), {tuple(b - a for a, b in zip(*s, strict=True)) for s in steps})
+        )
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -156,8 +159,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     models = ",".join(MODELS)
     parser.add_value("models", words(*MODELS), models, "models to count bytes of, as a list")
-    add_option(parser, "json")
-    add_option(parser, "plot")
+    add_options(parser, {}, ("json", "plot"))
     text = "judge the promised ratios: print pass or FAIL for each; exit with status 1 if one fails"
     parser.add_argument("--check", action="store_true", help=text)
     text = "train LeNet over gloo, which takes seconds, and require the same bytes (default: yes)"

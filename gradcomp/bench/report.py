@@ -25,7 +25,8 @@ from rich.table import Table
 from gradcomp.arguments import Parser
 from gradcomp.bench import plots
 from gradcomp.bench.accuracy import draw_curves, tables
-from gradcomp.bench.step_table import draw_steps, draw_times, has_steps, table_of
+from gradcomp.bench.methods import NONE
+from gradcomp.bench.step_table import draw_steps, draw_times, table_of
 
 PAGE = (
     "<!doctype html>\n<html lang=en><head><meta charset=utf-8><title>gradcomp: results</title>"
@@ -143,7 +144,7 @@ def _text(head: str, sections: Sequence[Section], *, markdown: bool) -> str:
 
 
 def _picture(panels: Sequence[plots.Panel]) -> bytes:
-    """Return panels as one PNG, empty if there are none."""
+    """Return panels as one PNG; empty without panels."""
     out = io.BytesIO()
     if panels:
         plots.write(out, panels, metadata={"Software": None})
@@ -190,7 +191,7 @@ def _train(found: dict[str, Any], case: dict[str, Any]) -> Section:
     title += delay + over
     good = [row for row in rows if not row.get("failed")]
     panels = _curves(title, good, draw_times)
-    if has_steps(good):
+    if len(good) > 1 and any(row["method"] == NONE for row in good):
         panels.insert(0, (title, partial(draw_steps, good), 1.2 + 0.36 * len(good)))
     measure = "measure" if any(row.get("measure") is not None for row in rows) else ""
     notes = [f"{row['method']}: {row['failed']}" for row in rows if row.get("failed")]

@@ -43,7 +43,7 @@ def row_of(
     Args:
         method: its name.
         results: of every rank.
-        base: the row of a step without an exchange; None where there is none.
+        base: the row of a step without an exchange; None if it was not measured.
         predicted_s: seconds of a step that the planner predicts.
         target: measure whose time is wanted.
         lower: whether a smaller measure is the better one.
@@ -159,14 +159,9 @@ def crossings(cases: Sequence[tuple[int, str, Sequence[Row]]]) -> list[str]:
     return out
 
 
-def has_steps(rows: Sequence[Row]) -> bool:
-    """Return whether `draw_steps` has something to draw."""
-    return any(row["method"] == NONE for row in rows) and len(rows) > 1
-
-
 def draw_steps(rows: Sequence[Row], figure: Any) -> None:
     """Draw where the time of a step goes, and beside it what codecs and waiting take, hidden or
-    not.
+    not; the row of `NONE` is among `rows`.
     """
     seconds = {row["method"]: row["seconds"] for row in rows}
     alone, copies = seconds[NONE], max(0.0, seconds.get(NOOP, 0.0) - seconds[NONE])
@@ -200,7 +195,7 @@ def draw_times(rows: Sequence[Row], figure: Any) -> None:
 
 
 def _number(value: float | None, factor: float, form: str, unit: str = "") -> str:
-    """Return a figure as it is printed, "" for none."""
+    """Return a figure as it is printed, "" for None."""
     return "" if value is None else f"{value * factor:{form}}{unit}"
 
 

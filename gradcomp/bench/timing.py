@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from gradcomp.arguments import Parser, count
+from gradcomp.bench import options
 from gradcomp.bench.about import save_json, table
-from gradcomp.bench.options import add_option
 from gradcomp.kernels import native
 
 MEMCPY_NBYTES = 8  # that memcpy of fp32 reads and writes an element
@@ -85,8 +85,7 @@ def add_options(parser: Parser) -> None:
     parser.add_value("repeat", count, 9, "repetitions of each measurement; shown is the median")
     text = "judge the limits: print pass or FAIL for each, and exit with status 1 if one fails"
     parser.add_argument("--check", action="store_true", help=text)
-    add_option(parser, "json")
-    add_option(parser, "plot")
+    options.add_options(parser, {}, ("json", "plot"))
 
 
 def finish(args: argparse.Namespace, verdicts: Sequence[Verdict], **found: Any) -> int:

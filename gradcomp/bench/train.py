@@ -32,7 +32,7 @@ from gradcomp.bench.measure import measure_methods
 from gradcomp.bench.methods import DEFAULT, GRAMMAR, NONE, NOOP, parse
 from gradcomp.bench.mpi import Mpiexec
 from gradcomp.bench.optimizers import OPTIMIZERS
-from gradcomp.bench.options import add_option, add_options
+from gradcomp.bench.options import add_options
 from gradcomp.bench.predict import largest_bucket, predict
 from gradcomp.bench.ranks import Place, RankFailed, all_cores, cores_of, run
 from gradcomp.bench.step_table import crossings, row_of, table_of
@@ -93,17 +93,14 @@ def parser() -> argparse.ArgumentParser:
     """Return what reads the command line."""
     out = Parser(prog="python -m gradcomp.bench train", description=__doc__, epilog=EPILOG)
     hosts = "numbers of hosts to make on this machine, measured in turn; 0 stands for loopback"
-    link = "rates of every host's link, measured in turn: 100mbit, 1gbit, 10gbit, or none for no"
-    link += " limit"
-    over = (
-        "transport of compressed bytes: gloo, or the MPI of mpi4py, whose mpiexec then starts the"
-    )
-    over += " ranks"
+    link = "rates of every host's link, measured in turn: 100mbit, 1gbit, or none for no limit"
+    over = "transport of compressed bytes: gloo, or the MPI of mpi4py, whose mpiexec starts ranks"
     latency = "latency of every link, such as 1ms, where the kernel has netem (default: none added)"
     data = "folder with prose.txt.gz, fashion-mnist/ and cifar10_jpeg.npz"
     optimizer = "optimizer to train with (default: sgd for images and mlp, adamw for text)"
     points = "tests during a training with --curve or --target, the last one at the end"
     target = "accuracy or loss for which the seconds until it is reached are shown (default: none)"
+    json = "write every number to this file, each row as soon as it is measured"
     options = {
         "hosts": ([2], "N", hosts),
         "ranks": (2, "N", "ranks to start with --hosts 0"),
@@ -121,9 +118,9 @@ def parser() -> argparse.ArgumentParser:
         "points": (10, "N", points),
         "target": (float, "X", target),
         "hang": (60.0, "S", "seconds of silence after which a method counts as hung"),
+        "json": (Path, "FILE", json),
     }
     add_options(out, options)
-    add_option(out, "json", "write every number to this file, each row as soon as it is measured")
     return out
 
 
@@ -166,14 +163,15 @@ def main(argv: list[str]) -> int:
 def _check(args: argparse.Namespace, launched: int) -> None:
     for name in args.methods:
         parse(name)
-    hosts_are_right = args.hosts == [0] or min(args.hosts) >= 2
-    if not hosts_are_right or args.ranks < 2 or args.steps < 5 or not args.hang > 0:
-        raise ValueError(
-            "--hosts takes 0 or numbers of at least 2, --ranks at least 2, --steps at least 5,"
-            " --hang more than 0"
-        )
-    if (args.batch is not None and args.batch < 1) or args.points < 1:
-        raise ValueError("--batch and --points take at least 1")
+    if args.hosts != [0] and min(args.hosts) < 2:
+        given = " ".join(map(str, args.hosts))
+        raise ValueError(f"--hosts takes 0 or numbers of at least 2, got {given}")
+    for name, least in (("ranks", 2), ("steps", 5), ("batch", 1), ("points", 1)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise ValueError(f"--{name} must be at least {least}, got {value}")
+    if not args.hang > 0:
+        raise ValueError(f"--hang must be more than 0, got {args.hang:g}")
     if launched and args.over == "mpi":
         raise ValueError(
             "--over mpi starts ranks itself: run it without a launcher, with --hosts N or --hosts 0"

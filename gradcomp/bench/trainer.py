@@ -44,12 +44,11 @@ class Task:
         seed: of the weights and of the minibatches.
         batch: samples of a rank's minibatch; 0: the workload's own number.
         data: folder of the workload's data.
-        points: tests on the way, the last at the end; 0 for none.
+        points: number of tests, the last one after the last step; 0 does not test.
         cores: of this machine that every rank runs on; empty: each rank has its share of them.
-        interface: whose counters say what was sent; "" for none.
+        interface: network interface whose counters give the bytes sent; "" does not count.
         min_numel: smallest tensor that is compressed; None: the default.
-        stops: whether a run ends at the step at which it diverges on some rank; asking all ranks
-            takes an all_reduce a step.
+        stops: whether a run ends when a rank's loss diverges, which takes an all_reduce a step.
         over: transport of compressed bytes, "gloo" or "mpi".
     """
 
@@ -143,7 +142,7 @@ def train(emit: Emit, task: Task) -> dict[str, Any]:
     ready = wrap(
         plain,
         parse(task.method),
-        lambda model: _fused(OPTIMIZERS[task.optimizer](model, rate)),
+        lambda model: OPTIMIZERS[task.optimizer](model, rate),
         comm,
         min_numel=task.min_numel,
     )
@@ -216,15 +215,6 @@ def train(emit: Emit, task: Task) -> dict[str, Any]:
     if hasattr(ready.state, "close"):
         ready.state.close()
     return result
-
-
-def _fused(optimizers: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-    """Have torch's AdamW step in one pass, several times as fast as its loop over operations."""
-    for optimizer in optimizers:
-        if type(optimizer) is torch.optim.AdamW:
-            for group in optimizer.param_groups:
-                group["fused"] = True
-    return optimizers
 
 
 def _diverged(loss: torch.Tensor) -> bool:
@@ -320,13 +310,13 @@ def signs_of_life(emit: Emit) -> Iterator[None]:
 
 
 def _counted(state: Any) -> dict[str, float]:
-    """Return bytes and seconds by phase so far, of what counts any."""
+    """Return bytes and seconds by phase so far; {} where nothing is counted."""
     stats = getattr(state, "stats", None)
     return {} if stats is None else {"bytes_sent": float(stats.bytes_sent), **stats.seconds}
 
 
 def _sent_nbytes(interface: str) -> float:
-    """Return what has left by an interface of this process's host, "" for none."""
+    """Return the bytes that have left through a network interface of this host; 0 for ""."""
     if not interface:
         return 0.0
     lines = (line.partition(":") for line in Path("/proc/self/net/dev").read_text().splitlines())

@@ -9,6 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -301,51 +302,40 @@ def random(numel: int) -> nn.Module:
 
 
 def _gpt(
-    name: str, steps: int, rate: float, width: int, layers: int, heads: int
-) -> Callable[[Path], Workload]:
-    def read(folder: Path) -> Workload:
-        files = [folder / name for name in ("prose.txt.gz", "prose.txt")]
-        file = next((file for file in files if file.exists()), None)
-        if file is None:
-            raise FileNotFoundError(
-                f"--data {folder}: no prose.txt or prose.txt.gz there: any English text of 5 MB or"
-                " more"
-            )
-        rates = {"adamw": rate, "lamb": 1e-2, "sgd": 0.3, "adagrad": 1e-2, "muon": 2e-2}
-        settings = Settings(steps, 4, 1.0, 0.05, rates)
-        return Text(name, file, settings, width=width, layers=layers, heads=heads)
-
-    return read
+    folder: Path, name: str, *, steps: int, rate: float, width: int, layers: int, heads: int
+) -> Workload:
+    files = [folder / name for name in ("prose.txt.gz", "prose.txt")]
+    file = next((file for file in files if file.exists()), None)
+    if file is None:
+        raise FileNotFoundError(
+            f"--data {folder}: no prose.txt or prose.txt.gz there: any English text of 5 MB or more"
+        )
+    rates = {"adamw": rate, "lamb": 1e-2, "sgd": 0.3, "adagrad": 1e-2, "muon": 2e-2}
+    settings = Settings(steps, 4, 1.0, 0.05, rates)
+    return Text(name, file, settings, width=width, layers=layers, heads=heads)
 
 
 def _lenet(
-    name: str, part: str, settings: Settings, kind: type[Images] = Images
-) -> Callable[[Path], Workload]:
-    """Return what reads LeNet's images from ``folder/part``."""
-
-    def read(folder: Path) -> Workload:
-        found = images.load(folder / part if part else folder)
-        train = found.train_images, found.train_labels
-        test = found.test_images, found.test_labels
-        return kind(name, settings, LeNet, train, test, flips=False)
-
-    return read
+    folder: Path, name: str, settings: Settings, part: str = "", kind: type[Images] = Images
+) -> Workload:
+    """Return LeNet on the images in ``folder/part``."""
+    found = images.load(folder / part if part else folder)
+    train = found.train_images, found.train_labels
+    test = found.test_images, found.test_labels
+    return kind(name, settings, LeNet, train, test, flips=False)
 
 
-def _resnet(name: str, width: int) -> Callable[[Path], Workload]:
-    def read(folder: Path) -> Workload:
-        file = folder / "cifar10_jpeg.npz"
-        if not file.exists():
-            raise FileNotFoundError(f"--data {folder}: no cifar10_jpeg.npz there")
-        rates = {"sgd": 0.1, "adamw": 2e-3, "lamb": 1e-2, "adagrad": 1e-2, "muon": 2e-2}
-        settings = Settings(2000, 32, None, 0.05, rates)
-        with np.load(file) as stored:
-            (x, y), test = (_jpegs(stored, part) for part in ("train", "test"))
-        mean, deviation = x.mean((0, 2, 3), keepdim=True), x.std((0, 2, 3), keepdim=True)
-        train, test = ((x - mean) / deviation, y), ((test[0] - mean) / deviation, test[1])
-        return Images(name, settings, lambda: SmallResNet(width), train, test, flips=True)
-
-    return read
+def _resnet(folder: Path, name: str, width: int) -> Workload:
+    file = folder / "cifar10_jpeg.npz"
+    if not file.exists():
+        raise FileNotFoundError(f"--data {folder}: no cifar10_jpeg.npz there")
+    rates = {"sgd": 0.1, "adamw": 2e-3, "lamb": 1e-2, "adagrad": 1e-2, "muon": 2e-2}
+    settings = Settings(2000, 32, None, 0.05, rates)
+    with np.load(file) as stored:
+        (x, y), test = (_jpegs(stored, part) for part in ("train", "test"))
+    mean, deviation = x.mean((0, 2, 3), keepdim=True), x.std((0, 2, 3), keepdim=True)
+    train, test = ((x - mean) / deviation, y), ((test[0] - mean) / deviation, test[1])
+    return Images(name, settings, lambda: SmallResNet(width), train, test, flips=True)
 
 
 def _jpegs(stored: Any, part: str) -> tuple[Tensor, Tensor]:
@@ -360,23 +350,26 @@ def _jpegs(stored: Any, part: str) -> tuple[Tensor, Tensor]:
     return x, torch.from_numpy(stored[f"{part}_label"].astype(np.int64))
 
 
-LENET_RATES = {"sgd": 0.02, "adamw": 1e-3, "lamb": 1e-2, "adagrad": 1e-2, "muon": 1e-2}
+LENET = Settings(
+    1000, 32, None, 0.0, {"sgd": 0.02, "adamw": 1e-3, "lamb": 1e-2, "adagrad": 1e-2, "muon": 1e-2}
+)
 # of `bench demo`, whose data is the folder itself or a file of `gradcomp.bench.data.save`
 DEMO = Settings(250, 64, None, 0.0, {"sgd": 0.03}, shared=True, decay=square_root)
 # of TernGrad's paper
 TERNGRAD = Settings(10_000, 64, None, 0.0, {"sgd": 0.01}, shared=True, decay=square_root)
 NOISE = Settings(30, 16, None, 0.0, {"sgd": 1e-3, "adamw": 1e-4})
-WORKLOADS: dict[str, Callable[[Path], Workload]] = {
-    "lenet": _lenet("lenet", "fashion-mnist", Settings(1000, 32, None, 0.0, LENET_RATES)),
-    "lenet-demo": _lenet("lenet-demo", "", DEMO, Epochs),
-    "lenet-terngrad": _lenet("lenet-terngrad", "mnist", TERNGRAD),
-    "lenet-noise": lambda _: Noise("lenet-noise", LeNet, (1, 28, 28), replace(NOISE, batch=64)),
-    "resnet": _resnet("resnet", 16),
-    "resnet-11m": _resnet("resnet-11m", 64),
-    "gpt-1m": _gpt("gpt-1m", 2000, 2e-3, 128, 4, 4),
-    "gpt-6m": _gpt("gpt-6m", 1000, 1e-3, 256, 8, 8),
-    "gpt-25m": _gpt("gpt-25m", 300, 6e-4, 512, 8, 8),
-    "mlp": lambda _: Noise("mlp", mlp, (2048,), NOISE),
+# return a workload of that name, given the folder of its data and its name
+WORKLOADS: dict[str, Callable[[Path, str], Workload]] = {
+    "lenet": partial(_lenet, settings=LENET, part="fashion-mnist"),
+    "lenet-demo": partial(_lenet, settings=DEMO, kind=Epochs),
+    "lenet-terngrad": partial(_lenet, settings=TERNGRAD, part="mnist"),
+    "lenet-noise": lambda _, name: Noise(name, LeNet, (1, 28, 28), replace(NOISE, batch=64)),
+    "resnet": partial(_resnet, width=16),
+    "resnet-11m": partial(_resnet, width=64),
+    "gpt-1m": partial(_gpt, steps=2000, rate=2e-3, width=128, layers=4, heads=4),
+    "gpt-6m": partial(_gpt, steps=1000, rate=1e-3, width=256, layers=8, heads=8),
+    "gpt-25m": partial(_gpt, steps=300, rate=6e-4, width=512, layers=8, heads=8),
+    "mlp": lambda _, name: Noise(name, mlp, (2048,), NOISE),
 }
 
 
@@ -389,7 +382,7 @@ def find(name: str, folder: Path, batch: int = 0) -> Workload:
         batch: samples of a rank's minibatch; 0: as many as it usually has.
 
     Raises:
-        ValueError: there is none of that name, or N is too small.
+        ValueError: the name is unknown, or N is too small.
         FileNotFoundError: its data is not in the folder.
     """
     word, _, count = name.partition(":")
@@ -399,7 +392,7 @@ def find(name: str, folder: Path, batch: int = 0) -> Workload:
         settings = replace(NOISE, rates=dict(reversed(NOISE.rates.items())))  # AdamW's by default
         found: Workload = Noise(name, lambda: random(int(count)), (1024,), settings)
     elif name in WORKLOADS:
-        found = WORKLOADS[name](folder)
+        found = WORKLOADS[name](folder, name)
     else:
         raise ValueError(
             f"no workload named {name!r}; there are {', '.join(WORKLOADS)} and random:N"

@@ -34,36 +34,6 @@ def run(name, argv, folder):
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "said"),
-    [
-        ("codec", "--dtypes float8", "unknown name 'float8'; choose from float32, bfloat16"),
-        ("codec", "--tiers mmx", "unknown name 'mmx'; choose from portable"),
-        ("codec", "--sizes 0", "'0' is not a positive integer"),
-        ("codec", "--threads 1,x", "'x' is not a positive integer"),
-        ("optim", "--numel 3", "--numel must be at least 64, got 3"),
-        ("optim", "--threads 0", "'0' is not a positive integer"),
-        ("optim", "--repeat -1", "'-1' is not a positive integer"),
-        ("ratio", "--models AlexNet", "unknown name 'AlexNet'; choose from LeNet, ResNet-50"),
-        ("ratio", "--models ,", "choose from LeNet, ResNet-50"),
-        ("allreduce", "--sizes 3", "'3' is not a list of sizes such as 4K,1M"),
-        ("allreduce", "--sizes -4", "a size must be a positive multiple of 4 bytes"),
-        ("allreduce", "--sizes x", "'x' is not a list of sizes such as 4K,1M"),
-        ("allreduce", "--ranks x", "'x' is not a positive integer"),
-        ("allreduce", "--ranks 1", "at least 2 ranks, got 1"),
-        ("allreduce", "--over nccl", "unknown name 'nccl'; choose from gloo, mpi"),
-        ("allreduce", "--repeat 0", "'0' is not a positive integer"),
-        ("allreduce", "--codecs powersgd", "unknown name 'powersgd'; choose from terngrad"),
-    ],
-)
-def test_wrong_options_are_one_line_and_status_2(name, options, said, capsys):
-    with pytest.raises(SystemExit) as error:
-        importlib.import_module(f"gradcomp.bench.{name}").main(options.split())
-    shown = capsys.readouterr().err
-    assert error.value.code == 2 and said in shown and shown.count("\n") == 1
-    assert shown.startswith(f"python -m gradcomp.bench {name}: ")
-
-
 @pytest.mark.parametrize("portable", [True, False])
 def test_the_portable_tier_is_not_judged(monkeypatch, capsys, portable):
     """Limits follow from memory's speed, which scalar kernels never reach."""

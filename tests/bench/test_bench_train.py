@@ -269,31 +269,6 @@ def ranks_of(mark):
     return found
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--methods ternery", "no method named 'ternery'"),
-        ("--methods onebit:prec", "unknown option 'prec'"),
-        ("--workload lenett", "no workload named 'lenett'"),
-        ("--workload random:5", "at least 1024"),
-        ("--workload gpt-1m --data /nonexistent", "no prose.txt"),
-        ("--link fast", "a rate like 100mbit"),
-        ("--hosts 1", "--hosts takes 0 or numbers of at least 2"),
-        ("--hosts 0 2", "--hosts takes 0 or numbers of at least 2"),
-        ("--steps 3", "--steps at least 5"),
-        ("--batch 0", "--batch and --points take at least 1"),
-        ("--points 0", "--batch and --points take at least 1"),
-        ("--workload mlp --optimizer muon --hosts 0", "mlp has no rate for muon"),
-    ],
-)
-def test_wrong_words_are_one_sentence(words, said, capsys):
-    before = dict(os.environ), signal.getsignal(signal.SIGTERM)
-    assert main(words.split()) == 2
-    assert (dict(os.environ), signal.getsignal(signal.SIGTERM)) == before
-    error = capsys.readouterr().err
-    assert said in error and error.startswith("gradcomp.bench train: ")
-
-
 def test_help_names_methods_and_workloads(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])

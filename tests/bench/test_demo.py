@@ -2,10 +2,8 @@
 is reached.
 """
 
-import importlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -14,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from gradcomp.bench import __main__ as dispatcher
 from gradcomp.bench import demo
 
 pytestmark = pytest.mark.slow
@@ -114,87 +111,12 @@ def test_steps_are_predicted_by_the_planner():
     assert 0.032 < seconds["onebit"] < seconds["fp32"] - 0.02
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            ["--codecs", "fp32,int8"],
-            "'fp32,int8': give different names out of fp32, ternary, onebit, terngrad",
-        ),
-        (["--codecs", "onebit,onebit"], "give different names"),
-        (["--steps", "0"], "--steps 0: must be at least 1"),
-        (["--ranks", "1"], "--ranks 1: must be at least 2"),
-        (["--batch", "63"], "--batch 63: must be a multiple of the 2 ranks"),
-        (["--lr", "nan"], "--lr nan: must be above 0"),
-    ],
-)
-def test_wrong_options_are_refused(options, message, capsys):
-    with pytest.raises(SystemExit) as caught:
-        demo.main(options)
-    assert caught.value.code == 2
-    assert message in capsys.readouterr().err
-
-
 def test_unreadable_data_is_one_sentence(tmp_path, capsys):
     assert demo.main(["--data", str(tmp_path / "absent"), "--out", str(tmp_path)]) == 2
     assert "no such folder; give the folder that holds" in capsys.readouterr().err
     assert demo.main(["--batch", "2000", "--out", str(tmp_path)]) == 2
     assert "larger than the training set of 1347 images" in capsys.readouterr().err
     assert not (tmp_path / "demo.json").exists()
-
-
-def test_help_teaches(capsys):
-    assert dispatcher.main(["--help"]) == 0
-    text = capsys.readouterr().out
-    assert all(name in text for name in dispatcher.BENCHMARKS)
-    with pytest.raises(SystemExit) as caught:
-        dispatcher.main(["demo", "--help"])
-    assert caught.value.code == 0
-    assert "--data DIR" in capsys.readouterr().out
-
-
-PROGRAMS = (*dispatcher.BENCHMARKS, "doctor", "launch")
-FRAGMENTS = ("of ", "that ", "to ", "for ", "from ", "instead", "(", "the same", "also after")
-# nothing is written, or it must be given or replaces another
-NO_DEFAULT = {"--json", "--plot", "--data", "--shapes", "-n"}
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_every_option_says_what_it_is_and_its_default(program, monkeypatch, capsys):
-    """Help read "of a rank; below 2 ..." and "that share a node's link ... (1)"."""
-    monkeypatch.setenv("COLUMNS", "500")
-    main = {
-        "doctor": importlib.import_module("gradcomp.doctor.options").parse,
-        "launch": importlib.import_module("gradcomp.launch.cli").main,
-    }.get(program, lambda words: dispatcher.main([program, *words]))
-    with pytest.raises(SystemExit) as caught:
-        main(["--help"])
-    assert caught.value.code == 0
-    text = capsys.readouterr().out
-    assert "python -m gradcomp." in text[text.index("example") :]
-    options = re.findall(r"^  (-\S.*?)(?:  +|\n {20,})(\S.*)$", text, re.MULTILINE)
-    assert len(options) == len(re.findall(r"^  -", text, re.MULTILINE)), "an option says nothing"
-    for option, said in options:
-        name, _, value = option.split(",")[0].partition(" ")
-        assert len(said.split()) >= 4 and not said.startswith(FRAGMENTS), (option, said)
-        if value and name not in NO_DEFAULT:
-            assert "(default: " in said, (option, said)
-
-
-def test_unknown_benchmark_is_refused(capsys):
-    assert dispatcher.main(["dmeo"]) == 2
-    assert (
-        "no benchmark named 'dmeo'; there are demo, codec, accuracy, paper, train, report,"
-        " allreduce, optim, ratio, plan; did you mean demo?" in capsys.readouterr().err
-    )
-
-
-def test_missing_library_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "rich", None)
-    for name in [n for n in sys.modules if n.startswith(("rich.", "gradcomp.bench.demo"))]:
-        monkeypatch.delitem(sys.modules, name)
-    assert dispatcher.main(["demo"]) == 2
-    assert "pip install 'gradcomp[bench]'" in capsys.readouterr().err
 
 
 @pytest.mark.timed

@@ -12,10 +12,11 @@ import torch
 from _ranks import is_alive
 
 from gradcomp.bench import ranks
-from gradcomp.bench.ranks import RankFailed, cores_of, run_ranks
+from gradcomp.bench.ranks import Place, RankFailed, cores_of, run
 
 
-def say_rank_then(rank, emit, failing):
+def say_rank_then(emit, failing):
+    rank = torch.distributed.get_rank()
     emit(rank)
     # a rank that ends while others still connect would be lost to them
     torch.distributed.barrier()
@@ -37,13 +38,13 @@ def say_rank_then(rank, emit, failing):
 )
 def test_a_failing_rank_is_reported(failing, message):
     with pytest.raises(RankFailed, match=message):
-        run_ranks(2, say_rank_then, failing, on_message=lambda message: None)
+        run(Place(2), say_rank_then, failing, on_message=lambda message: None)
 
 
 @pytest.mark.slow
 def test_ranks_are_heard():
     heard = []
-    run_ranks(3, say_rank_then, "nothing", on_message=heard.append)
+    run(Place(3), say_rank_then, "nothing", on_message=heard.append)
     assert sorted(heard) == [0, 1, 2]
 
 
@@ -72,9 +73,9 @@ def test_cores_are_shared_out():
 KILLED = """
 import os, time
 import numpy
-from gradcomp.bench.ranks import run_ranks
+from gradcomp.bench.ranks import Place, run
 
-def body(rank, emit):
+def body(emit):
     emit((os.getpid(), os.environ["SET_SINCE"], numpy.random.rand()))
     time.sleep(100)
 
@@ -90,7 +91,7 @@ if __name__ == "__main__":
                     for pid, _, _ in said:
                         os.kill(pid, 9)
         try:
-            run_ranks(2, body, on_message=heard)
+            run(Place(2), body, on_message=heard)
         except Exception:
             assert turn == "1"
 """
