@@ -16,7 +16,7 @@ import torch.distributed as dist
 from _golden import Recorder, bytes_of, digest_of, tensors_in
 from _ranks import run_local
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradcomp
@@ -48,8 +48,8 @@ class Given(nn.Module):
         for tag, (name, shape) in enumerate(SHAPES.items()):
             setattr(self, name, nn.Parameter(gradient(shape, 0, 0, 50 + tag, dtype)))
 
-    def forward(self, step, rank):
-        loss = 0.0
+    def forward(self, step, rank, bad=False):
+        loss = self.v.sum() * float("nan") if bad else 0.0
         for tag, name in enumerate(SHAPES):
             p = getattr(self, name)
             loss = loss + (p * gradient(SHAPES[name], step, rank, tag, p.dtype)).float().sum()
@@ -64,14 +64,15 @@ class Blocks(nn.Module):
         self.first, self.second = Given(), Given()
         self.extra = nn.Parameter(torch.ones(33))
 
-    def forward(self, step, rank):
+    def forward(self, step, rank, bad=False):
         mine = (self.extra * gradient((33,), step, rank, 30)).sum()
-        return self.first(step, rank) + self.second(step, rank + 100) + mine
+        return self.first(step, rank, bad) + self.second(step, rank + 100) + mine
 
 
-def outcome(averages, weights, state):
-    """Return digests of what one rank has in the end."""
-    return {
+def outcome(averages, weights, state, stats=None):
+    """Return digests of what one rank has in the end, and what it has counted."""
+    counted = {} if stats is None else {"sent": stats.bytes_sent, "bad": stats.nonfinite_buckets}
+    return counted | {
         "averages": digest_of(*averages),
         "weights": digest_of(*map(bytes_of, weights)),
         "state": digest_of(*tensors_in(state)),
@@ -118,7 +119,7 @@ def averager(comm, codec, *, dtype=torch.float32, bad=None, discard=None, delaye
         run.flush()
     state = run.state_dict()
     run.close()
-    return outcome(averages, model.parameters(), state)
+    return outcome(averages, model.parameters(), state, run.stats)
 
 
 def resharded(comm, codec, **options):
@@ -192,21 +193,23 @@ def ddp(codec, *, optimizer=None, dtype=torch.float32, bucket_cap_mb=25.0, **opt
             averages += [bytes_of(p.grad) for p in model.parameters()]
     state = run.state_dict()
     run.close()
-    return outcome(averages, list(model.parameters()), state)
+    return outcome(averages, list(model.parameters()), state, run.stats)
 
 
-def fsdp(codec, *, frozen="", **options):
+def fsdp(codec, *, frozen="", bad=False, dtype=None, **options):
     model = Blocks()
     for name, p in model.named_parameters():
         p.requires_grad_(not frozen or frozen not in name)
-    fully_shard(model.first)
-    fully_shard(model.second)
-    fully_shard(model)
+    policy = MixedPrecisionPolicy(dtype, dtype)
+    fully_shard(model.first, mp_policy=policy)
+    fully_shard(model.second, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
     run = gradcomp.fsdp.compress(model, codec, **LIMITS | options)
     averages = []
     for step in range(STEPS):
         model.zero_grad()
-        model(step, dist.get_rank()).backward()
+        rank = dist.get_rank()
+        model(step, rank, bad and (rank, step) == (1, 2)).backward()
         trained = [p for p in model.parameters() if p.requires_grad]
         averages += [bytes_of(p.grad) for p in trained]
         with torch.no_grad():
@@ -279,6 +282,34 @@ for name in ("all_gather", "reduce_scatter"):
     row(f"local adagrad, {name}", averager, 3, OneBit(), transform=LocalAdagrad(), **way)
     row(f"buckets, {name}", averager, 3, Ternary(), bucket_cap_mb=0.004, **way)
     row(f"resharded, {name}", resharded, 2, OneBit(), **way)
+    row(
+        f"precondition, loss scale, {name}",
+        averager,
+        3,
+        Block(2),
+        precondition=True,
+        scaled=True,
+        **way,
+    )
+    row(
+        f"precondition, adagrad, {name}",
+        averager,
+        3,
+        OneBit(),
+        transform=LocalAdagrad(),
+        precondition=True,
+        **way,
+    )
+rotated = OneBit(rotate=True)
+row("rotated, owners", averager, 3, rotated, exchange="reduce_scatter", **SLICED)
+row("rotated, bf16", averager, 3, rotated, exchange="reduce_scatter", dtype=torch.bfloat16)
+row("rotated, fsdp", fsdp, 2, rotated)
+row("rotated, local steps", local_steps, 2, rotated, fragments=2)
+row("precondition, discarded", averager, 3, Ternary(), precondition=True, discard=2)
+row("precondition, not finite", averager, 3, Ternary(), precondition=True, bad=("v", 7), **SLICED)
+row("adagrad, not finite", averager, 3, OneBit(), transform=AggregateAdagrad(), bad=("v", 7))
+row("adagrad, slices", averager, 3, OneBit(), transform=AggregateAdagrad(), **SLICED)
+row("adagrad, loss scale", averager, 3, OneBit(), transform=AggregateAdagrad(), scaled=True)
 row("precondition, bf16", averager, 3, Ternary(), precondition=True, dtype=torch.bfloat16)
 row("precondition, nodes", averager, 4, Block(2), precondition=True, **NODES)
 row("warm start, packed", averager, 3, OneBit(), start_step=2, start_codec=Block(4))
@@ -294,12 +325,18 @@ row("local steps, fragments", local_steps, 2, Ternary(), fragments=2)
 row("local steps, fragments, delay", local_steps, 2, OneBit(), fragments=2, delay=1, sync_every=4)
 row("local steps, owners", local_steps, 3, OneBit(), shard_outer=True)
 row("local steps, warm start", local_steps, 2, OneBit(), start_step=2, start_codec=Ternary())
+row("local steps, fragments, draws", local_steps, 2, TernGrad(), fragments=2)
+row("local steps, precondition", local_steps, 2, Block(2), precondition=True)
+row("all_reduce, own scales", all_reduce, 3, TernGrad(scale="own"), feedback=False)
 row("local sgd", local_steps, 2, Ternary(), kind=gradcomp.LocalSGD)
 row("ddp, buckets", ddp, 2, Ternary(), bucket_cap_mb=0.004)
 row("ddp, precondition", ddp, 2, Ternary(), precondition=True, exchange="reduce_scatter")
 row("ddp, nodes", ddp, 4, OneBit(), **NODES)
 row("ddp, fused sgd", ddp, 2, Ternary(), optimizer=partial(SplitSGD, lr=0.125, momentum=0.5))
 row("ddp, fused adamw", ddp, 3, TernGrad(), optimizer=partial(SplitAdamW, lr=0.01))
+row("ddp, fused, nodes", ddp, 4, OneBit(), optimizer=partial(SplitSGD, lr=0.125), **NODES)
+row("fsdp, bf16", fsdp, 2, Ternary(), dtype=torch.bfloat16)
+row("fsdp, not finite", fsdp, 2, OneBit(), bad=True)
 row("fsdp, 3 ranks", fsdp, 3, OneBit())
 row("fsdp, frozen", fsdp, 2, TernGrad(), frozen="first.v")
 row("fsdp, bf16 residuals", fsdp, 2, OneBit(), residuals="bf16")
