@@ -12,7 +12,8 @@ from torch import Tensor
 from gradcomp import Block, OneBit, RngKey, Ternary, TernGrad
 from gradcomp.bench.timing import using
 from gradcomp.codecs import KINDS, Codec
-from gradcomp.kernels import HOST, NO_RESIDUALS, Payloads, Residuals, native
+from gradcomp.codecs.lanes import Lanes
+from gradcomp.kernels import HOST, NO_RESIDUALS, Code, Payloads, Residuals, native
 from gradcomp.payload.form import lanes_form
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.pieces import Slot, whole_pieces
@@ -85,14 +86,14 @@ def _ternary_cases(x: Tensor) -> list[Case]:
     for rank, payload in enumerate(sent):
         _place_scales(codec, layout, x, payload)
         codec.encode_body(HOST, x, layout, payload, RngKey(seed=1, rank=rank, step=5))
-    shared = Payloads(sent, "ternary", x.dtype, shared=True)
-    own = Payloads(sent, "ternary", x.dtype, shared=False)
-    lanes = PayloadLayout(lanes_form(4), layout.pieces)
+    shared = Payloads(sent, Code("ternary", shared=True), x.dtype)
+    own = Payloads(sent, Code("ternary", shared=False), x.dtype)
+    lanes, code = PayloadLayout(lanes_form(4), layout.pieces), Lanes(4).code
     bits, summed = lanes.form.bits, torch.zeros(lanes.nbytes, dtype=torch.uint8)
     _place_scales(codec, layout, x, summed)
-    sums = Payloads([summed], "lanes", x.dtype, world_size=4, lane_bits=bits)
+    sums = Payloads([summed], code, x.dtype)
     measure = partial(TernGrad().measure, HOST, x, layout, blocks, scales)
-    add = partial(HOST.sum_lanes, shared, layout.packed, lanes.packed, bits, summed)
+    add = partial(HOST.sum_lanes, shared, layout.packed, lanes.packed, code, summed)
     add()
     crc, raw = torch.zeros(1, dtype=torch.int64), sent[0].numpy()
     found = [

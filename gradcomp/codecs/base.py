@@ -6,6 +6,7 @@ a whole payload of many pieces: `measure` (statistics, if the codec has any), `e
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -16,9 +17,10 @@ import torch
 from torch import Tensor
 
 from gradcomp.codecs.checks import check_alone, check_memory, check_payload_room, check_tensor
+from gradcomp.codecs.lanes import Lanes
 from gradcomp.codecs.magnitude import refuse_unflagged
 from gradcomp.errors import CorruptPayload, UnsupportedTensor
-from gradcomp.kernels import HOST, NO_RESIDUALS, Kernels, Payloads, Residuals, native, of
+from gradcomp.kernels import HOST, NO_RESIDUALS, Code, Kernels, Payloads, Residuals, native, of
 from gradcomp.kernels.tables import MAX_NUMEL
 from gradcomp.payload import wire
 from gradcomp.payload.form import HEADER_NBYTES, PLAIN, Form, form_name
@@ -29,44 +31,7 @@ from gradcomp.payload.rng import RngKey
 # of an integer sum; wider ones cost more than "block4", which loses no accuracy that could be
 # measured
 MOST_EXACT_BITS = 4
-
-
-class SumForm(ABC):
-    """How integer sums of a codec's codes are written, where its ranks share a scale: what an exact
-    second phase sends.
-
-    Attributes:
-        form: how they stand in a payload.
-    """
-
-    form: Form
-
-    @abstractmethod
-    def add(
-        self,
-        kernels: Kernels,
-        payloads: Payloads,
-        source: PayloadLayout,
-        layout: PayloadLayout,
-        out: Tensor,
-    ) -> None:
-        """Write scales and sums of the compressed pieces of all payloads to `out`, a payload of
-        `layout`.
-
-        Args:
-            kernels: of the bucket's device.
-            payloads: of all ranks, with the same pieces (`source`).
-            source, layout: where the pieces stand in the payloads and in `out`.
-            out: ``(layout.nbytes,)`` uint8.
-        """
-
-    @abstractmethod
-    def payloads(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Payloads:
-        """Return how averages are made of one payload of sums."""
-
-    @abstractmethod
-    def validate_packed(self, payload: Tensor, layout: PayloadLayout) -> None:
-        """Raise CorruptPayload for scales and sums that `add` does not write."""
+PLAIN_CODE = Code(PLAIN.kernel, dtype=torch.float32)
 
 
 class Codec(ABC):
@@ -83,6 +48,7 @@ class Codec(ABC):
         measures: scales are measured before codes are written.
         second_phase: of a reduce_scatter; None: see `resolved_second_phase`.
         reach: values beyond so many scales of their group are clipped; None: nothing is.
+        most: largest scale that is written.
         decay: what residuals keep of what codes leave out, from one step to the next; 1: all.
         rotates: exchanges rotate values at random before they encode them, and averages back; it
             goes with no residuals.
@@ -94,6 +60,7 @@ class Codec(ABC):
     measures: ClassVar[bool] = False
     second_phase: str | None = None
     reach: float | None = None
+    most: float = math.inf
     shares_scale: bool = False
     error_feedback: bool = False
     rotates: bool = False
@@ -103,6 +70,11 @@ class Codec(ABC):
     @property
     def name(self) -> str:
         return self.form.name
+
+    @property
+    @abstractmethod
+    def code(self) -> Code:
+        """How kernels write and read its values."""
 
     @property
     def decay(self) -> float:
@@ -251,7 +223,7 @@ class Codec(ABC):
     def group_numel(self, shape: tuple[int, ...]) -> int:
         """Return the elements of one scale group of a parameter of that shape, at least 1."""
 
-    def sum_form(self, world_size: int) -> SumForm | None:
+    def sum_form(self, world_size: int) -> Lanes | None:
         """Return how integer sums of `world_size` ranks' codes are written; None where codes
         have none.
         """
@@ -312,40 +284,20 @@ class Codec(ABC):
         """Return a passed-in scale as ``(group_count,)`` float32."""
         raise ValueError(f"{self.name} takes no scale, got {scale!r}")
 
-    @abstractmethod
-    def encode_packed(
-        self,
-        kernels: Kernels,
-        values: Tensor,
-        layout: PayloadLayout | Rows,
-        payload: Tensor,
-        key: RngKey,
-        residuals: Residuals,
-        kept: Tensor | None = None,
-    ) -> bool:
-        """Write the codes of the compressed pieces of `values` into a payload; True: a value is not
-        finite.
-
-        Args:
-            kernels: of the values' device.
-            values: float32, bfloat16 or float16, flat, as `layout` describes it.
-            layout: where everything stands; `Rows`: what of it to encode.
-            payload: uint8, whole; measured scales stand in it.
-            key: which random numbers to draw.
-            residuals: planes to read and to write, `NO_RESIDUALS` for none; both may be one plane.
-            kept: a plane like the first, which receives what that held.
-        """
-
     def payloads(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Payloads:
         """Return how the compressed pieces of payloads are averaged, rounded to `dtype`."""
-        return Payloads(tensors, self.form.kernel, dtype)
+        return Payloads(tensors, self.code, dtype)
 
     def validate_packed(self, payload: Tensor, layout: PayloadLayout) -> None:
         """Raise CorruptPayload for scales and codes that an encoder does not write."""
         HOST.validate_scales(
-            payload, HEADER_NBYTES, layout.scale_count, non_negative=not self.form.signed_scales
+            payload,
+            HEADER_NBYTES,
+            layout.scale_count,
+            non_negative=not self.form.signed_scales,
+            most=self.most,
         )
-        HOST.validate(payload, self.form.kernel, layout.packed)
+        HOST.validate(payload, self.code, layout.packed)
 
     def encode_body(
         self,
@@ -357,8 +309,21 @@ class Codec(ABC):
         residuals: Residuals = NO_RESIDUALS,
         kept: Tensor | None = None,
     ) -> bool:
-        """Write the codes of all pieces, as `encode_packed` those of the compressed ones."""
-        packed = self.encode_packed(kernels, values, layout, payload, key, residuals, kept)
+        """Write the codes of all pieces of `values` into a payload; True: a value is not finite.
+
+        Args:
+            kernels: of the values' device.
+            values: float32, bfloat16 or float16, flat, as `layout` describes it.
+            layout: where everything stands; `Rows`: what of it to encode.
+            payload: uint8, whole; measured scales stand in it.
+            key: which random numbers to draw.
+            residuals: planes to read and to write, `NO_RESIDUALS` for none; both may be one plane.
+            kept: a plane like the first, which receives what that held.
+        """
+        draws = (key.seed, key.rank, key.step, key.stream)
+        packed = kernels.encode(
+            self.code, values, layout.packed, payload, key=draws, residuals=residuals, kept=kept
+        )
         return encode_plain(kernels, values, layout, payload) or packed
 
     def decode_body(
@@ -447,12 +412,12 @@ def encode_plain(
     kernels: Kernels, values: Tensor, layout: PayloadLayout | Rows, payload: Tensor
 ) -> bool:
     """Write the fp32 pieces of `values` into a payload; True: one is not finite."""
-    return kernels.encode(PLAIN.kernel, values, layout.plain, payload, value_dtype=torch.float32)
+    return kernels.encode(PLAIN_CODE, values, layout.plain, payload)
 
 
 def plain_payloads(tensors: Sequence[Tensor], dtype: torch.dtype) -> Payloads:
     """Return how the fp32 pieces of payloads are averaged, rounded to `dtype`."""
-    return Payloads(tensors, PLAIN.kernel, dtype, value_dtype=torch.float32)
+    return Payloads(tensors, PLAIN_CODE, dtype)
 
 
 @lru_cache(maxsize=32)

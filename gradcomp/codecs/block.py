@@ -10,17 +10,11 @@ and keeps its residual.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-from torch import Tensor
 
-from gradcomp.codecs.base import Codec
 from gradcomp.codecs.feedback import FeedbackCodec
-from gradcomp.kernels import HOST, Kernels, Payloads, Residuals
-from gradcomp.payload.form import BLOCKS, HEADER_NBYTES
-from gradcomp.payload.layout import PayloadLayout, Rows
-from gradcomp.payload.rng import RngKey
+from gradcomp.kernels import Code
+from gradcomp.payload.form import BLOCKS
 
 
 class Block(FeedbackCodec):
@@ -57,53 +51,11 @@ class Block(FeedbackCodec):
         self.form = BLOCKS[bits]
         self.reach = {2: 2.0, 4: 7.5, 8: 127.5}[bits]  # half a step beyond the outermost level
         top = 2 * self.reach - 1
-        # largest scale that is written
         self.most = torch.tensor(torch.finfo(torch.float32).max / top).item()
-
-    def of_groups(
-        self,
-        group_numel: int,
-        *,
-        shares_scale: bool = False,
-        error_feedback: bool = True,
-        seed: int = 0,
-    ) -> Codec:
-        return type(self)(
-            self.bits,
-            group=group_numel,
-            error_feedback=error_feedback,
-            residual_decay=self.residual_decay,
-        )
 
     def options(self) -> dict[str, object]:
         return {"bits": self.bits, **super().options()}
 
-    def encode_packed(
-        self,
-        kernels: Kernels,
-        values: Tensor,
-        layout: PayloadLayout | Rows,
-        payload: Tensor,
-        key: RngKey,
-        residuals: Residuals,
-        kept: Tensor | None = None,
-    ) -> bool:
-        return kernels.encode(
-            self.form.kernel,
-            values,
-            layout.packed,
-            payload,
-            residuals=residuals,
-            kept=kept,
-            code_bits=self.bits,
-            decay=self.decay,
-        )
-
-    def payloads(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Payloads:
-        return Payloads(tensors, self.form.kernel, dtype, code_bits=self.bits)
-
-    def validate_packed(self, payload: Tensor, layout: PayloadLayout) -> None:
-        HOST.validate_scales(
-            payload, HEADER_NBYTES, layout.scale_count, non_negative=True, most=self.most
-        )
-        HOST.validate(payload, self.form.kernel, layout.packed, self.bits)
+    @property
+    def code(self) -> Code:
+        return Code(self.form.kernel, bits=self.bits, decay=self.decay)

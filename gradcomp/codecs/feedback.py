@@ -75,6 +75,19 @@ class FeedbackCodec(Codec):
         out.residual_decay = residual_decay
         return out
 
+    def of_groups(
+        self,
+        group_numel: int,
+        *,
+        shares_scale: bool = False,
+        error_feedback: bool = True,
+        seed: int = 0,
+    ) -> Codec:
+        out = copy.copy(self)
+        out.group, out.second_phase = group_numel, None
+        out.error_feedback = error_feedback and self.residual_decay != 0
+        return out
+
     def options(self) -> dict[str, object]:
         return {
             "group": self.group,

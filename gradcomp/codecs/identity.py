@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-from torch import Tensor
 
 from gradcomp.codecs.base import Codec
-from gradcomp.kernels import Kernels, Payloads, Residuals
+from gradcomp.kernels import Code
 from gradcomp.payload.form import BFLOAT16, PLAIN
-from gradcomp.payload.layout import PayloadLayout, Rows
-from gradcomp.payload.rng import RngKey
 
 _DTYPES = {"fp32": (PLAIN, torch.float32), "bf16": (BFLOAT16, torch.bfloat16)}
 
@@ -37,7 +32,7 @@ class Identity(Codec):
         if dtype not in _DTYPES:
             raise ValueError(f"dtype must be one of {tuple(_DTYPES)}, got {dtype!r}")
         self.dtype = self.second_phase = dtype
-        self.form, self._value_dtype = _DTYPES[dtype]
+        self.form = _DTYPES[dtype][0]
 
     def options(self) -> dict[str, object]:
         return {} if self.dtype == "fp32" else {"dtype": self.dtype}
@@ -48,22 +43,6 @@ class Identity(Codec):
             numel *= size
         return max(1, numel)
 
-    def encode_packed(
-        self,
-        kernels: Kernels,
-        values: Tensor,
-        layout: PayloadLayout | Rows,
-        payload: Tensor,
-        key: RngKey,
-        residuals: Residuals,
-        kept: Tensor | None = None,
-    ) -> bool:
-        return kernels.encode(
-            self.form.kernel, values, layout.packed, payload, value_dtype=self._value_dtype
-        )
-
-    def payloads(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Payloads:
-        return Payloads(tensors, self.form.kernel, dtype, value_dtype=self._value_dtype)
-
-    def validate_packed(self, payload: Tensor, layout: PayloadLayout) -> None:
-        """Accept any value: NaN and Inf are what they are."""
+    @property
+    def code(self) -> Code:
+        return Code(self.form.kernel, dtype=_DTYPES[self.dtype][1])

@@ -9,18 +9,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradcomp.codecs.base import SumForm
-from gradcomp.kernels import HOST, Kernels, Payloads
+from gradcomp.kernels import HOST, Code, Kernels, Payloads
 from gradcomp.payload.form import HEADER_NBYTES, lanes_form
 from gradcomp.payload.layout import PayloadLayout
 
 
-class Lanes(SumForm):
-    """Sums of the ternary codes of `world_size` ranks, with the scales that they share."""
+class Lanes:
+    """Sums of the ternary codes of `world_size` ranks, with the scales that they share.
+
+    Attributes:
+        form: how they stand in a payload.
+        code: how kernels write and read them.
+    """
 
     def __init__(self, world_size: int) -> None:
         self.form = lanes_form(world_size)
-        self._world_size = world_size
+        self.code = Code(self.form.kernel, bits=self.form.bits, world_size=world_size)
 
     def add(
         self,
@@ -30,16 +34,25 @@ class Lanes(SumForm):
         layout: PayloadLayout,
         out: Tensor,
     ) -> None:
+        """Write scales and sums of the compressed pieces of all payloads to `out`, a payload of
+        `layout`.
+
+        Args:
+            kernels: of the bucket's device.
+            payloads: of all ranks, with the same pieces (`source`).
+            source, layout: where the pieces stand in the payloads and in `out`.
+            out: ``(layout.nbytes,)`` uint8.
+        """
         kernels.copy_bytes(
             out, HEADER_NBYTES, payloads.tensors[0], 4 * layout.scale_count, HEADER_NBYTES
         )
-        kernels.sum_lanes(payloads, source.packed, layout.packed, self.form.bits, out)
+        kernels.sum_lanes(payloads, source.packed, layout.packed, self.code, out)
 
     def payloads(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Payloads:
-        return Payloads(
-            tensors, self.form.kernel, dtype, world_size=self._world_size, lane_bits=self.form.bits
-        )
+        """Return how averages are made of one payload of sums."""
+        return Payloads(tensors, self.code, dtype)
 
     def validate_packed(self, payload: Tensor, layout: PayloadLayout) -> None:
+        """Raise CorruptPayload for scales and sums that `add` does not write."""
         HOST.validate_scales(payload, HEADER_NBYTES, layout.scale_count, non_negative=True)
-        HOST.validate(payload, self.form.kernel, layout.packed, self._world_size, self.form.bits)
+        HOST.validate(payload, self.code, layout.packed)

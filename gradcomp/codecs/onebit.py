@@ -12,14 +12,10 @@ paper's first example of a quantizer, instead of class means.
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from gradcomp.codecs.base import Codec
 from gradcomp.codecs.feedback import FeedbackCodec
-from gradcomp.kernels import Kernels, Residuals
+from gradcomp.kernels import Code
 from gradcomp.payload.form import ONEBIT
-from gradcomp.payload.layout import PayloadLayout, Rows
-from gradcomp.payload.rng import RngKey
 
 
 class OneBit(FeedbackCodec):
@@ -92,23 +88,6 @@ class OneBit(FeedbackCodec):
         options |= {"values": self.values} if self.values != "means" else {}
         return options | ({"rotate": True} if self.rotates else {})
 
-    def encode_packed(
-        self,
-        kernels: Kernels,
-        values: Tensor,
-        layout: PayloadLayout | Rows,
-        payload: Tensor,
-        key: RngKey,
-        residuals: Residuals,
-        kept: Tensor | None = None,
-    ) -> bool:
-        return kernels.encode(
-            self.form.kernel,
-            values,
-            layout.packed,
-            payload,
-            residuals=residuals,
-            kept=kept,
-            means=self._means,
-            decay=self.decay,
-        )
+    @property
+    def code(self) -> Code:
+        return Code(self.form.kernel, means=self._means, decay=self.decay)

@@ -9,19 +9,14 @@ Residuals: Seide et al. 2014, section 2, with a decay (`gradcomp.codecs.feedback
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from gradcomp.codecs.base import Codec
 from gradcomp.codecs.feedback import FeedbackCodec
-from gradcomp.kernels import Kernels, Payloads, Residuals
+from gradcomp.kernels import Code
 from gradcomp.payload.form import TERNARY
-from gradcomp.payload.layout import PayloadLayout, Rows
-from gradcomp.payload.rng import RngKey
 
 STEP = 1.8
 FLOAT32 = torch.finfo(torch.float32)
@@ -84,44 +79,11 @@ class Ternary(FeedbackCodec):
         super().__init__(group, error_feedback, second_phase, residual_decay)
         self.step: float = float(step)
 
-    def of_groups(
-        self,
-        group_numel: int,
-        *,
-        shares_scale: bool = False,
-        error_feedback: bool = True,
-        seed: int = 0,
-    ) -> Codec:
-        return type(self)(
-            step=self.step,
-            group=group_numel,
-            error_feedback=error_feedback,
-            residual_decay=self.residual_decay,
-        )
-
     def options(self) -> dict[str, object]:
         return {"step": self.step, **super().options()}
 
-    def encode_packed(
-        self,
-        kernels: Kernels,
-        values: Tensor,
-        layout: PayloadLayout | Rows,
-        payload: Tensor,
-        key: RngKey,
-        residuals: Residuals,
-        kept: Tensor | None = None,
-    ) -> bool:
-        return kernels.encode(
-            "nearest",
-            values,
-            layout.packed,
-            payload,
-            residuals=residuals,
-            kept=kept,
-            step=self.step,
-            decay=self.decay,
+    @property
+    def code(self) -> Code:
+        return Code(
+            self.form.kernel, encoder="nearest", shared=False, step=self.step, decay=self.decay
         )
-
-    def payloads(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Payloads:
-        return Payloads(tensors, self.form.kernel, dtype, shared=False)

@@ -13,18 +13,16 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from gradcomp.codecs.base import Codec, SumForm
+from gradcomp.codecs.base import Codec
 from gradcomp.codecs.checks import check_group, check_second_phase, resolve_group
 from gradcomp.codecs.lanes import Lanes
-from gradcomp.codecs.scaled import ScaledCodec
-from gradcomp.kernels import Kernels, Payloads, Residuals
-from gradcomp.payload.form import TERNARY
-from gradcomp.payload.layout import PayloadLayout, Rows
+from gradcomp.kernels import Code, Kernels
+from gradcomp.payload.form import HEADER_NBYTES, TERNARY
+from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.rng import RngKey, check_uint32
 
 SAME_DRAWS = (
@@ -36,7 +34,7 @@ SAME_DRAWS = (
 _encodings_without_key = itertools.count()
 
 
-class TernGrad(ScaledCodec):
+class TernGrad(Codec):
     """TernGrad: 2 bits a value, unbiased, no residual.
 
     Args:
@@ -60,6 +58,7 @@ class TernGrad(ScaledCodec):
     form = TERNARY
     name = "terngrad"
     can_share_scale = True
+    measures = True
     reach = 1.0
 
     def __init__(
@@ -114,7 +113,7 @@ class TernGrad(ScaledCodec):
     def group_numel(self, shape: tuple[int, ...]) -> int:
         return resolve_group(self.group, shape)
 
-    def sum_form(self, world_size: int) -> SumForm | None:
+    def sum_form(self, world_size: int) -> Lanes | None:
         return Lanes(world_size) if self.shares_scale else None
 
     def requantizer(self) -> Codec:
@@ -141,18 +140,37 @@ class TernGrad(ScaledCodec):
                 warnings.warn(SAME_DRAWS, stacklevel=2)
         return super().encode(x, scale=scale, key=key, out=out)
 
-    def encode_packed(
+    @property
+    def code(self) -> Code:
+        return Code(self.form.kernel, shared=self.shares_scale)
+
+    def scratch(
+        self, kernels: Kernels, layout: PayloadLayout, room: Tensor | None = None
+    ) -> Tensor:
+        return kernels.scratch(layout.groups, room)
+
+    def measure(
         self,
         kernels: Kernels,
         values: Tensor,
-        layout: PayloadLayout | Rows,
-        payload: Tensor,
-        key: RngKey,
-        residuals: Residuals,
-        kept: Tensor | None = None,
+        layout: PayloadLayout,
+        scratch: Tensor | None,
+        scales: Tensor,
     ) -> bool:
-        draws = (key.seed, key.rank, key.step, key.stream)
-        return kernels.encode(self.form.kernel, values, layout.packed, payload, key=draws)
+        blocks = scratch if scratch is not None else self.scratch(kernels, layout)
+        return kernels.scales(values, layout.packed, layout.groups, self.clip_sigma, blocks, scales)
 
-    def payloads(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Payloads:
-        return Payloads(tensors, self.form.kernel, dtype, shared=self.shares_scale)
+    def place_scales(
+        self, kernels: Kernels, layout: PayloadLayout, scales: Tensor, payload: Tensor
+    ) -> None:
+        kernels.copy_bytes(payload, HEADER_NBYTES, scales, 4 * layout.scale_count)
+
+    def check_scale(self, scale: float | Tensor, group_count: int) -> Tensor:
+        given = torch.as_tensor(scale, dtype=torch.float32).reshape(-1)
+        given = given.expand(group_count) if given.numel() == 1 else given
+        if given.numel() != group_count:
+            raise ValueError(f"scale has {given.numel()} values for {group_count} groups")
+        if not bool((torch.isfinite(given) & (given >= 0)).all()):
+            raise ValueError(f"scale must be finite and not negative, got {scale!r}")
+        # -0.0 becomes 0.0; a sum would flush what is denormal where the thread flushes
+        return given.abs().contiguous()

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from gradcomp.codecs import Block, Codec
-from gradcomp.codecs.base import SumForm, encode_plain
+from gradcomp.codecs.base import encode_plain
 from gradcomp.codecs.identity import Identity
+from gradcomp.codecs.lanes import Lanes
 from gradcomp.kernels import Kernels, Payloads, Residuals
 from gradcomp.payload.form import Form
 from gradcomp.payload.layout import PayloadLayout
@@ -96,7 +97,7 @@ class Exact(SecondPhase):
     stand in the shard.
     """
 
-    def __init__(self, sums: SumForm) -> None:
+    def __init__(self, sums: Lanes) -> None:
         self._sums, self.form = sums, sums.form
 
     def shard(self, pieces: Sequence[Piece], residuals: Sequence[int]) -> Shard:

@@ -36,29 +36,47 @@ class Residuals(NamedTuple):
 NO_RESIDUALS = Residuals()
 
 
+@dataclass(frozen=True, slots=True)
+class Code:
+    """How kernels write and read the values of one form: what they need to know of a codec.
+
+    Attributes:
+        kernel: of the form (`gradcomp.payload.form.Form.kernel`): reads codes and checks them.
+        encoder: the kernel that writes them, where several do; "": the same.
+        dtype: (values) float32 or bfloat16.
+        bits: (block, lanes) of a code.
+        shared: (ternary) whether payloads that are averaged have the scales of the first.
+        world_size: (lanes: sums in one payload) ranks in a sum.
+        step: (nearest) what a scale is in root mean squares.
+        means: (onebit) what the two codes stand for; None: the means of their classes.
+        decay: what new residuals keep of what codes leave out, in [0, 1]; None: no residuals.
+    """
+
+    kernel: str
+    encoder: str = ""
+    dtype: torch.dtype | None = None
+    bits: int | None = None
+    shared: bool | None = None
+    world_size: int | None = None
+    step: float | None = None
+    means: tuple[float, float] | None = None
+    decay: float | None = None
+
+
 @dataclass(eq=False)
 class Payloads:
-    """Payloads of one form, in the order in which they are added, and how their average is made.
+    """Payloads of one code, in the order in which they are added, and how their average is made.
 
     Attributes:
         tensors: ``(nbytes,)`` uint8 each, host memory; kept as long as this object.
-        kernel: of their form (`gradcomp.payload.form.Form.kernel`).
+        code: of all of them.
         dtype: that averages are rounded to.
-        shared: (ternary) whether all payloads have the scales of the first.
-        value_dtype: (values) float32 or bfloat16.
-        world_size, lane_bits: (lanes: sums in one payload) ranks in a sum, bits of one.
-        code_bits: (block) bits of a code.
         prepared: what a kernel set makes of them at the first call, to be used again.
     """
 
     tensors: Sequence[Tensor]
-    kernel: str
+    code: Code
     dtype: torch.dtype
-    shared: bool | None = None
-    value_dtype: torch.dtype | None = None
-    world_size: int | None = None
-    lane_bits: int | None = None
-    code_bits: int | None = None
     prepared: Any = field(default=None, init=False, repr=False)
 
 
@@ -95,37 +113,25 @@ class Kernels(Protocol):
 
     def encode(
         self,
-        kernel: str,
+        code: Code,
         values: Tensor,
         table: Table,
         payload: Tensor,
         *,
         key: tuple[int, int, int, int] | None = None,
-        residuals: Residuals | None = None,
+        residuals: Residuals = NO_RESIDUALS,
         kept: Tensor | None = None,
-        means: tuple[float, ...] | None = (),
-        value_dtype: torch.dtype | None = None,
-        code_bits: int | None = None,
-        step: float | None = None,
-        decay: float | None = None,
     ) -> bool:
         """Write the codes of `values` where `table` says; True: a value is not finite.
 
         Args:
-            kernel: of the form.
+            code: how.
             values: float32, bfloat16 or float16.
             payload: uint8; measured scales stand in it, and kernels that measure themselves write
                 theirs.
-            key: (seed, rank, step, stream) for kernels that draw random numbers.
-            residuals: for kernels with error feedback, `NO_RESIDUALS` for none.
+            key: (seed, rank, step, stream), for kernels that draw random numbers.
+            residuals: for codes with a decay.
             kept: a plane like the first, which receives what that held.
-            means: for kernels with class means, what the two codes stand for instead, None for the
-                means; () for others.
-            value_dtype: float32 or bfloat16 for plain values.
-            code_bits: of kernels that write codes of several sizes.
-            step: of kernels that round to a scale in root mean squares.
-            decay: what new residuals keep of what codes leave out, in [0, 1]; None for kernels
-                without error feedback.
         """
 
     # ---- averages --------------------------------------------------------------------------------
@@ -139,7 +145,7 @@ class Kernels(Protocol):
         """
 
     def sum_lanes(
-        self, payloads: Payloads, source: Table, target: Table, lane_bits: int, out: Tensor
+        self, payloads: Payloads, source: Table, target: Table, lanes: Code, out: Tensor
     ) -> None:
         """Write the integer sums of ternary payloads as lanes into a payload; the tables are
         parallel.
@@ -174,9 +180,9 @@ class Kernels(Protocol):
 
     # ---- checks of payloads ----------------------------------------------------------------------
 
-    def validate(self, payload: Tensor, kernel: str, table: Table, *limits: int) -> None:
-        """Raise CorruptPayload for codes and padding that an encoder does not write (`limits`: of
-        lanes, ranks and bits; of blocks, bits).
+    def validate(self, payload: Tensor, code: Code, table: Table) -> None:
+        """Raise CorruptPayload for codes and padding that an encoder does not write; any plain
+        values are right.
         """
 
     def validate_scales(

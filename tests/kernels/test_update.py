@@ -16,7 +16,7 @@ from reference import codec as ref
 from reference import optim
 
 from gradcomp import Block, Identity, NativeError, OneBit, TernGrad
-from gradcomp.kernels import Payloads, native
+from gradcomp.kernels import Code, Payloads, native
 from gradcomp.kernels.rules import NO_RULE, RULE, TARGET, Flag, Kind
 from gradcomp.kernels.tables import SEGMENT, Table
 from gradcomp.payload.layout import PayloadLayout
@@ -358,7 +358,7 @@ def test_averages_that_are_not_finite_are_told():
     payload = Identity().encode(x)
     weights = Weights(np.zeros(10, "f"), optim.TRUNCATE, 0)
     for dtype, bad in ((torch.float32, False), (torch.bfloat16, True)):  # rounds to Inf as bf16
-        source = Payloads([payload], "values", dtype, value_dtype=torch.float32)
+        source = Payloads([payload], Code("values", dtype=torch.float32), dtype)
         assert (
             native.update(
                 layout.packed, weights.target(None), rule(Kind.SGD, "", step_size=0.0), source
@@ -418,7 +418,7 @@ def test_bad_arguments_change_nothing(change):
 
 def test_sums_from_payloads_are_refused():
     source = Payloads(
-        [torch.zeros(100, dtype=torch.uint8)], "values", torch.float32, value_dtype=torch.float32
+        [torch.zeros(100, dtype=torch.uint8)], Code("values", dtype=torch.float32), torch.float32
     )
     weights = Weights(np.ones(20, "f"), "fp32", 0)
     refused(

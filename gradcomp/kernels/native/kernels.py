@@ -1,10 +1,10 @@
 """The kernels of codecs and exchanges, for tensors on the CPU
 (`gradcomp.kernels.interface.Kernels`).
 
-C's names follow a form's: ``gc_NAME_encode(src, dtype, rows, count, [value_dtype, code_bits or
-step,] [residuals, kept, [decay, dropped,] [means,]] payload, [key,] flag)``,
+C's names follow a code's: ``gc_NAME_encode(src, dtype, rows, count, [value_dtype, code_bits or
+step,] [residuals, kept, decay, dropped,] [means,] payload, [key,] flag)``,
 ``gc_NAME_sum_decode(payloads, payload_count, [option,] rows, count, out, dtype, flags, flag)`` and
-``gc_NAME_validate(payload, [limits,] rows, count)``. So a new form needs no code here.
+``gc_NAME_validate(payload, [world_size, bits,] rows, count)``. A new code needs no function here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradcomp.kernels.interface import Payloads, Residuals
+from gradcomp.kernels.interface import NO_RESIDUALS, Code, Payloads, Residuals
 from gradcomp.kernels.native.addresses import bytes_of, floats_of, payload_pointers, values_of
 from gradcomp.kernels.native.library import DTYPES, check, ffi, lib
 from gradcomp.kernels.native.threads import run, run_elements
@@ -75,54 +75,48 @@ def scales(
 
 
 def encode(
-    kernel: str,
+    code: Code,
     values: Tensor,
     table: Table,
     payload: Tensor,
     *,
     key: tuple[int, int, int, int] | None = None,
-    residuals: Residuals | None = None,
+    residuals: Residuals = NO_RESIDUALS,
     kept: Tensor | None = None,
-    means: tuple[float, ...] | None = (),
-    value_dtype: torch.dtype | None = None,
-    code_bits: int | None = None,
-    step: float | None = None,
-    decay: float | None = None,
 ) -> bool:
     """See `Kernels.encode`."""
     if not table.count:
         return False
     flag, source, dtype = ffi.new("uint32_t *"), values_of(values), DTYPES[values.dtype]
-    head: tuple[Any, ...] = ()
-    tail: tuple[Any, ...] = (bytes_of(payload), flag)
-    dropped = None  # one number a row
-    if key is not None:
-        tail = (tail[0], ffi.new("gc_rng_key *", key)[0], flag)
-    if residuals is not None:
-        if means != ():
-            tail = (ffi.NULL if means is None else ffi.new("float[2]", means), *tail)
-        head = (floats_of(residuals.old), floats_of(residuals.new), floats_of(kept))
-        if decay is not None:
-            counts = residuals.counted is not None and residuals.new is not None and decay < 1
-            dropped, head = ffi.new("double[]", table.count) if counts else None, (*head, decay)
-    given = (None if value_dtype is None else DTYPES[value_dtype], code_bits, step)
-    head = (*(option for option in given if option is not None), *head)
-    name = f"gc_{kernel}_encode"
+    encoder = code.encoder or code.kernel
+    name = f"gc_{encoder}_encode"
     function = getattr(lib, name)
+    head = _options(code.dtype, code.bits, code.step)
+    tail: tuple[Any, ...] = (bytes_of(payload), flag)
+    if encoder == "ternary":
+        tail = (tail[0], ffi.new("gc_rng_key *", key)[0], flag)
+    if encoder == "onebit":
+        tail = (ffi.NULL if code.means is None else ffi.new("float[2]", code.means), *tail)
+    dropped = None  # one number a row
+    if code.decay is not None:
+        counts = residuals.counted is not None and residuals.new is not None and code.decay < 1
+        dropped = ffi.new("double[]", table.count) if counts else None
+        head += (floats_of(residuals.old), floats_of(residuals.new), floats_of(kept), code.decay)
 
     def call(rows: Any, count: int, first: int) -> int:
-        into = () if decay is None else (ffi.NULL if dropped is None else dropped + first,)
+        into = () if code.decay is None else (ffi.NULL if dropped is None else dropped + first,)
         return int(function(source, dtype, rows, count, *head, *into, *tail))
 
     run(name, table, call)
-    if (
-        dropped is not None
-        and residuals is not None
-        and residuals.counted is not None
-        and not flag[0]
-    ):
+    if dropped is not None and residuals.counted is not None and not flag[0]:
         residuals.counted(float(np.frombuffer(ffi.buffer(dropped), np.float64).sum()))
     return bool(flag[0])
+
+
+def _options(*options: Any) -> tuple[Any, ...]:
+    """Return the options that a code has, as C takes them."""
+    given = (option for option in options if option is not None)
+    return tuple(DTYPES[one] if isinstance(one, torch.dtype) else one for one in given)
 
 
 # ---- averages ------------------------------------------------------------------------------------
@@ -147,26 +141,19 @@ def prepare(payloads: Payloads) -> _Prepared:
     if made is not None:
         return made
     pointers, count = payload_pointers(payloads.tensors), len(payloads.tensors)
-    value_dtype = None if payloads.value_dtype is None else DTYPES[payloads.value_dtype]
-    source = ffi.new("gc_gradients *")
+    code, source = payloads.code, ffi.new("gc_gradients *")
     source.payloads, source.payload_count = pointers, count
-    setattr(source, "from", getattr(lib, f"GC_FROM_{payloads.kernel.upper()}"))
-    source.dtype, source.shared, source.value_dtype = (
-        DTYPES[payloads.dtype],
-        payloads.shared or 0,
-        value_dtype or 0,
-    )
-    head: tuple[Any, ...] = (pointers, count)
-    name = f"gc_{payloads.kernel}_sum_decode"
-    if payloads.lane_bits is not None:
-        source.world_size, source.lane_bits = payloads.world_size, payloads.lane_bits
-        name, head = "gc_lanes_decode", (pointers[0], payloads.world_size, payloads.lane_bits)
-    source.code_bits = payloads.code_bits or 0
-    head += tuple(
-        option
-        for option in (payloads.shared, value_dtype, payloads.code_bits)
-        if option is not None
-    )
+    setattr(source, "from", getattr(lib, f"GC_FROM_{code.kernel.upper()}"))
+    source.dtype, source.shared = DTYPES[payloads.dtype], code.shared or 0
+    head: tuple[Any, ...] = (pointers, count, *_options(code.shared, code.dtype, code.bits))
+    name = f"gc_{code.kernel}_sum_decode"
+    if code.dtype is not None:
+        source.value_dtype = DTYPES[code.dtype]
+    if code.kernel == "block":
+        source.code_bits = code.bits
+    if code.kernel == "lanes":
+        source.world_size, source.lane_bits = code.world_size, code.bits
+        name, head = "gc_lanes_decode", (pointers[0], code.world_size, code.bits)
     payloads.prepared = made = _Prepared(
         name, getattr(lib, name), head, source.dtype, source, pointers
     )
@@ -184,9 +171,7 @@ def sum_decode(payloads: Payloads, table: Table, out: Tensor, written: int = 0) 
     return bool(flag[0])
 
 
-def sum_lanes(
-    payloads: Payloads, source: Table, target: Table, lane_bits: int, out: Tensor
-) -> None:
+def sum_lanes(payloads: Payloads, source: Table, target: Table, lanes: Code, out: Tensor) -> None:
     """See `Kernels.sum_lanes`."""
     pointers, number, bytes_out = prepare(payloads).pointers, len(payloads.tensors), bytes_of(out)
     rows_out = ffi.cast("const gc_segment *", target.address)
@@ -194,7 +179,7 @@ def sum_lanes(
         "gc_ternary_sum_lanes",
         source,
         lambda rows, count, first: lib.gc_ternary_sum_lanes(
-            pointers, number, rows, rows_out + first, count, lane_bits, bytes_out
+            pointers, number, rows, rows_out + first, count, lanes.bits, bytes_out
         ),
     )
 
@@ -202,11 +187,11 @@ def sum_lanes(
 # ---- checks of payloads --------------------------------------------------------------------------
 
 
-def validate(payload: Tensor, kernel: str, table: Table, *limits: int) -> None:
+def validate(payload: Tensor, code: Code, table: Table) -> None:
     """See `Kernels.validate`."""
-    if table.count:
-        source, name = bytes_of(payload), f"gc_{kernel}_validate"
-        function = getattr(lib, name)
+    if table.count and code.kernel != "values":
+        source, name = bytes_of(payload), f"gc_{code.kernel}_validate"
+        function, limits = getattr(lib, name), _options(code.world_size, code.bits)
         run(name, table, lambda rows, count, _: function(source, *limits, rows, count))
 
 
