@@ -153,7 +153,7 @@ $(TOOLS): $(BUILT)
 
 $(STAMP): $(TOOLS)
 	@echo 'installing frameworks and what builds the documentation into $(VENV)'
-	$(BIN)/python -m pip install -q --no-compile -c constraints.txt 'gradcomp[bench,dev,docs,lightning,accelerate,transformers,ray]'
+	$(BIN)/python -m pip install -q --no-compile -c constraints.txt 'gradcomp[bench,dev,docs,lightning,accelerate,transformers,ray]' 'peft ; python_version >= "3.11"'
 	@touch $@
 
 mpi: $(MPI_STAMPS)

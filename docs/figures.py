@@ -454,10 +454,37 @@ def table_of_images() -> Figure:
     return "\n".join(lines), tuple(values)
 
 
+def lora() -> Iterator[Figure]:
+    runs = [run for run in load("lora.jsonl") if run["lr"] == 3e-3]
+    for method, cells in {
+        "fp32": "none (fp32) |",
+        "bfloat16": '`"bfloat16"` |',
+        "auto": '`"auto"`: `Block(4, group=128)` |',
+        "block4": "`Block(4)`, a scale a row |",
+        "ternary 128 precondition": "`Ternary(group=128)`, `precondition=True` |",
+        "ternary precondition": "`Ternary()`, a scale a row, `precondition=True` |",
+        "ternary": "`Ternary()`, a scale a row |",
+        "onebit 128 precondition": "`OneBit(group=128)`, `precondition=True` |",
+        "terngrad": "`TernGrad()` |",
+    }.items():
+        found = [run["loss"] for run in runs if run["method"] == method]
+        loss = statistics.mean(found), statistics.stdev(found)
+        if method == "fp32":
+            base = loss[0]
+            yield f"| {cells} 1 | {{:.3f}} ± {{:.3f}} |", loss
+            continue
+        ratio = next(run["ratio"] for run in runs if run["method"] == method)
+        yield (
+            f"| {cells} {{:.1f}} | {{:.3f}} ± {{:.3f}} | {{:+.3f}} |",
+            (ratio, *loss, loss[0] - base),
+        )
+
+
 PAGES: dict[str, Callable[[], Iterator[Figure]]] = {
     "README.md": readme,
     "docs/howto/benchmarks.md": benchmarks,
     "docs/howto/fsdp.md": fsdp,
+    "docs/howto/lora.md": lora,
     "docs/howto/which-mode.md": which_mode,
     "docs/explanation/accuracy.md": accuracy,
     "docs/explanation/codecs.md": codecs,
