@@ -119,7 +119,6 @@ LEAVES = """
 import os, sys, time
 from datetime import timedelta
 import torch.distributed as dist
-from _ranks import run_local
 from gradcomp import PeerMismatch
 from gradcomp.comm import TorchCommunicator
 
