@@ -30,7 +30,6 @@ from gradcomp.comm.torchdist import TorchCommunicator
 from gradcomp.memory.transform import Transforming
 from gradcomp.onebit_sgd import AggregateAdagrad
 from gradcomp.plan.costs import METHODS, LocalSteps, Method
-from gradcomp.plan.links import Link
 from gradcomp.plan.models import Model, find_model
 from gradcomp.plan.rates import Rates, StageRate, calibrate
 from gradcomp.plan.workload import Transport, Workload
@@ -42,9 +41,6 @@ LARGEST = 512 * 2442  # of LeNet's gradients, as many as all ranks share out ali
 CALIBRATED = 1 << 20, 1 << 22  # values of the largest bucket that is timed, at least and at most
 # the last for what local steps take beside an exchange
 ASKED = (*METHODS, METHODS[0].after(LocalSteps(1)))
-LINK_S = 0.25  # what a message takes that measures a link, at the rate it should have
-LINK_REPEATS = 3
-LINK_NBYTES = 1 << 16, 1 << 25  # of that message, at least and at most
 KINDS = ("max", "all_to_all", "all_gather", "all_reduce", "all_reduce_bf16")
 
 
@@ -180,28 +176,6 @@ def measure_methods(emit: Emit, names: Sequence[str], numel: int, over: str) -> 
     comm.close()
     if dist.get_rank() == 0:
         emit(measured)
-
-
-def measure_link(emit: Emit, link: Link, over: str) -> None:
-    """Emit from rank 0 what ranks on hosts send each other at once, and how long it takes.
-
-    Shaped links carry less than their rate: headers take 4 to 5 %, and acknowledgements wait
-    behind the data of the other direction.
-
-    Args:
-        emit: gets the bytes that a rank sends and seconds, of an all_to_all.
-        link: of every host, of a finite rate.
-        over: transport of compressed bytes, "gloo" or "mpi".
-    """
-    use_cores()
-    emit(None)
-    comm = (MpiCommunicator if over == "mpi" else TorchCommunicator)(timeout_s=TIMEOUT_S)
-    nbytes = min(max(round(link.bits_per_s / 8 * LINK_S), LINK_NBYTES[0]), LINK_NBYTES[1])
-    action, sent = _collective(comm, "all_to_all", nbytes)
-    seconds = slowest(time_together(action, LINK_REPEATS))
-    comm.close()
-    if dist.get_rank() == 0:
-        emit((sent, seconds))
 
 
 def measure_exchange(

@@ -28,7 +28,7 @@ from gradcomp.arguments import Parser
 from gradcomp.bench import workloads
 from gradcomp.bench.about import save_json
 from gradcomp.bench.hosts import INTERFACE, Hosts, NoHosts
-from gradcomp.bench.measure import measure_link, measure_methods
+from gradcomp.bench.measure import measure_methods
 from gradcomp.bench.methods import DEFAULT, GRAMMAR, NONE, NOOP, parse
 from gradcomp.bench.mpi import Mpiexec
 from gradcomp.bench.optimizers import OPTIMIZERS
@@ -39,7 +39,7 @@ from gradcomp.bench.step_table import crossings, row_of, table_of
 from gradcomp.bench.sweep import bar
 from gradcomp.bench.trainer import Task, run_task
 from gradcomp.bench.workloads import Workload
-from gradcomp.plan.links import Link, format_rate, parse_link
+from gradcomp.plan.links import Link, parse_link
 from gradcomp.plan.rates import Rates
 from gradcomp.plan.workload import Transport
 
@@ -51,8 +51,7 @@ columns: step, p95     milliseconds of the slowest rank, median and 95th percent
                        nothing (of local steps and fsdp2, which are without DDP: a step of none)
          / bound       exposed, over the larger of what the exchange computes and what the link
                        needs for the bytes
-         planner       what gradcomp.plan expects of codecs and links as measured here, and how
-                       far off that is
+         planner       what gradcomp.plan expects, and how far off that is
          sent          bytes on the interface (--hosts) or counted by gradcomp, a step and rank
          CPU           of rank 0, exchange included
          hidden        share of the exchange that backward hides
@@ -79,8 +78,6 @@ class Case:
         ranks: their number.
         link: its name; "loopback" and "as it is" are links, too.
         latency_s: that could be made; None where no hosts were.
-        carried_bits_per_s: what an all_to_all of all hosts got through each link of a finite rate;
-            what the planner reckons with.
         over: transport of compressed bytes.
         rows: of methods.
     """
@@ -88,7 +85,6 @@ class Case:
     ranks: int
     link: str
     latency_s: float | None = None
-    carried_bits_per_s: float | None = None
     over: str = "gloo"
     rows: list[dict[str, Any]] = field(default_factory=list)
 
@@ -216,7 +212,6 @@ def _run_case(
         interface=INTERFACE if hosts is not None else "",
         over=args.over,
     )
-    carried = link
     lower, rate = workload.lower_is_better, link.bits_per_s
     mine = int(os.environ["RANK"]) if place.launched else 0
     rates, transport = Rates(), Transport()
@@ -226,12 +221,10 @@ def _run_case(
         shown = progress.add_task("codecs' speed", total=len(names) * args.steps)
         if not place.launched:
             rates, transport = _measure(args, largest_bucket(workload.model(), ranks), place)
-            carried = _measure_link(args, link, transport, place)
-            cases[-1].carried_bits_per_s = carried.bits_per_s if carried is not link else None
         predicted = partial(
             predict,
             model=workload.model(),
-            link=carried,
+            link=link,
             rates=rates,
             ranks=ranks,
             cores=len(cores_of(0, ranks)),
@@ -286,30 +279,6 @@ def _measure(args: argparse.Namespace, numel: int, place: Place) -> tuple[Rates,
     return rates, transport
 
 
-def _measure_link(args: argparse.Namespace, link: Link, transport: Transport, place: Place) -> Link:
-    """Return a link of hosts with the rate that collectives get through it; as it is where it has
-    no limit, or where that fails.
-    """
-    found: list[Any] = []
-    if place.hosts is None or math.isinf(link.bits_per_s):
-        return link
-    try:
-        run(
-            place,
-            measure_link,
-            link,
-            args.over,
-            on_message=lambda message: found.append(message) if message else None,
-            hang_s=args.hang,
-        )
-    except RankFailed:
-        return link
-    nbytes, seconds = found[0]
-    # the planner adds the time of moving bytes, and a round's latency, to that of the link
-    beside_s = transport.seconds("all_to_all", nbytes) + link.latency_s
-    return replace(link, bits_per_s=8 * nbytes / max(seconds - beside_s, seconds / 2))
-
-
 def _show(args: argparse.Namespace, workload: Workload, cases: list[Case]) -> None:
     console = Console()
     measure = workload.measure if args.curve or args.target is not None else ""
@@ -335,8 +304,6 @@ def _where(args: argparse.Namespace, case: Case, have: int) -> str:
     if hosts and args.latency:
         none = " (no latency: this kernel has no netem)"
         where += f", {args.latency}" if case.latency_s else none
-    if case.carried_bits_per_s:
-        where += f" that carries {format_rate(case.carried_bits_per_s)}"
     if case.over == "mpi":
         where += ", over MPI"
     if (hosts or case.link == "loopback") and case.ranks > have:

@@ -4,7 +4,6 @@ hang, the table.
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -131,8 +130,6 @@ def test_methods_side_by_side_those_that_fail_included(tmp_path, names):
                 assert row["seconds"] > 0.8 * row["sent_nbytes"] / 25e6
     local = rows["terngrad:every=5"]  # one sync in the five steps that count
     assert local["seconds"] > 0 and local["phases"]["encode"] > 0 and local["predicted_seconds"] > 0
-    carries = re.search(r", 200mbit that carries ([0-9.]+) Mbit/s", printed)
-    assert bool(carries) != bool(WHY) and (WHY or 20 < float(carries[1]) < 210)
     if not WHY:
         assert local["sent_nbytes"] < 0.5 * rows["terngrad"]["sent_nbytes"]
     if "fsdp2:terngrad" in names:
