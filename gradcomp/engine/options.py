@@ -1,4 +1,4 @@
-"""What a user may choose beside the codec: written out once, for every door."""
+"""The options beside the codec, written out once for every entry point."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Options:
             which is that of its process group over torch.distributed and 300 otherwise.
 
     Raises:
-        TypeError: `transform` or `precondition` is none.
+        TypeError: `transform` or `precondition` is of another type.
         ValueError: an option out of its range; the message has the value.
     """
 
@@ -170,7 +170,7 @@ class Options:
         """Return `options`, or the defaults for None, with `changes` made to them.
 
         Raises:
-            TypeError: `options` is none, or a change of something that there is not.
+            TypeError: `options` is not a `gradcomp.Options`, or an unknown option.
             ValueError: as `Options`.
         """
         if options is not None and not isinstance(options, Options):

@@ -1,4 +1,4 @@
-"""The only door to compiled code: tables that kernels walk, and a kernel set for each kind of
+"""The only way to compiled code: tables that kernels walk, and a kernel set for each kind of
 device.
 """
 

@@ -93,7 +93,7 @@ class Scale:
 
 
 def averager(comm, codec, *, dtype=torch.float32, bad=None, discard=None, delayed=False, **options):
-    """`bad`: position in the flat gradients of a NaN of rank 1 in step 2. `discard`: a step."""
+    """`bad`: tensor and element where rank 1 has a NaN in step 2. `discard`: a step."""
     model = Given(dtype)
     optimizer = options.get("optimizer")
     if optimizer is not None:
