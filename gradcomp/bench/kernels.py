@@ -69,7 +69,7 @@ def _cases_of(codec: Codec, x: Tensor) -> list[Case]:
         written.append(new)
     _place_scales(codec, layout, x, payload)
     encode = partial(codec.encode_body, HOST, x, layout, payload, KEY, residuals)
-    decode = partial(HOST.sum_decode, codec.payloads([payload], x.dtype), layout.packed, out)
+    decode = partial(HOST.sum_decode, Payloads([payload], codec.code, x.dtype), layout.packed, out)
     encode()
     return [
         Case(f"{codec.name} encode", encode, moved + 8 * codec.error_feedback, written),

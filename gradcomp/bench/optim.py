@@ -29,7 +29,7 @@ from gradcomp.bench import plots, timing
 from gradcomp.bench.about import table
 from gradcomp.bench.timing import MEMCPY_NBYTES, Verdict, memcpy_of, turns, using
 from gradcomp.codecs import TernGrad
-from gradcomp.kernels import HOST, native
+from gradcomp.kernels import HOST, Payloads, native
 from gradcomp.optim import SplitAdagrad, SplitAdamW, SplitLAMB, SplitSGD, split, split_parameters
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.pieces import Slot, whole_pieces
@@ -153,7 +153,7 @@ def from_payloads(numel: int) -> list[Contender]:
     codec, slot = TernGrad(scale="own"), Slot(0, numel, numel, True, 0)
     packed = PayloadLayout(codec.form, whole_pieces([slot]), segmented=False).packed
     payloads = [codec.encode(torch.randn(numel), key=RngKey(rank=rank)) for rank in range(2)]
-    source, plain = codec.payloads(payloads, torch.bfloat16), ours("SGD", numel)
+    source, plain = Payloads(payloads, codec.code, torch.bfloat16), ours("SGD", numel)
 
     def decode_and_step() -> None:
         HOST.sum_decode(source, packed, plain.gradients[0])

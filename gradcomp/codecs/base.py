@@ -284,10 +284,6 @@ class Codec(ABC):
         """Return a passed-in scale as ``(group_count,)`` float32."""
         raise ValueError(f"{self.name} takes no scale, got {scale!r}")
 
-    def payloads(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Payloads:
-        """Return how the compressed pieces of payloads are averaged, rounded to `dtype`."""
-        return Payloads(tensors, self.code, dtype)
-
     def validate_packed(self, payload: Tensor, layout: PayloadLayout) -> None:
         """Raise CorruptPayload for scales and codes that an encoder does not write."""
         HOST.validate_scales(
@@ -332,8 +328,7 @@ class Codec(ABC):
         """Write the average over payloads of all pieces to `out`. True: a value written is not
         finite.
         """
-        packed = kernels.sum_decode(self.payloads(tensors, out.dtype), layout.packed, out)
-        return kernels.sum_decode(plain_payloads(tensors, out.dtype), layout.plain, out) or packed
+        return MixedPayloads(tensors, self.code, out.dtype, layout).decode(kernels, out)
 
     def header(
         self, layout: PayloadLayout, dtype: int, nonfinite: bool, step: int, stream: int
@@ -415,9 +410,43 @@ def encode_plain(
     return kernels.encode(PLAIN_CODE, values, layout.plain, payload)
 
 
-def plain_payloads(tensors: Sequence[Tensor], dtype: torch.dtype) -> Payloads:
-    """Return how the fp32 pieces of payloads are averaged, rounded to `dtype`."""
-    return Payloads(tensors, PLAIN_CODE, dtype)
+class MixedPayloads:
+    """Payloads with compressed and fp32 pieces, of which averages are made.
+
+    Args:
+        tensors: ``(nbytes,)`` uint8 each, in the order in which their values are added; kept as
+            long as this object.
+        code: of the compressed pieces.
+        dtype: to which averages are rounded.
+        rows: where the pieces stand, the same in every payload.
+
+    Attributes:
+        parts: the compressed pieces and the fp32 ones, each with the rows to decode.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        code: Code,
+        dtype: torch.dtype,
+        rows: PayloadLayout | Rows,
+    ) -> None:
+        self.parts = (
+            (Payloads(tensors, code, dtype), rows.packed),
+            (Payloads(tensors, PLAIN_CODE, dtype), rows.plain),
+        )
+
+    def decode(self, kernels: Kernels, out: Tensor, written: int = 0) -> bool:
+        """Write averages to `out`, ``(n,)`` of the dtype given; return True if one is not finite.
+
+        Args:
+            kernels: of the device of `out`.
+            written: as of `Kernels.sum_decode`.
+        """
+        bad = False
+        for payloads, table in self.parts:
+            bad |= kernels.sum_decode(payloads, table, out, written)
+        return bad
 
 
 @lru_cache(maxsize=32)

@@ -4,9 +4,6 @@ sends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 from torch import Tensor
 
 from gradcomp.kernels import HOST, Code, Kernels, Payloads
@@ -47,10 +44,6 @@ class Lanes:
             out, HEADER_NBYTES, payloads.tensors[0], 4 * layout.scale_count, HEADER_NBYTES
         )
         kernels.sum_lanes(payloads, source.packed, layout.packed, self.code, out)
-
-    def payloads(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Payloads:
-        """Return how averages are made of one payload of sums."""
-        return Payloads(tensors, self.code, dtype)
 
     def validate_packed(self, payload: Tensor, layout: PayloadLayout) -> None:
         """Raise CorruptPayload for scales and sums that `add` does not write."""

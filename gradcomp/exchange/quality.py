@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from gradcomp.codecs import Codec
-from gradcomp.kernels import Kernels
+from gradcomp.kernels import Kernels, Payloads
 from gradcomp.payload.form import HEADER_NBYTES
 from gradcomp.payload.layout import PayloadLayout
 
@@ -171,7 +171,7 @@ class Probe:
             .clone()
             .view(torch.float32)
         )
-        kernels.sum_decode(codec.payloads([payload], torch.float32), layout.packed, decoded)
+        kernels.sum_decode(Payloads([payload], codec.code, torch.float32), layout.packed, decoded)
         sizes, first = torch.from_numpy(layout.group_numels.astype(np.int64)), 0
         for piece in layout.pieces:
             if not (piece.slot.compressed and piece.numel):

@@ -11,14 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from gradcomp.codecs import Block, Codec
-from gradcomp.codecs.base import encode_plain
+from gradcomp.codecs.base import MixedPayloads, encode_plain
 from gradcomp.codecs.identity import Identity
 from gradcomp.codecs.lanes import Lanes
-from gradcomp.kernels import Kernels, Payloads, Residuals
+from gradcomp.kernels import Code, Kernels, Residuals
 from gradcomp.payload.form import Form
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.pieces import Piece, Shard, shard_pieces
@@ -30,18 +29,17 @@ class Owned:
     """What a rank owns in a second phase, and the memory that it makes it in.
 
     Attributes:
-        first, second: where the owned pieces stand in the messages that arrive and in the second
-            payload; both in coordinates of `shard`.
-        packed, plain: the messages of all ranks.
+        payloads: the messages of all ranks.
+        first, second: where the owned pieces stand in these and in the second payload; both in
+            coordinates of `shard`.
         shard: ``(n,)`` float32: means.
         payload: ``(nbytes,)`` uint8: the second payload, header included.
         scales, scratch: for the statistics of codecs that measure.
     """
 
+    payloads: MixedPayloads
     first: PayloadLayout
     second: PayloadLayout
-    packed: Payloads
-    plain: Payloads
     shard: Tensor
     payload: Tensor
     scales: Tensor
@@ -52,13 +50,14 @@ class SecondPhase(ABC):
     """One way to send what owners have averaged.
 
     Attributes:
-        form: of the compressed pieces in the second payload.
+        form, code: of the compressed pieces in the second payload.
         whole_groups: a scale group must be encoded in one go.
         error_feedback: owners keep what their codes leave out of the means.
         measures_groups: each scale group of means has a scale of its own.
     """
 
     form: Form
+    code: Code
     whole_groups = False
     measures_groups = False
     error_feedback = False
@@ -84,10 +83,6 @@ class SecondPhase(ABC):
         """Write the second payload's body; True: a value is not finite."""
 
     @abstractmethod
-    def payloads(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Payloads:
-        """Return how the compressed pieces of second payloads are decoded, rounded to `dtype`."""
-
-    @abstractmethod
     def validate(self, payload: Tensor, layout: PayloadLayout) -> None:
         """Raise CorruptPayload for what `encode` does not write."""
 
@@ -98,20 +93,18 @@ class Exact(SecondPhase):
     """
 
     def __init__(self, sums: Lanes) -> None:
-        self._sums, self.form = sums, sums.form
+        self._sums, self.form, self.code = sums, sums.form, sums.code
 
     def shard(self, pieces: Sequence[Piece], residuals: Sequence[int]) -> Shard:
         return shard_pieces(pieces, residuals, plain_only=True)
 
     def average(self, kernels: Kernels, owned: Owned) -> bool:
-        self._sums.add(kernels, owned.packed, owned.first, owned.second, owned.payload)
-        return kernels.sum_decode(owned.plain, owned.first.plain, owned.shard)
+        (packed, _), (plain, rows) = owned.payloads.parts
+        self._sums.add(kernels, packed, owned.first, owned.second, owned.payload)
+        return kernels.sum_decode(plain, rows, owned.shard)
 
     def encode(self, kernels: Kernels, owned: Owned, key: RngKey, residuals: Residuals) -> bool:
         return encode_plain(kernels, owned.shard, owned.second, owned.payload)
-
-    def payloads(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Payloads:
-        return self._sums.payloads(tensors, dtype)
 
     def validate(self, payload: Tensor, layout: PayloadLayout) -> None:
         self._sums.validate_packed(payload, layout)
@@ -121,7 +114,8 @@ class Encoded(SecondPhase):
     """Means, encoded by a codec."""
 
     def __init__(self, codec: Codec) -> None:
-        self._codec, self.form, self.whole_groups = codec, codec.form, codec.whole_groups
+        self._codec, self.form, self.code = codec, codec.form, codec.code
+        self.whole_groups = codec.whole_groups
         self.measures_groups = codec.form.scales_per_group > 0
         self.error_feedback = codec.error_feedback
 
@@ -129,8 +123,7 @@ class Encoded(SecondPhase):
         return self._codec.scratch(kernels, layout, room)
 
     def average(self, kernels: Kernels, owned: Owned) -> bool:
-        bad = kernels.sum_decode(owned.packed, owned.first.packed, owned.shard)
-        return kernels.sum_decode(owned.plain, owned.first.plain, owned.shard) or bad
+        return owned.payloads.decode(kernels, owned.shard)
 
     def encode(self, kernels: Kernels, owned: Owned, key: RngKey, residuals: Residuals) -> bool:
         codec, layout = self._codec, owned.second
@@ -138,9 +131,6 @@ class Encoded(SecondPhase):
             codec.measure(kernels, owned.shard, layout, owned.scratch, owned.scales)
             codec.place_scales(kernels, layout, owned.scales, owned.payload)
         return codec.encode_body(kernels, owned.shard, layout, owned.payload, key, residuals)
-
-    def payloads(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Payloads:
-        return self._codec.payloads(tensors, dtype)
 
     def validate(self, payload: Tensor, layout: PayloadLayout) -> None:
         self._codec.validate_packed(payload, layout)

@@ -103,6 +103,8 @@ class BucketPlan:
         own_second: (reduce_scatter) layout of all that this rank owns, in coordinates of its shard.
         second_phase: (reduce_scatter) what owners send.
         sent_nbytes, received_nbytes: bytes to and from other ranks in one step.
+        compressed: positions of the parameters that are compressed.
+        owned_compressed: (reduce_scatter) of those of which this rank owns a part.
     """
 
     def __init__(
@@ -121,6 +123,7 @@ class BucketPlan:
         self.codec, self.slots, self.strategy, self.stays = codec, list(slots), strategy, stays
         self.world_size, self.rank = world_size, rank
         self.numel = sum(s.numel for s in self.slots)
+        self.compressed = [s.index for s in self.slots if s.compressed]
         self.scatters = strategy.exchange == "reduce_scatter"
         self.local = PayloadLayout(
             codec.form, whole_pieces(self.slots), whole_groups=codec.whole_groups
@@ -176,6 +179,7 @@ class BucketPlan:
         shard = self.second_phase.shard(owned[self.rank], residuals)
         self.shard_numel = shard.numel
         self.own_second = self._second(shard.pieces, own=True)
+        self.owned_compressed = [p.slot.index for p in shard.pieces if p.slot.compressed]
         parts = [cut(pieces, count) for pieces in owned]
         mine = cut(shard.pieces, count)
         flat = [[p for one in parts for p in one[j]] for j in range(count)]

@@ -32,7 +32,7 @@ from gradcomp.engine.buckets import poison
 from gradcomp.engine.options import Options
 from gradcomp.engine.watch import NOT_CALLED, OR_TWICE, Mine, Steps, before_any_step, remove
 from gradcomp.errors import GradcompError, PeerMismatch
-from gradcomp.exchange.gathered import Rooms
+from gradcomp.exchange.gather import BufferPool
 from gradcomp.exchange.stats import Stats
 from gradcomp.exchange.telemetry import Telemetry
 from gradcomp.fsdp.owners import claim, release
@@ -129,7 +129,7 @@ class FsdpState:
         self._backwards = self._calls = 0
         self._closed = self._is_told = False
         groups: dict[int, TorchCommunicator] = {}
-        rooms, reused, self._forward = Rooms(), Reused(), Forward()
+        pool, reused, self._forward = BufferPool(), Reused(), Forward()
         claim((one.module for one in sharded), self)
         try:
             for one in sharded:
@@ -175,7 +175,7 @@ class FsdpState:
                             weights,
                             comm,
                             self.weights_stats,
-                            rooms,
+                            pool,
                             self._forward if keep_weights else None,
                         )
                     )

@@ -18,7 +18,7 @@ from gradcomp.codecs import Block, Codec, Identity, resolve
 from gradcomp.comm import torch_private
 from gradcomp.comm.torchdist import TorchCommunicator
 from gradcomp.errors import GradcompError
-from gradcomp.exchange.gathered import Gathered, Rooms
+from gradcomp.exchange.gather import BufferPool, ShardGather
 from gradcomp.exchange.stats import Stats
 from gradcomp.fsdp.parts import Part, number_of, slots_of
 from gradcomp.kernels import native
@@ -80,23 +80,23 @@ class AllGather:
         codec: Codec,
         comm: TorchCommunicator,
         stats: Stats,
-        rooms: Rooms,
+        pool: BufferPool,
         forward: Forward | None = None,
     ) -> None:
         self.module, self.count = module, 0
         self._forward = forward
-        self._kept: tuple[Gathered, Tensor] | None = None
+        self._kept: tuple[ShardGather, Tensor] | None = None
         if forward is not None:
             forward.watch(module)
-        self._parts, self._codec, self._comm, self._stats, self._rooms = (
+        self._parts, self._codec, self._comm, self._stats, self._pool = (
             list(parts),
             codec,
             comm,
             stats,
-            rooms,
+            pool,
         )
         self._each = sum(part.room for part in parts)
-        self._gathers: dict[tuple[torch.dtype, torch.device], Gathered] = {}
+        self._gathers: dict[tuple[torch.dtype, torch.device], ShardGather] = {}
         self._failed: GradcompError | None = None
 
     def fits(self, given: Tensor, ranks: int) -> bool:
@@ -115,36 +115,36 @@ class AllGather:
         self._stats.baseline_bytes += (output.numel() - given.numel()) * given.element_size()
         in_backward = torch_private.graph_task() >= 0
         if in_backward and self._kept is not None and self._kept[0] is gather:
-            room, self._kept = self._kept[1], None
-            return lambda: gather.again(room, output)
+            buffer, self._kept = self._kept[1], None
+            return lambda: gather.again(buffer, output)
         keep = not in_backward and self._forward is not None and self._forward.with_gradients
         keep = keep and torch_private.reshards_after_forward(self.module)
         # weights of an earlier forward, which this one's backward must not find
         if not keep and self._kept is not None:
-            self._rooms.give(self._kept[1])
+            self._pool.give(self._kept[1])
             self._kept = None
         self._guarded(lambda: gather.start(given, self.count))
         self.count += 1
         self._stats.steps += 1
         return lambda: self._guarded(lambda: self._finish(gather, output, keep))
 
-    def _finish(self, gather: Gathered, output: Tensor, keep: bool) -> None:
-        room = gather.finish(output, keep=keep)
+    def _finish(self, gather: ShardGather, output: Tensor, keep: bool) -> None:
+        buffer = gather.finish(output, keep=keep)
         if keep and self._kept is not None:
-            self._rooms.give(self._kept[1])
+            self._pool.give(self._kept[1])
         if keep:
-            self._kept = None if room is None else (gather, room)
+            self._kept = None if buffer is None else (gather, buffer)
 
-    def _gather(self, dtype: torch.dtype, device: torch.device) -> Gathered:
+    def _gather(self, dtype: torch.dtype, device: torch.device) -> ShardGather:
         if (dtype, device) not in self._gathers:
             comm = self._comm
-            self._gathers[dtype, device] = Gathered(
+            self._gathers[dtype, device] = ShardGather(
                 self._codec,
                 slots_of(self._parts, comm.world_size),
                 comm.rank * self._each,
                 comm,
                 self._stats,
-                self._rooms,
+                self._pool,
                 dtype=dtype,
                 device=device,
                 timeout_s=comm.timeout_s,

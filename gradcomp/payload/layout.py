@@ -165,10 +165,8 @@ def _cuts(piece: Piece, whole_groups: bool) -> list[int]:
     return [start, *range(start // unit * unit + unit, end, unit), end]
 
 
-def joined_tables(layouts: Sequence[PayloadLayout], stride: int) -> tuple[Table, Table]:
-    """Return the segment tables (compressed, fp32) of payloads that begin every `stride` bytes,
-    as if they were one.
-    """
+def joined_rows(layouts: Sequence[PayloadLayout], stride: int) -> Rows:
+    """Return the rows of payloads that begin every `stride` bytes, as if they were one."""
 
     def join(tables: Sequence[Table]) -> Table:
         rows = []
@@ -179,7 +177,7 @@ def joined_tables(layouts: Sequence[PayloadLayout], stride: int) -> tuple[Table,
             rows.append(moved)
         return Table(np.concatenate(rows))
 
-    return join([one.packed for one in layouts]), join([one.plain for one in layouts])
+    return Rows(join([one.packed for one in layouts]), join([one.plain for one in layouts]))
 
 
 def message_copies(

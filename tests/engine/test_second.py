@@ -11,7 +11,7 @@ from gradcomp.exchange.sizing import BucketPlan, Strategy, choose
 from gradcomp.kernels import native
 from gradcomp.kernels.interface import Kernels
 from gradcomp.payload.form import BFLOAT16, BLOCKS, ONEBIT, PLAIN, TERNARY, lanes_form
-from gradcomp.payload.layout import joined_tables
+from gradcomp.payload.layout import joined_rows
 from gradcomp.payload.pieces import Slot
 
 FORMS = {
@@ -70,7 +70,7 @@ def test_exact_sums_take_no_room_in_the_shard(second, plain_only):
     assert plan.shard_numel == (48 if plain_only else 496 + 48)
 
 
-def test_joined_tables_are_every_owners_pieces():
+def test_joined_rows_are_every_owners_pieces():
     """One call of a kernel over all owners' payloads covers every element once, in the place of
     each payload.
     """
@@ -79,9 +79,8 @@ def test_joined_tables_are_every_owners_pieces():
     seen = np.zeros(1100, int)
     one, *others = plan.slices
     assert not others
-    for kind, table in zip(
-        ("packed", "plain"), joined_tables(one.second, one.second_nbytes), strict=True
-    ):
+    joined = joined_rows(one.second, one.second_nbytes)
+    for kind, table in (("packed", joined.packed), ("plain", joined.plain)):
         for row in table.rows:
             seen[row["data"] : row["data"] + row["numel"]] += 1
         per_owner = [row["codes"] for theirs in one.second for row in getattr(theirs, kind).rows]

@@ -35,7 +35,7 @@ from torch.utils.checkpoint import checkpoint
 import gradcomp
 from gradcomp import Block, Identity, OneBit, Options, PeerMismatch, Ternary, TernGrad
 from gradcomp.comm import torch_private
-from gradcomp.exchange.gathered import Gathered, Rooms
+from gradcomp.exchange.gather import BufferPool, ShardGather
 from gradcomp.exchange.sizing import Strategy, choose
 from gradcomp.exchange.stats import Stats
 from gradcomp.fsdp.reused import Reused
@@ -1458,15 +1458,15 @@ def gathered_bytes(comm, fill, bad):
     """
     codec, numels = Block(8, error_feedback=False), (190, 77)
     slots = [[Slot(rank, numel, 10, True, 190 * rank)] for rank, numel in enumerate(numels)]
-    rooms = Rooms()
-    rooms.give(torch.full((4096,), fill, dtype=torch.uint8))
-    gather = Gathered(codec, slots, 190 * comm.rank, comm, Stats(), rooms, timeout_s=20)
+    pool = BufferPool()
+    pool.give(torch.full((4096,), fill, dtype=torch.uint8))
+    gather = ShardGather(codec, slots, 190 * comm.rank, comm, Stats(), pool, timeout_s=20)
     values = torch.randn(numels[comm.rank], generator=torch.Generator().manual_seed(comm.rank))
     if bad:
         values[5] = math.nan
     gather.start(values, 3)
     gather.finish(torch.empty(267))
-    (room,) = rooms._free
+    (room,) = pool._free
     nbytes = gather.sent_nbytes
     return room[nbytes : 3 * nbytes].tolist()
 

@@ -342,7 +342,7 @@ def test_updates_from_payloads_equal_decode_then_update(number, dtype, case):
                 unfused, fused = Weights(w, optim.TRUNCATE, 0), Weights(w, optim.TRUNCATE, 0)
                 step(unfused, g, row, segments(n))
                 targets = np.concatenate([np.zeros(1, TARGET), fused.target(None)])
-                source = codec.payloads(payloads, decoded.dtype)
+                source = Payloads(payloads, codec.code, decoded.dtype)
                 bad = native.update(layout.packed, targets, row, source)
             assert not bad
             same_bytes(fused.read(n), unfused.read(n), number)

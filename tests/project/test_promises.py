@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
@@ -87,11 +88,11 @@ def odd_ranks_add_in_another_order():
     from gradcomp.exchange.averages import Averages
 
     def make(payloads):
-        def from_the_last(self, plan, inbox):
+        def from_the_last(self, plan, phase):
             if not plan.rank % 2:
-                return payloads(self, plan, inbox)
-            with mock.patch.object(inbox, "tensors", inbox.tensors[::-1]):
-                return payloads(self, plan, inbox)
+                return payloads(self, plan, phase)
+            with mock.patch.object(phase, "tensors", phase.tensors[::-1]):
+                return payloads(self, plan, phase)
 
         return from_the_last
 
@@ -100,20 +101,17 @@ def odd_ranks_add_in_another_order():
 
 def owner_transforms_after_encoding():
     from gradcomp.exchange.bucket import BucketExchange
-    from gradcomp.memory.transform import Transforming
+    from gradcomp.exchange.stages import OwnerTransform
 
-    runs = Transforming.run
-    swap(
-        Transforming,
-        "run",
-        lambda run: lambda self, *args: self.transform.place != "owner" and run(self, *args),
-    )
+    transform = OwnerTransform.before_owner_encode
+    swap(OwnerTransform, "before_owner_encode", lambda _: lambda *args: False)
 
     def make(encode):
-        def first(self, number, second):
-            bad = encode(self, number, second)
-            if self._owner_transform is not None:
-                bad |= runs(self._owner_transform, self.shard, self._owned_spans)
+        def first(self, number, owned):
+            bad = encode(self, number, owned)
+            for stage in self._stages:
+                if isinstance(stage, OwnerTransform):
+                    bad |= transform(stage, number, self.shard, None)
             return bad
 
         return first
@@ -214,13 +212,9 @@ def commits_do_not_flip():
 
 
 def flags_of_peers_not_taken():
-    from gradcomp.exchange.receive import Inbox
+    from gradcomp.exchange.phase import Phase
 
-    swap(
-        Inbox,
-        "accept",
-        lambda accept: lambda self, wanted, bucket: bool(accept(self, wanted, bucket) and False),
-    )
+    swap(Phase, "accept", lambda accept: lambda self: bool(accept(self) and False))
 
 
 def other_nodes_not_told():
@@ -337,10 +331,12 @@ def averages_not_rounded():
 
     def make(update):
         def unrounded(self, targets, rules):
-            exact = [
-                [(dataclasses.replace(p, dtype=torch.float32), table) for p, table in part]
-                for part in self._parts
-            ]
+            exact = {
+                phase: SimpleNamespace(
+                    parts=[(dataclasses.replace(p, dtype=torch.float32), t) for p, t in one.parts]
+                )
+                for phase, one in self._parts.items()
+            }
             with mock.patch.object(self, "_parts", exact):
                 update(self, targets, rules)
 
