@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -12,33 +13,32 @@ from gradcomp.codecs.checks import check_tensor
 from gradcomp.comm.base import Communicator
 from gradcomp.exchange.agree import agree
 from gradcomp.exchange.bucket import BucketExchange
-from gradcomp.exchange.interface import run_stages
-from gradcomp.exchange.routes import Route, make_route
+from gradcomp.exchange.routes import run_stages
 from gradcomp.exchange.second import owners_feed_back
-from gradcomp.exchange.sizing import EXCHANGES, Strategy, choose
+from gradcomp.exchange.sizing import EXCHANGES, BucketPlan, Strategy, choose
+from gradcomp.exchange.slices import Slicing
 from gradcomp.exchange.stats import Stats
 from gradcomp.memory.parts import STEPS
 from gradcomp.memory.residuals import Feedback
 from gradcomp.payload import wire
 from gradcomp.payload.fingerprint import Record
 from gradcomp.payload.order import storage_order, storage_shape
+from gradcomp.payload.ownership import ByElements
 from gradcomp.payload.pieces import Slot
 from gradcomp.payload.rng import check_uint32
 
 MOST_EXCHANGES = 16  # kept with their buffers for each (communicator, key)
-MOST_ROUTES = 1024  # kept for each (communicator, key)
 
 
 class _Call:
     """What `all_reduce` keeps between calls for one (communicator, key): step counter and buffers.
 
-    Of each kind of tensor there are a route and buffers; those that were used longest ago go first.
+    Each kind of tensor has buffers of its own; those that were used longest ago go first.
     """
 
     def __init__(self, comm: Communicator, key: int) -> None:
         self.lease = comm.lease(f"all_reduce(key={key})")
         self.step = 0
-        self.routes: OrderedDict[Any, Route] = OrderedDict()
         self.exchanges: OrderedDict[Any, BucketExchange] = OrderedDict()
 
     def forget(self, exchange: BucketExchange) -> None:
@@ -118,24 +118,20 @@ def all_reduce(
             f" {now!r}"
         )
     call.step += step is None
+    strategy = choose(codec, comm.world_size, exchange)
     if comm.world_size == 1:
-        choose(codec, 1, exchange)
         return tensor
     what = (tensor.shape, order, tensor.dtype, repr(codec), exchange, feedback is not None)
     with call.lease:
-        route = call.routes.get(what)
-        if route is None:
-            route = call.routes[what] = make_route(codec, call.lease, exchange)
-            _shorten(call.routes, MOST_ROUTES)
         # at every call: gloo ends the process where another rank sends as many bytes as another
         # tensor has
-        _agree(call.lease, tensor, codec, route.strategy, key, now, feedback is not None, timeout_s)
+        _agree(call.lease, tensor, codec, strategy, key, now, feedback is not None, timeout_s)
         owner = None
         if feedback is not None:
-            if owners_feed_back(route.strategy.second_phase, codec):
-                owner = feedback.owned(route.owner_numel)
+            if owners_feed_back(strategy.second_phase, codec):
+                owner = feedback.owned(partial(ByElements(comm.world_size).numel, rank=comm.rank))
             feedback.begin_step()
-        found = _exchange(call, what, route, tensor, codec, key, feedback, owner)
+        found = _exchange(call, what, strategy, tensor, codec, key, feedback, owner)
         found.timeout_s, found.owner_feedback = timeout_s, owner
         found.feedback = feedback if codec.error_feedback else None
         try:
@@ -170,15 +166,10 @@ def forget_buffers(comm: Communicator | None = None) -> None:
             call.exchanges.clear()
 
 
-def _shorten(entries: OrderedDict[Any, Any], most: int) -> None:
-    while len(entries) > most:
-        entries.popitem(last=False)
-
-
 def _exchange(
     call: _Call,
     what: tuple[Any, ...],
-    route: Route,
+    strategy: Strategy,
     tensor: Tensor,
     codec: Codec,
     key: int,
@@ -194,11 +185,15 @@ def _exchange(
     found = call.exchanges.get(kind)
     if found is None:
         slot = Slot(key, tensor.numel(), codec.group_numel(storage_shape(tensor)), True, 0, offset)
-        plan = route.plan([slot], codec, owned)
-        made = route.exchange(plan, tensor.dtype, Stats(), seed=codec.seed, device=tensor.device)
-        assert isinstance(made, BucketExchange)  # the only kind of flat routes of several ranks
-        found = call.exchanges[kind] = made
-        _shorten(call.exchanges, MOST_EXCHANGES)
+        comm = call.lease
+        plan = BucketPlan(
+            codec, [slot], strategy, comm.world_size, comm.rank, owned, slicing=Slicing()
+        )
+        found = call.exchanges[kind] = BucketExchange(
+            plan, comm, tensor.dtype, Stats(), seed=codec.seed, device=tensor.device
+        )
+        if len(call.exchanges) > MOST_EXCHANGES:
+            call.exchanges.popitem(last=False)
     call.exchanges.move_to_end(kind)
     return found
 

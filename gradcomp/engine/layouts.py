@@ -16,9 +16,8 @@ from gradcomp.comm.rounds import ring_bytes
 from gradcomp.engine.buckets import Source
 from gradcomp.engine.options import Options, check_rotation
 from gradcomp.errors import GradcompError
-from gradcomp.exchange.interface import Exchange
 from gradcomp.exchange.quality import Probe
-from gradcomp.exchange.routes import Route, make_route
+from gradcomp.exchange.routes import Exchange, ExchangeOptions, Route, make_route
 from gradcomp.exchange.second import owners_feed_back
 from gradcomp.exchange.stats import Stats
 from gradcomp.memory.moments import Precondition, SecondMoments
@@ -148,8 +147,7 @@ class Layouts:
         codec, memory = self._plain if plain else self.codec, self.memory
         self.compressed |= not isinstance(codec, Identity) or codec is self.codec
         self._changed = True
-        self._exchanges[kind] = self.route.exchange(
-            self._plan(slots, codec),
+        options = ExchangeOptions(
             buffer.dtype,
             self._stats,
             feedback=memory.feedback if codec.error_feedback else None,
@@ -164,6 +162,7 @@ class Layouts:
             keeps_packed=self.keeps_packed,
             device=buffer.device,
         )
+        self._exchanges[kind] = self.route.exchange(slots, codec, options)
         return self._exchanges[kind], self._fingerprint(slots, buffer, step, bucket)
 
     def forget_all_but(self, used: Iterable[Exchange]) -> None:
@@ -186,10 +185,8 @@ class Layouts:
             if p.index in self.trained:
                 members.append((p.index, offset))
                 offset += p.numel
-        plan = self._plan(self._slots(tuple(members)), self.codec)
-        return (
-            ring_bytes(offset, self.comm.world_size) / plan.sent_nbytes if plan.sent_nbytes else 1.0
-        )
+        sent_nbytes = self.route.sent_nbytes(self._slots(tuple(members)), self.codec)
+        return ring_bytes(offset, self.comm.world_size) / sent_nbytes if sent_nbytes else 1.0
 
     # ---- parts -----------------------------------------------------------------------------------
 
@@ -233,11 +230,6 @@ class Layouts:
             residual = feedback.offset(index) if feedback is not None and p.compressed else 0
             slots.append(Slot(index, p.numel, p.group_numel, p.compressed, offset, residual))
         return slots
-
-    def _plan(self, slots: list[Slot], codec: Codec) -> Any:
-        own = self.memory.owner_feedback
-        offsets = {s.index: own.offset(s.index) for s in slots if s.compressed} if own else None
-        return self.route.plan(slots, codec, offsets)
 
     def _fingerprint(
         self, slots: list[Slot], buffer: Tensor, step: int, bucket: int

@@ -29,8 +29,8 @@ from gradcomp.engine.options import Options
 from gradcomp.engine.outcome import agree_on_step
 from gradcomp.errors import GradcompError, PeerMismatch
 from gradcomp.exchange.agree import agree
-from gradcomp.exchange.interface import Exchange
 from gradcomp.exchange.pipeline import Pipeline, Task
+from gradcomp.exchange.routes import Exchange
 from gradcomp.exchange.stats import Stats
 from gradcomp.exchange.telemetry import Telemetry
 from gradcomp.memory.parts import STEPS, read_numbers

@@ -1,45 +1,26 @@
-"""Which ranks share a host, and the communicators inside a node and across nodes."""
+"""Hierarchical exchanges: which ranks share a host, the communicators inside a node and across
+nodes, and the exchange of a bucket over both.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch import Tensor
 
 from gradcomp.codecs import Codec
 from gradcomp.comm.base import Communicator
 from gradcomp.errors import PeerMismatch
 from gradcomp.exchange.agree import agree
+from gradcomp.exchange.averages import Averages
+from gradcomp.exchange.bucket import BucketExchange
 from gradcomp.payload import wire
 from gradcomp.payload.fingerprint import Record
 
 HOST_VARIABLE = "GRADCOMP_HOST_ID"
-
-
-@dataclass(frozen=True)
-class Nodes:
-    """The ranks of a communicator, node by node.
-
-    Attributes:
-        ranks: of every node, ascending; nodes in the order of their first ranks.
-        inside: the ranks of this node.
-        across: the ranks that have this rank's position on their nodes.
-    """
-
-    ranks: tuple[tuple[int, ...], ...]
-    inside: Communicator
-    across: Communicator
-
-    def abort(self, reason: str = "") -> None:
-        """Tell the peers of both that this rank takes part no more, and why."""
-        self.inside.abort(reason)
-        self.across.abort(reason)
-
-    def close(self) -> None:
-        """Give both communicators back."""
-        self.inside.close()
-        self.across.close()
 
 
 def find_nodes(
@@ -107,13 +88,79 @@ def find_nodes(
     return found
 
 
-def join_nodes(comm: Communicator, found: tuple[tuple[int, ...], ...], timeout_s: float) -> Nodes:
-    """Return the communicators of this rank inside and across `found`. Collective."""
+def join_nodes(
+    comm: Communicator, found: tuple[tuple[int, ...], ...], timeout_s: float
+) -> tuple[Communicator, Communicator]:
+    """Return the communicators of this rank's node, and of the ranks that have its position on
+    their nodes. Collective.
+    """
     home = next(node for node in found if comm.rank in node)
     position = home.index(comm.rank)
     inside = comm.node_subset(home, timeout_s)
     try:
-        return Nodes(found, inside, comm.subset([node[position] for node in found], timeout_s))
+        return inside, comm.subset([node[position] for node in found], timeout_s)
     except BaseException:
         inside.close()
         raise
+
+
+class HierarchicalExchange:
+    """One bucket's exchange inside the node and, between its two phases, that of the owned means
+    across nodes.
+    """
+
+    def __init__(self, inside: BucketExchange, across: BucketExchange) -> None:
+        self._inside, self._across = inside, across
+
+    @property
+    def flagged(self) -> bool:
+        """Whether some rank's bucket, or the average, is not finite."""
+        return self._inside.flagged
+
+    @property
+    def averages(self) -> Averages | None:
+        """The averages, where they are kept packed."""
+        return self._inside.averages
+
+    @property
+    def slices(self) -> tuple[tuple[Callable[[], None], ...], ...]:
+        """The steps of every slice that goes across nodes; the exchange inside begins with the
+        first and ends with the last.
+        """
+        across = self._across.slices
+        steps = [[_nothing, _nothing, *rest, _nothing] for _, *rest in across]
+        steps[0][:2] = self._inside.encode, self._begin_across
+        steps[-1][4:] = partial(self._end_across, len(across) - 1), self._inside.finish
+        return tuple(tuple(one) for one in steps)
+
+    def begin(self, buffer: Tensor, step: int, bucket: int) -> None:
+        """Take the bucket to average."""
+        self._step, self._bucket = step, bucket
+        self._inside.begin(buffer, step, bucket)
+
+    def unpack(self) -> None:
+        """Write averages that are kept packed into the bucket after all."""
+        self._inside.unpack()
+
+    def commit(self) -> None:
+        """Make the residuals and moments that this step wrote current."""
+        self._across.commit()
+        self._inside.commit()
+
+    def _begin_across(self) -> None:
+        self._inside.average_shard()
+        self._across.begin(
+            self._inside.shard, self._step, self._bucket, flagged=self._inside.flagged
+        )
+        self._across.measure()
+
+    def _end_across(self, last: int) -> None:
+        """Every node learns of a value that is not finite; on the node where it arose nobody
+        waits for a second phase.
+        """
+        self._across.finish(last)
+        self._inside.publish_shard(flagged=self._across.flagged)
+
+
+def _nothing() -> None:
+    """A step of a slice in which nothing is left to do."""

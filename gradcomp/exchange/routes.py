@@ -1,16 +1,16 @@
-"""How averages travel between these ranks: all alike (flat), or fp32 inside nodes and packed
-between them.
+"""How averages travel between ranks: a route for all ranks alike (flat), for one rank, and for
+fp32 inside nodes with packed values between them (hierarchical).
 
-A route knows the communicators; it says how large a rank's residuals are, plans a bucket and makes
-its exchange.
+A route knows the communicators. It says how many residuals a rank keeps, and makes the exchange of
+a bucket layout.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,44 +19,128 @@ from gradcomp.codecs import Codec, Identity
 from gradcomp.comm.base import Communicator
 from gradcomp.exchange.averages import Averages
 from gradcomp.exchange.bucket import BucketExchange
-from gradcomp.exchange.interface import Exchange
-from gradcomp.exchange.lone import LoneRoute
-from gradcomp.exchange.nodes import Nodes, find_nodes, join_nodes
-from gradcomp.exchange.sizing import EXCHANGES, BucketPlan, Strategy, choose
-from gradcomp.exchange.slices import Slicing
+from gradcomp.exchange.nodes import HierarchicalExchange, find_nodes, join_nodes
+from gradcomp.exchange.quality import Probe
+from gradcomp.exchange.sizing import BucketPlan, Strategy, choose
+from gradcomp.exchange.slices import WHOLE, Slicing
 from gradcomp.exchange.stats import Stats
-from gradcomp.memory.transform import Transform
+from gradcomp.kernels import CPU
+from gradcomp.memory.moments import SecondMoments
+from gradcomp.memory.residuals import Feedback
+from gradcomp.memory.transform import Transform, Transforming
 from gradcomp.payload.ownership import ByElements
 from gradcomp.payload.pieces import Slot
 
 
-class Route(Protocol):
-    """Communicators and strategy of one codec."""
+class Exchange(Protocol):
+    """What averages one bucket layout, step after step: `begin`, the steps of every slice in order,
+    then `commit` unless flagged.
+
+    Then the average stands in the bucket, or it is in `averages` until the next `begin` or
+    `unpack`.
+    """
+
+    @property
+    def flagged(self) -> bool:
+        """Whether some rank's bucket, or the average, is not finite; final after the last
+        slice's last step.
+        """
+
+    @property
+    def averages(self) -> Averages | None:
+        """The averages, where they are kept packed; their memory is the exchange's until the
+        next `begin`.
+        """
+
+    @property
+    def slices(self) -> tuple[tuple[Callable[[], None], ...], ...]:
+        """The steps of every slice of the bucket, as many for each. A step runs after the one
+        before it of its slice, and after its like of the slice before; it waits for at most one
+        collective and starts at most one, on a channel of its own.
+
+        Raises (each of them): PeerLost, PeerMismatch, CorruptPayload.
+        """
+
+    def begin(self, buffer: Tensor, step: int, bucket: int) -> None:
+        """Take the bucket to average.
+
+        Args:
+            buffer: ``(numel,)`` of the exchange's dtype and device, contiguous, overwritten by the
+                average (NaN if flagged).
+            step: of training, for random numbers and headers.
+            bucket: its number, for messages of errors.
+        """
+
+    def unpack(self) -> None:
+        """Write averages that are kept packed into the bucket after all."""
+
+    def commit(self) -> None:
+        """Make residuals and states that this step wrote current. Not of a flagged bucket."""
+
+
+@dataclass(frozen=True)
+class ExchangeOptions:
+    """What an exchange uses besides its plan and communicator; fields as of `BucketExchange`."""
+
+    dtype: torch.dtype
+    stats: Stats
+    feedback: Feedback | None = None
+    owner_feedback: Feedback | None = None
+    seed: int = 0
+    draw_rank: int | None = None
+    timeout_s: float = 300.0
+    keeps_packed: bool = False
+    transform: Transforming | None = None
+    moments: SecondMoments | None = None
+    observes: bool = True
+    probe: Probe | None = None
+    device: torch.device = CPU
+
+
+class Route(ABC):
+    """How buckets travel: communicators and strategy of one codec.
+
+    Attributes:
+        strategy: how averages are made.
+        stage_count: steps of a slice, in every exchange.
+        nodes: the ranks of every node, where nodes average in fp32 first.
+        packs: False: everything travels in fp32, whatever the codec.
+    """
 
     strategy: Strategy
-    stage_count: int  # of every exchange it makes
-    nodes: tuple[tuple[int, ...], ...]  # ranks node by node, where they average in fp32 first
-    packs: bool  # False: everything travels in fp32
+    stage_count = 4
+    nodes: tuple[tuple[int, ...], ...] = ()
+    packs = True
 
     def residual_numel(self, numel: int) -> int:
-        """Return how many residuals this rank keeps of a tensor of so many elements."""
+        """Return how many residuals this rank keeps of a tensor of `numel` elements."""
+        return numel
 
+    @abstractmethod
     def owner_numel(self, residual_numel: int) -> int:
         """Return how many of those this rank owns in a second phase."""
 
-    def plan(
-        self, slots: Sequence[Slot], codec: Codec, owner_residuals: dict[int, int] | None
-    ) -> Any:
-        """Return the plan of a bucket."""
+    @abstractmethod
+    def sent_nbytes(self, slots: list[Slot], codec: Codec) -> int:
+        """Return the bytes that this rank sends for a bucket in one step; of a hierarchical route,
+        to other nodes.
+        """
 
-    def exchange(self, plan: Any, dtype: torch.dtype, stats: Stats, **options: Any) -> Exchange:
-        """Return the buffers that exchange buckets of a plan; `options` as of `BucketExchange`."""
+    @abstractmethod
+    def exchange(self, slots: list[Slot], codec: Codec, options: ExchangeOptions) -> Exchange:
+        """Return an exchange of one bucket layout, with its buffers.
+
+        Args:
+            slots: the parameters of the bucket.
+            codec: the route's own, or that of a warm start.
+            options: see `ExchangeOptions`.
+        """
 
     def abort(self, reason: str = "") -> None:
-        """Tell the peers that this rank takes part no more, and why."""
+        """Notify the peers that this rank has stopped, and why."""
 
     def close(self) -> None:
-        """Close what the route has made."""
+        """Close the communicators that the route has made."""
 
 
 def make_route(
@@ -68,60 +152,59 @@ def make_route(
     transform: Transform | None = None,
     slice_numel: int | None = None,
 ) -> Route:
-    """Return how `codec` travels over `comm`, large buckets in slices. Collective for
-    ``exchange="hierarchical"``.
+    """Return how `codec` travels over `comm`. Collective for ``exchange="hierarchical"``.
+
+    Args:
+        exchange, nodes, transform, slice_numel: checked, see `gradcomp.Options`.
+        timeout_s: longest wait for a peer, in seconds.
 
     Raises:
-        ValueError: an unknown exchange, `nodes` without "hierarchical", nodes of unequal sizes, a
-            transform that the exchange cannot carry.
+        ValueError: nodes of unequal sizes, a transform that the exchange cannot carry.
         PeerMismatch: (hierarchical) other nodes or another codec or exchange on some rank.
         PeerLost: a rank did not answer.
     """
-    if exchange != "hierarchical":
-        if nodes is not None:
-            raise ValueError(f"nodes= needs exchange='hierarchical', got exchange={exchange!r}")
-        if exchange not in EXCHANGES:
-            raise ValueError(
-                f"exchange must be one of {(*EXCHANGES, 'hierarchical')}, got {exchange!r}"
-            )
-        owns = transform is not None and transform.place == "owner"
-        strategy = choose(codec, comm.world_size, exchange, owner_transform=owns)
-        slicing = Slicing(slice_numel, whole_second=owns)
-        return (
-            FlatRoute(comm, codec, strategy, slicing)
-            if comm.world_size > 1
-            else LoneRoute(strategy)
-        )
-    if transform is not None:
-        raise ValueError(
-            "a transform needs exchange='auto', 'all_gather' or 'reduce_scatter', got"
-            " 'hierarchical'"
-        )
-    found, slicing = find_nodes(comm, nodes, timeout_s, codec), Slicing(slice_numel)
-    if len(found) == 1:  # nothing leaves the node, so nothing is packed
-        carrier = Identity()
-        return FlatRoute(
-            comm, codec, choose(carrier, comm.world_size, "reduce_scatter"), slicing, carrier
-        )
-    if len(found) == comm.world_size:
-        return FlatRoute(comm, codec, choose(codec, comm.world_size), slicing)
-    return NodeRoute(comm, codec, join_nodes(comm, found, timeout_s), slicing)
+    if exchange == "hierarchical":
+        slicing = Slicing(slice_numel)
+        found = find_nodes(comm, nodes, timeout_s, codec)
+        if len(found) == 1:  # nothing leaves the node, so nothing is packed
+            return _fp32_route(comm, slicing)
+        if len(found) == comm.world_size:
+            return FlatRoute(comm, codec, choose(codec, comm.world_size), slicing)
+        return HierarchicalRoute(comm, codec, found, *join_nodes(comm, found, timeout_s), slicing)
+    owns = transform is not None and transform.place == "owner"
+    strategy = choose(codec, comm.world_size, exchange, owner_transform=owns)
+    if comm.world_size == 1:
+        return SingleRankRoute(strategy)
+    return FlatRoute(comm, codec, strategy, Slicing(slice_numel, whole_second=owns))
 
 
-def _as(codec: Codec, strategy: Strategy) -> str:
-    """Return how the codec of a warm start travels: as what follows it, if owners of means may
-    keep residuals in between.
+def run_stages(exchange: Exchange, buffer: Tensor, step: int) -> None:
+    """Average one bucket here and now, and commit its residuals if every value was finite."""
+    exchange.begin(buffer, step, 0)
+    slices = exchange.slices
+    count = len(slices[0])
+    # what a slice has started runs while the one behind it is encoded
+    for wave in range(len(slices) + count - 1):
+        for stage in range(count):
+            if 0 <= wave - stage < len(slices):
+                slices[wave - stage][stage]()
+    if not exchange.flagged:
+        exchange.commit()
+
+
+# ---- flat ----------------------------------------------------------------------------------------
+
+
+class FlatRoute(Route):
+    """Every rank exchanges with every other one.
+
+    Args:
+        comm: moves the bytes.
+        codec: packs values.
+        strategy: of that codec.
+        slicing: how buckets are cut.
+        packs: False: `codec` is used in place of every other one, without residuals.
     """
-    return strategy.exchange if codec.error_feedback else "auto"
-
-
-class FlatRoute:
-    """Every rank exchanges with every other one; what `carrier` encodes, if one is given,
-    instead of the codec.
-    """
-
-    stage_count = 4
-    nodes: tuple[tuple[int, ...], ...] = ()
 
     def __init__(
         self,
@@ -129,216 +212,209 @@ class FlatRoute:
         codec: Codec,
         strategy: Strategy,
         slicing: Slicing,
-        carrier: Codec | None = None,
+        *,
+        packs: bool = True,
     ) -> None:
-        self._comm, self._codec, self._slicing, self._carrier = comm, codec, slicing, carrier
-        self.packs = carrier is None
-        self.strategy = strategy
-
-    def residual_numel(self, numel: int) -> int:
-        return numel
+        self._comm, self._codec, self._slicing = comm, codec, slicing
+        self.strategy, self.packs = strategy, packs
 
     def owner_numel(self, residual_numel: int) -> int:
         return ByElements(self._comm.world_size).numel(residual_numel, self._comm.rank)
 
+    def sent_nbytes(self, slots: list[Slot], codec: Codec) -> int:
+        return self.plan(slots, codec).sent_nbytes
+
     def plan(
-        self, slots: Sequence[Slot], codec: Codec, owner_residuals: dict[int, int] | None
+        self, slots: list[Slot], codec: Codec, owner_feedback: Feedback | None = None
     ) -> BucketPlan:
-        world, rank = self._comm.world_size, self._comm.rank
-        if self._carrier is not None:
-            return BucketPlan(
-                self._carrier, slots, self.strategy, world, rank, slicing=self._slicing
+        """Return where every byte of a bucket goes."""
+        world_size, strategy = self._comm.world_size, self.strategy
+        if not self.packs:
+            codec = self._codec
+        elif codec is not self._codec:
+            # a warm start whose owners may keep residuals travels as what follows it
+            strategy = choose(
+                codec, world_size, strategy.exchange if codec.error_feedback else "auto"
             )
-        strategy = (
-            self.strategy
-            if codec is self._codec
-            else choose(codec, world, _as(codec, self.strategy))
+        offsets = (
+            {s.index: owner_feedback.offset(s.index) for s in slots if s.compressed}
+            if owner_feedback is not None
+            else None
         )
         return BucketPlan(
-            codec, slots, strategy, world, rank, owner_residuals, slicing=self._slicing
+            codec, slots, strategy, world_size, self._comm.rank, offsets, slicing=self._slicing
         )
 
-    def exchange(
-        self, plan: BucketPlan, dtype: torch.dtype, stats: Stats, **options: Any
-    ) -> Exchange:
-        if self._carrier is not None:
-            options |= {"feedback": None, "owner_feedback": None}
-        return BucketExchange(plan, self._comm, dtype, stats, **options)
+    def exchange(self, slots: list[Slot], codec: Codec, options: ExchangeOptions) -> BucketExchange:
+        if not self.packs:
+            options = replace(options, feedback=None, owner_feedback=None)
+        plan = self.plan(slots, codec, options.owner_feedback)
+        return BucketExchange(plan, self._comm, **vars(options))
 
     def abort(self, reason: str = "") -> None:
         self._comm.abort(reason)
 
-    def close(self) -> None:
-        return
+
+def _fp32_route(comm: Communicator, slicing: Slicing) -> FlatRoute:
+    """Return the route of ranks of one node."""
+    plain = Identity()
+    strategy = choose(plain, comm.world_size, "reduce_scatter")
+    return FlatRoute(comm, plain, strategy, slicing, packs=False)
 
 
-@dataclass(frozen=True)
-class NodePlan:
-    """Plans of the exchange inside a node, in fp32, and of the owners' exchange across nodes."""
-
-    inside: BucketPlan
-    across: BucketPlan
-
-    @property
-    def sent_nbytes(self) -> int:
-        """Bytes that this rank sends to other nodes."""
-        return self.across.sent_nbytes
+# ---- one rank ------------------------------------------------------------------------------------
 
 
-class NodeRoute:
-    """fp32 inside nodes, packed between them: a rank exchanges only what it owns of its node's
-    mean.
-    """
+class SingleRankRoute(Route):
+    """One rank: nothing travels."""
 
-    stage_count = 6
-    packs = True
+    stage_count = 1
 
-    def __init__(self, comm: Communicator, codec: Codec, nodes: Nodes, slicing: Slicing) -> None:
-        self._comm, self._codec, self._nodes, self._slicing = comm, codec, nodes, slicing
-        across = choose(codec, nodes.across.world_size)
-        self.nodes = nodes.ranks
-        self.strategy = Strategy(across.exchange, across.second_phase, nodes.inside.world_size)
-
-    def residual_numel(self, numel: int) -> int:
-        return ByElements(self._nodes.inside.world_size).numel(numel, self._nodes.inside.rank)
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
 
     def owner_numel(self, residual_numel: int) -> int:
-        return ByElements(self._nodes.across.world_size).numel(
-            residual_numel, self._nodes.across.rank
-        )
+        return residual_numel
 
-    def plan(
-        self, slots: Sequence[Slot], codec: Codec, owner_residuals: dict[int, int] | None
-    ) -> NodePlan:
-        inside, across = self._nodes.inside, self._nodes.across
-        plain = Identity()
-        first = BucketPlan(
-            plain,
-            slots,
-            choose(plain, inside.world_size, "reduce_scatter"),
-            inside.world_size,
-            inside.rank,
-        )
-        shards = [
-            Slot(
-                p.slot.index,
-                p.numel,
-                p.slot.group_numel,
-                p.slot.compressed,
-                p.data,
-                p.slot.residual,
-                p.start,
-            )
-            for p in first.own_second.pieces
-        ]
-        strategy = choose(
-            codec, across.world_size, "auto" if codec is self._codec else _as(codec, self.strategy)
-        )
-        second = BucketPlan(
-            codec,
-            shards,
-            strategy,
-            across.world_size,
-            across.rank,
-            owner_residuals,
-            slicing=self._slicing,
-        )
-        return NodePlan(first, second)
+    def sent_nbytes(self, slots: list[Slot], codec: Codec) -> int:
+        return 0
 
-    def exchange(
-        self, plan: NodePlan, dtype: torch.dtype, stats: Stats, **options: Any
-    ) -> Exchange:
-        last = {"keeps_packed": options.pop("keeps_packed", False)}
-        last |= {
-            name: options[name] for name in ("timeout_s", "device", "moments") if name in options
-        }
-        inside = BucketExchange(plan.inside, self._nodes.inside, dtype, stats.inside_nodes, **last)
-        # averages of shards: the exchange inside has them whole
-        options |= {"draw_rank": self._comm.rank, "observes": False}
-        return NodeExchange(
-            inside, BucketExchange(plan.across, self._nodes.across, torch.float32, stats, **options)
-        )
-
-    def abort(self, reason: str = "") -> None:
-        self._comm.abort(reason)
-        self._nodes.abort(reason)
-
-    def close(self) -> None:
-        self._nodes.close()
+    def exchange(self, slots: list[Slot], codec: Codec, options: ExchangeOptions) -> Exchange:
+        return SingleRankExchange(slots, options)
 
 
-def _nothing() -> None:
-    """A step of a slice in which nothing is left to do."""
-
-
-class NodeExchange:
-    """One bucket's exchange inside the node and, between its two phases, that of the owned means
-    across nodes.
+class SingleRankExchange:
+    """A bucket of one rank: its average is the bucket itself plus the residuals that a run of
+    several ranks has left, transformed.
     """
 
-    def __init__(self, inside: BucketExchange, across: BucketExchange) -> None:
-        self._inside, self._across = inside, across
+    averages: Averages | None = None
 
-    @property
-    def timeout_s(self) -> float:
-        """Longest wait for a peer."""
-        return self._across.timeout_s
-
-    @timeout_s.setter
-    def timeout_s(self, seconds: float) -> None:
-        self._inside.timeout_s = self._across.timeout_s = seconds
-
-    @property
-    def flagged(self) -> bool:
-        """Whether some rank's bucket, or the average, is not finite."""
-        return self._inside.flagged
-
-    @property
-    def averages(self) -> Averages | None:
-        """The averages, where they are kept packed."""
-        return self._inside.averages
+    def __init__(self, slots: list[Slot], options: ExchangeOptions) -> None:
+        self._stats, self._transform = options.stats, options.transform
+        self._feedback = feedback = options.feedback
+        self._spans = [(s.index, s.offset, s.numel) for s in slots]
+        self._with_residuals = [
+            (s.index, s.offset, s.numel)
+            for s in slots
+            if s.compressed and feedback is not None and feedback.knows(s.index)
+        ]
+        self._added: list[int] = []  # positions of tensors whose residuals this step has added
+        self.flagged = False
 
     @property
     def slices(self) -> tuple[tuple[Callable[[], None], ...], ...]:
-        """The steps of every slice that goes across nodes; the exchange inside begins with the
-        first and ends with the last.
-        """
-        across = self._across.slices
-        steps = []
-        for number, (_, encode, own, finish) in enumerate(across):
-            begins = (_nothing, _nothing) if number else (self._inside.encode, self._hand_over)
-            ends = (
-                (finish, _nothing)
-                if number < len(across) - 1
-                else (partial(self._take_back, finish), self._inside.finish)
-            )
-            steps.append((*begins, encode, own, *ends))
-        return tuple(steps)
+        """The only step."""
+        return ((self._apply,),)
 
     def begin(self, buffer: Tensor, step: int, bucket: int) -> None:
-        """Take the bucket to average."""
-        self._step, self._bucket = step, bucket
-        self._inside.begin(buffer, step, bucket)
+        """Take the bucket."""
+        self._buffer = buffer
 
     def unpack(self) -> None:
-        """Write averages that are kept packed into the bucket after all."""
-        self._inside.unpack()
+        """Averages are never packed."""
 
     def commit(self) -> None:
-        """Make the residuals and moments that this step wrote current."""
-        self._across.commit()
-        self._inside.commit()
+        """Make the residuals and states that this step wrote current."""
+        if self._feedback is not None:
+            self._feedback.commit(self._added)
+        if self._transform is not None:
+            self._transform.planes.commit(index for index, _, _ in self._spans)
 
-    def _hand_over(self) -> None:
-        self._inside.average_shard()
-        self._across.begin(
-            self._inside.shard, self._step, self._bucket, flagged=self._inside.flagged
+    def _apply(self) -> None:
+        self.flagged, self._added = False, []
+        # residuals are of what a local transform sends, and part of the mean that an owner changes
+        if self._transform is not None and self._transform.transform.place == "local":
+            self._run_transform()
+            self._add_residuals()
+        else:
+            self._add_residuals()
+            self._run_transform()
+        if self.flagged:
+            self._buffer.fill_(float("nan"))
+            self._stats.nonfinite_buckets += 1
+
+    def _add_residuals(self) -> None:
+        if self._feedback is None or not self._feedback.begun:
+            return
+        for index, offset, numel in self._with_residuals:
+            self.flagged |= self._feedback.pay(index, self._buffer[offset : offset + numel])
+            self._added.append(index)
+
+    def _run_transform(self) -> None:
+        if self._transform is not None:
+            self.flagged |= self._transform.run(self._buffer, self._spans)
+
+
+# ---- hierarchical --------------------------------------------------------------------------------
+
+
+class HierarchicalRoute(Route):
+    """fp32 inside nodes, packed between them: a rank exchanges only what it owns of its node's
+    mean.
+
+    Args:
+        comm: all ranks.
+        codec: packs what goes to other nodes.
+        nodes: the ranks of every node.
+        inside: the ranks of this node. Closed with this.
+        across: the ranks that have this rank's position on their nodes. Closed with this.
+        slicing: how buckets are cut between nodes.
+    """
+
+    stage_count = 6
+
+    def __init__(
+        self,
+        comm: Communicator,
+        codec: Codec,
+        nodes: tuple[tuple[int, ...], ...],
+        inside: Communicator,
+        across: Communicator,
+        slicing: Slicing,
+    ) -> None:
+        self._comm, self._node_comms, self.nodes = comm, (inside, across), nodes
+        self._inside = _fp32_route(inside, WHOLE)
+        strategy = choose(codec, across.world_size)
+        self._across = FlatRoute(across, codec, strategy, slicing)
+        self.strategy = replace(strategy, node_size=inside.world_size)
+
+    def residual_numel(self, numel: int) -> int:
+        return self._inside.owner_numel(numel)
+
+    def owner_numel(self, residual_numel: int) -> int:
+        return self._across.owner_numel(residual_numel)
+
+    def sent_nbytes(self, slots: list[Slot], codec: Codec) -> int:
+        shards = _shards(self._inside.plan(slots, codec))
+        return self._across.sent_nbytes(shards, codec)
+
+    def exchange(self, slots: list[Slot], codec: Codec, options: ExchangeOptions) -> Exchange:
+        inside = self._inside.exchange(
+            slots, codec, replace(options, stats=options.stats.inside_nodes, probe=None)
         )
-        self._across.measure()
+        # second moments take in averages of whole tensors, which the exchange inside has
+        options = replace(
+            options,
+            dtype=torch.float32,
+            keeps_packed=False,
+            draw_rank=self._comm.rank,
+            observes=False,
+        )
+        across = self._across.exchange(_shards(inside.plan), codec, options)
+        return HierarchicalExchange(inside, across)
 
-    def _take_back(self, finish: Callable[[], None]) -> None:
-        """Every node learns of a value that is not finite; on the node where it arose nobody
-        waits for a second phase.
-        """
-        finish()
-        self._inside.publish_shard(flagged=self._across.flagged)
+    def abort(self, reason: str = "") -> None:
+        for comm in (self._comm, *self._node_comms):
+            comm.abort(reason)
+
+    def close(self) -> None:
+        for comm in self._node_comms:
+            comm.close()
+
+
+def _shards(plan: BucketPlan) -> list[Slot]:
+    """Return what this rank owns of a bucket, as a bucket to exchange with other nodes."""
+    return [
+        replace(p.slot, numel=p.numel, offset=p.data, start=p.start) for p in plan.own_second.pieces
+    ]

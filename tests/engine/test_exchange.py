@@ -14,7 +14,7 @@ from _averages import CODECS, average_over, check, gradient
 import gradcomp
 from gradcomp import Feedback, Identity, OneBit, PeerLost, PeerMismatch, TernGrad
 from gradcomp.exchange.bucket import BucketExchange
-from gradcomp.exchange.interface import run_stages
+from gradcomp.exchange.routes import run_stages
 from gradcomp.exchange.sizing import BucketPlan, choose, collective_bytes, predict_bytes
 from gradcomp.exchange.slices import Slicing
 from gradcomp.exchange.stats import Stats

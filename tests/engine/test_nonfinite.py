@@ -10,7 +10,7 @@ from torch import nn
 
 from gradcomp import Block, CorruptPayload, GradientAverager, Identity, OneBit, PeerLost, TernGrad
 from gradcomp.exchange.bucket import BucketExchange
-from gradcomp.exchange.interface import run_stages
+from gradcomp.exchange.routes import run_stages
 from gradcomp.exchange.sizing import BucketPlan, Strategy
 from gradcomp.exchange.stats import Stats
 from gradcomp.kernels import native

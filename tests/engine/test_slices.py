@@ -20,7 +20,7 @@ from gradcomp import (
 )
 from gradcomp.comm import LocalCommunicator
 from gradcomp.exchange.bucket import BucketExchange
-from gradcomp.exchange.interface import run_stages
+from gradcomp.exchange.routes import run_stages
 from gradcomp.exchange.sizing import BucketPlan, Strategy, choose
 from gradcomp.exchange.slices import SLICE_NUMEL, WHOLE, Slicing, cut, cuts_groups
 from gradcomp.exchange.stats import Stats

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gradcomp import Block, TernGrad
-from gradcomp.exchange.routes import NodeRoute
+from gradcomp.exchange.routes import HierarchicalRoute
 from gradcomp.exchange.slices import Slicing
 from gradcomp.payload.pieces import Slot
 from gradcomp.plan import (
@@ -303,19 +303,11 @@ def test_a_hierarchical_exchange_by_hand():
     found = simulate(work, "terngrad hierarchical", 2, Link(1e9, 1e-3), node=FOUR)
     assert found.seconds == pytest.approx(2 * 3 * numel / 1e9 + 4e-6 + 3e-3 + leaving * 8e-9)
     assert (found.sent_nbytes, found.ranks) == (leaving, 8)
-    places = _Places(2, 4)
-    plan = NodeRoute.plan(places, [Slot(0, numel, numel, True, 0, 0)], places._codec, None)
-    assert packed.nbytes + scale.nbytes == pytest.approx(plan.sent_nbytes, abs=64)
-
-
-class _Places:
-    """What `NodeRoute.plan` asks of communicators."""
-
-    def __init__(self, nodes, ranks):
-        self._codec, self._slicing = TernGrad(), Slicing(0)
-        inside = SimpleNamespace(world_size=ranks, rank=0)
-        across = SimpleNamespace(world_size=nodes, rank=0)
-        self._nodes = SimpleNamespace(inside=inside, across=across)
+    codec, nodes = TernGrad(), ((0, 1, 2, 3), (4, 5, 6, 7))
+    everyone, inside, across = (SimpleNamespace(world_size=n, rank=0) for n in (8, 4, 2))
+    route = HierarchicalRoute(everyone, codec, nodes, inside, across, Slicing(0))
+    sent_nbytes = route.sent_nbytes([Slot(0, numel, numel, True, 0, 0)], codec)
+    assert packed.nbytes + scale.nbytes == pytest.approx(sent_nbytes, abs=64)
 
 
 @pytest.mark.parametrize("name", [m.name for m in HIERARCHICAL])

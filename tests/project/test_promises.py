@@ -230,7 +230,7 @@ def other_nodes_not_told():
 
 
 def flagged_buckets_commit():
-    from gradcomp.exchange import interface
+    from gradcomp.exchange import routes
 
     def make(run):
         def commit(exchange, buffer, step):
@@ -240,7 +240,7 @@ def flagged_buckets_commit():
 
         return commit
 
-    swap_everywhere(interface.run_stages, make)
+    swap_everywhere(routes.run_stages, make)
 
 
 # ---- hostile bytes ------------------------------------------------------------------------------
