@@ -25,10 +25,10 @@ from gradcomp.engine.buckets import (
     poison,
 )
 from gradcomp.engine.controls import Controls
-from gradcomp.engine.newcomers import Newcomers
 from gradcomp.engine.options import Changes, Options, spell_out
 from gradcomp.engine.rotation import Rotation
 from gradcomp.engine.step import Engine
+from gradcomp.engine.watch import Newcomers
 from gradcomp.errors import GradcompError, PeerMismatch
 from gradcomp.memory.momentum import Momentum
 

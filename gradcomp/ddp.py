@@ -19,9 +19,9 @@ from gradcomp.comm.torchdist import TorchCommunicator, same_ranks
 from gradcomp.engine.buckets import Gradient, check_layers, check_optimizer, poison, refuse_sparse
 from gradcomp.engine.controls import Controls
 from gradcomp.engine.layouts import Members
-from gradcomp.engine.newcomers import Newcomers
 from gradcomp.engine.options import Changes, Options, spell_out
 from gradcomp.engine.step import Engine
+from gradcomp.engine.watch import Newcomers
 from gradcomp.errors import GradcompError, PeerLost, UnsupportedTensor
 from gradcomp.memory.momentum import Momentum
 from gradcomp.optim import SplitOptimizer

@@ -176,6 +176,37 @@ class Layouts:
             }
             self._changed = False
 
+    def describe(self) -> str:
+        """Return one line for logs: what is compressed, what is not, the strategy, the expected
+        ratio.
+        """
+        options, codec, world = self.options, self.codec, self.comm.world_size
+        changes = ""
+        if options.transform is not None:
+            at_owners = options.transform.place == "owner"
+            place = "the aggregate" if at_owners else "each rank's gradients"
+            changes += f"; {options.transform!r} on {place}"
+        if options.precondition is not None:
+            changes += f"; {options.precondition!r}"
+        if world == 1:
+            return f"gradcomp: {codec!r} is off: world size 1, gradients pass through{changes}"
+        if not self.route.packs:
+            return (
+                f"gradcomp: {codec!r} is off: all {world} ranks are on one node and average in fp32"
+            )
+        start = f", from step {options.start_step} on" if options.start_step else ""
+        if options.start_step and options.start_codec:
+            start += f" ({options.start_codec!r} before it)"
+        trained = [p for p in self.parameters if p.index in self.trained]
+        packed, plain = (
+            [p.numel for p in trained if p.compressed is kind] for kind in (True, False)
+        )
+        return (
+            f"gradcomp: {codec!r} on {len(packed)} tensors ({sum(packed):,} values), fp32 for"
+            f" {len(plain)} ({sum(plain):,} values), {self.strategy} over {world} ranks{start};"
+            f" expected {self.expected_ratio():.1f}x fewer bytes than an fp32 ring{changes}"
+        )
+
     def expected_ratio(self) -> float:
         """Return baseline bytes / bytes sent, as the exchange's own sizing has it, all tensors
         in one bucket.

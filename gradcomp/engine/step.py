@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import struct
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,12 +23,10 @@ from gradcomp.comm.rounds import ring_bytes
 from gradcomp.engine import replicas, state
 from gradcomp.engine.agree import tell_why
 from gradcomp.engine.buckets import Gradient, Source
-from gradcomp.engine.describe import describe
-from gradcomp.engine.growth import Growth
 from gradcomp.engine.layouts import Layouts, Members
 from gradcomp.engine.options import Options
-from gradcomp.engine.outcome import agree_on_step
-from gradcomp.errors import GradcompError, PeerMismatch
+from gradcomp.engine.watch import Growth
+from gradcomp.errors import GradcompError, PeerMismatch, peers_answer
 from gradcomp.exchange.agree import agree
 from gradcomp.exchange.pipeline import Pipeline, Task
 from gradcomp.exchange.routes import Exchange
@@ -39,6 +38,8 @@ from gradcomp.payload.fingerprint import Record
 
 logger = logging.getLogger("gradcomp")
 
+_OUTCOME = struct.Struct("<Qd")  # step, loss scale
+
 
 class Engine:
     """Averages one set of named tensors.
@@ -47,7 +48,7 @@ class Engine:
     this rank; what failed leaves them as they were before the step. Without more, a rank may fail
     in the last bucket after its peers have ended theirs: they are then a step ahead of it, which
     they hear at their next step, and states saved on both sides do not go together (loading them
-    says so). With `Options.whole_steps` a round after the last bucket (`agree_on_step`) makes a
+    says so). With `Options.whole_steps` a round of a few bytes after the last bucket makes a
     step count on all ranks or on none; only a rank that is cut off within that round may differ
     from the others.
 
@@ -348,7 +349,7 @@ class Engine:
 
     def describe(self) -> str:
         """Return one line that says what is on."""
-        return describe(self.layouts) + (f"; {self._chosen}" if self._chosen else "")
+        return self.layouts.describe() + (f"; {self._chosen}" if self._chosen else "")
 
     def close(self, *, keep_comm: bool = False) -> None:
         """Stop the threads and give the communicator back, unless it is kept. Closing twice is
@@ -454,7 +455,26 @@ class Engine:
         )
 
     def _agree_on_step(self) -> None:
-        nbytes = agree_on_step(self.comm, self.step, self._scale, self.timeout_s)
+        """Return once every rank has averaged every bucket of this step.
+
+        A rank whose step failed does not get here, so no rank gets past here. It runs in the last
+        stage of the pipeline, behind the buckets, when nothing else is under way on the channel of
+        second phases.
+
+        Raises:
+            PeerMismatch: "step" or "loss_scale" differ.
+            PeerLost: "outcome"; a rank did not finish the step.
+        """
+        with peers_answer("outcome"):  # nothing else is ever gathered on this channel
+            found = self.comm.all_gather_bytes(
+                _OUTCOME.pack(self.step, self._scale), self.timeout_s, Channel.SECOND
+            )
+        everyone = [_OUTCOME.unpack(data) for data in found]
+        for number, field in enumerate(("step", "loss_scale")):
+            for rank, theirs in enumerate(everyone):
+                if theirs[number] != everyone[0][number]:
+                    raise PeerMismatch(field, rank, everyone[0][number], theirs[number])
+        nbytes = (self.comm.world_size - 1) * _OUTCOME.size
         self.stats.add_bytes(nbytes, nbytes)
 
 
