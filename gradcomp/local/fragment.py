@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -204,3 +204,30 @@ class Fragment:
     def close(self) -> None:
         """Stop the threads and close the communicator."""
         self.averager.close()
+
+
+def cut(numels: Iterable[int], fragments: int) -> list[range]:
+    """Return positions of consecutive tensors, cut into fragments of about as many elements each.
+
+    Raises:
+        ValueError: more fragments than tensors.
+    """
+    sizes: Sequence[int] = list(numels)
+    if fragments > len(sizes):
+        raise ValueError(
+            f"{fragments} fragments of {len(sizes)} tensors: a fragment has at least one"
+        )
+    total, out, start, before = sum(sizes), [], 0, 0
+    for number in range(fragments):
+        left = fragments - number - 1
+        end = start + 1
+        before += sizes[start]
+        while (
+            end < len(sizes) - left and before + sizes[end] / 2 <= total * (number + 1) / fragments
+        ):
+            before += sizes[end]
+            end += 1
+        end = len(sizes) if not left else end
+        out.append(range(start, end))
+        start = end
+    return out

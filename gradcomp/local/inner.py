@@ -1,4 +1,6 @@
-"""The optimizers of inner steps, and weights as they keep them."""
+"""Inner steps: the parameters and optimizers that take part, weights as these keep them, and when
+a fragment is due.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,60 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from gradcomp.engine.buckets import check_optimizer
 from gradcomp.engine.watch import Mine, before_any_step
-from gradcomp.errors import GradcompError
+from gradcomp.errors import GradcompError, UnsupportedTensor
 
 COUNTED = 16  # calls of DiLoCo.step that are compared with steps at a time
+SyncEvery = int | Callable[[int], int]
+
+
+class Trained:
+    """A model's trained parameters as they are now, which later ones are compared with.
+
+    Args:
+        model: a plain module.
+
+    Attributes:
+        named: (name, parameter).
+
+    Raises:
+        TypeError: a DDP model, or no module.
+        UnsupportedTensor: a parameter that is not float32, bfloat16 or float16.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        if isinstance(model, DistributedDataParallel):
+            raise TypeError(
+                "DDP averages gradients every step: pass the module that it wraps, model.module"
+            )
+        self._model = model
+        self.named = self._now()
+        for name, p in self.named:
+            if p.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+                raise UnsupportedTensor(
+                    f"{name} is {p.dtype}: anchors are fp32, of float32, bfloat16 or float16"
+                )
+        self._known = {name: id(p) for name, p in self.named}
+
+    def _now(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
+
+    def check(self, called: str) -> None:
+        """Raise ValueError if the model trains parameters that take no part in the syncs of what
+        is `called` so.
+        """
+        for name, p in self._now():
+            if self._known.get(name) != id(p):
+                what = "was replaced" if name in self._known else "was not trained, or not there"
+                raise ValueError(
+                    f"{name} {what} when this {called} was made, and is in no sync: make it anew"
+                )
 
 
 class Inner:
@@ -191,3 +240,60 @@ class Weights:
             parameter.copy_(weight)
         else:
             keeper.set_fp32(parameter, weight.to(parameter.device))
+
+
+class Turns:
+    """Counts inner steps and returns the fragments that are due: in rounds of H inner steps every
+    fragment is exchanged once.
+
+    Fragment k of K begins its exchange ceil((k + 1) H / K) steps into a round, so that turns lie H
+    / K apart and the last one ends the round.
+
+    Args:
+        sync_every: H, inner steps of a round; or a function of the round's number that returns it.
+        fragments: K.
+
+    Attributes:
+        round: number of the round.
+        done: inner steps of it that are done.
+
+    Raises:
+        ValueError: no positive integer, or fewer steps than fragments.
+    """
+
+    def __init__(self, sync_every: SyncEvery, fragments: int) -> None:
+        if isinstance(fragments, bool) or not isinstance(fragments, int) or fragments < 1:
+            raise ValueError(f"fragments must be an integer of at least 1, got {fragments!r}")
+        self._sync_every, self.fragments = sync_every, fragments
+        self.round = self.done = 0
+        self.length(0)
+
+    def length(self, number: int) -> int:
+        """Return H of a round.
+
+        Raises:
+            ValueError: the function returned no integer of at least the number of fragments.
+        """
+        found = self._sync_every(number) if callable(self._sync_every) else self._sync_every
+        if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+            raise ValueError(
+                f"sync_every must be a number of inner steps, at least 1, got {found!r} for round"
+                f" {number}"
+            )
+        if found < self.fragments:
+            raise ValueError(
+                f"sync_every is {found} in round {number}: {self.fragments} fragments need as many"
+                " steps to take turns"
+            )
+        return found
+
+    def take(self) -> list[int]:
+        """Count an inner step; return the fragments whose turn it is then."""
+        length = self.length(self.round)
+        self.done += 1
+        due = [
+            k for k in range(self.fragments) if self.done == -(-(k + 1) * length // self.fragments)
+        ]
+        if self.done >= length:
+            self.round, self.done = self.round + 1, 0
+        return due

@@ -18,7 +18,7 @@ from gradcomp.optim.state import check_saved
 
 if TYPE_CHECKING:
     from gradcomp.averager import GradientAverager
-    from gradcomp.local.turns import Turns
+    from gradcomp.local.inner import Turns
 
 STATE_VERSION = 2
 KEYS = (

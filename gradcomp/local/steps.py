@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -18,20 +18,21 @@ from torch import nn
 from gradcomp.averager import GradientAverager, torch_communicator
 from gradcomp.codecs import Codec, Identity, resolve
 from gradcomp.comm.base import Communicator
+from gradcomp.engine.agree import agree_on_words
 from gradcomp.engine.options import Changes, Options, spell_out
 from gradcomp.engine.watch import remove
 from gradcomp.errors import GradcompError
 from gradcomp.exchange.stats import Stats
 from gradcomp.exchange.telemetry import Telemetry
-from gradcomp.local.fragment import Fragment
-from gradcomp.local.inner import Inner
-from gradcomp.local.model import Trained
+from gradcomp.local.fragment import Fragment, cut
+from gradcomp.local.inner import Inner, SyncEvery, Trained, Turns
 from gradcomp.local.outer import Outer, at_owners, mean, nesterov, options_of
 from gradcomp.local.states import STATE_VERSION, accept, check
-from gradcomp.local.turns import SyncEvery, Turns, agree_on_settings, cut
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
+
+AGREED_ROUNDS = 64  # of a `sync_every` function, which ranks compare
 
 
 class DiLoCo:
@@ -156,9 +157,7 @@ class DiLoCo:
                 "outer_optimizer": outer_words,
                 "shard_outer": shard_outer,
             }
-            agree_on_settings(
-                self._comm, type(self).__name__, self._turns, settings, named, self._timeout_s
-            )
+            self._compare_settings(settings)
             plain = replace(
                 options, start_step=0, start_codec=None, transactional=True, transform=transform
             )
@@ -432,6 +431,26 @@ class DiLoCo:
         self._under_way = deque((number, at) for number, at in first["under_way"])
 
     # ---- parts -----------------------------------------------------------------------------------
+
+    def _compare_settings(self, settings: Mapping[str, object]) -> None:
+        """Compare over the ranks when what is exchanged, and how. Collective.
+
+        Args:
+            settings: what must not differ besides turns and parameters, by name.
+
+        Raises:
+            PeerMismatch: names the first that differs.
+            PeerLost: a rank did not call this.
+        """
+        lengths = [self._turns.length(number) for number in range(AGREED_ROUNDS)]
+        values = {
+            "sync_every": lengths[0] if len(set(lengths)) == 1 else lengths,
+            "fragments": self._turns.fragments,
+            **settings,
+            "parameters": [(name, tuple(p.shape), p.dtype) for name, p in self._trained.named],
+        }
+        kind = type(self).__name__
+        agree_on_words(self._comm, values, self._timeout_s, "setup", called=kind)
 
     def _progress(self) -> str:
         waiting = ", ".join(f"fragment {number} until step {at}" for number, at in self._under_way)

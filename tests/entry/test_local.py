@@ -28,7 +28,8 @@ from gradcomp import (
 )
 from gradcomp.comm import LocalCommunicator
 from gradcomp.engine import watch
-from gradcomp.local.turns import Turns, cut
+from gradcomp.local.fragment import cut
+from gradcomp.local.inner import Turns
 from gradcomp.optim import SplitSGD
 
 torch.manual_seed(0)
