@@ -248,7 +248,7 @@ class Layouts:
 
     def _slots(self, members: Members) -> list[Slot]:
         slots, transform = [], self.memory.transform
-        # a single rank only pays what it owes
+        # a single rank sends nothing, so it makes no residuals
         feedback = self.memory.feedback if self.comm.world_size > 1 else None
         for index, offset in members:
             p = self.parameters[index]

@@ -63,7 +63,7 @@ class Engine:
         named: (name, tensor) of every source: what is the same on every rank.
         timeout_s: longest wait for a peer, in seconds.
         submitted: exchange and members of every bucket of the last step.
-        reports: are told of every step that has ended.
+        reports: get every step that has ended.
         replicated: returns what else must be the same on every rank, (name, value) pairs for
             `check_replicas`.
         compares_state: the first bucket of every step compares whether a state was loaded, and

@@ -138,9 +138,9 @@ class Inner:
             )
         self._then = call
 
-    def told(self, name: str) -> None:
-        """Take note that somebody says he has made an inner step; warn once if that is said
-        about twice as often as it is so.
+    def count_call(self, name: str) -> None:
+        """Count a call of ``name.step()``; warn once if there are about twice as many calls as
+        inner steps.
         """
         self._calls, self._inside = self._calls + 1, None  # a step that raised has not ended
         if self._calls < COUNTED or not self._is_counted:
@@ -180,8 +180,8 @@ class Inner:
 
 
 def _with_hooks(optimizer: Any) -> Any:
-    """Return what an optimizer's hooks are registered on: itself, or what a wrapper that is none
-    of torch's own kind has inside; None: nothing.
+    """Return what an optimizer's hooks are registered on: itself, or what a wrapper that is not
+    one of torch's has inside; None: nothing.
     """
     if hasattr(optimizer, "_optimizer_step_pre_hooks"):
         return optimizer

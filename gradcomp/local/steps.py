@@ -202,7 +202,7 @@ class DiLoCo:
             raise GradcompError(
                 "step() in a with block, where the inner optimizer's steps count by themselves"
             )
-        self._inner.told(type(self).__name__)
+        self._inner.count_call(type(self).__name__)
         self._count()
 
     def average_gradients(self) -> None:
@@ -285,13 +285,13 @@ class DiLoCo:
 
         Averages that have arrived are kept and applied when it is time.
         """
-        self._settle()
+        self._wait()
         for fragment in self._fragments:
             fragment.averager.reset()
         if self._gradients is not None:
             self._gradients.reset()
 
-    def _settle(self) -> None:
+    def _wait(self) -> None:
         """Wait for what is under way; what does not arrive is as if it had not been sent."""
         for fragment in self._fragments:
             with contextlib.suppress(GradcompError):
@@ -349,7 +349,7 @@ class DiLoCo:
             PeerMismatch: names the first that differs.
             PeerLost: a rank did not answer.
         """
-        self._settle()
+        self._wait()
         for fragment in self._fragments:
             fragment.progress = self._progress()
             fragment.averager.check_replicas()
@@ -363,7 +363,7 @@ class DiLoCo:
         Waits for averages under way. Anchors and outer state are the same on all ranks, residuals
         are each rank's own.
         """
-        self._settle()
+        self._wait()
         if self._gradients is not None:
             for fragment in self._fragments:
                 fragment.anchor_here()
@@ -486,7 +486,7 @@ class DiLoCo:
         it.
         """
         if kind is None:
-            self._settle()
+            self._wait()
         self.close()
 
 
