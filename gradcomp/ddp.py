@@ -165,11 +165,39 @@ class CompressionState(Controls):
         """Write the averaged gradients of the last backward to every `p.grad` where they are still
         packed.
 
-        For what needs to see or change them before ``optimizer.step()``: clipping, norms, a loss
-        scaler. The step then takes them from there. Nothing happens where they are there already.
+        For what needs to see or change them before ``optimizer.step()``: a mask, a loss scaler. The
+        step then takes them from there. Nothing happens where they are there already.
         """
         if self._fused is not None:
             self._fused.materialize()
+
+    def clip_grad_norm_(self, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
+        """Clip the L2 norm of the model's gradients, as `torch.nn.utils.clip_grad_norm_` does,
+        whether they are packed or not.
+
+        Packed gradients stay packed: their norm is computed from the payloads, and
+        ``optimizer.step()`` multiplies them by ``max_norm / (norm + 1e-6)`` in float32 if that is
+        below 1. The norm is the same on every rank, to the last bit.
+
+        Args:
+            max_norm: largest norm, not negative.
+            error_if_nonfinite: raise if the norm is NaN or Inf, and change nothing.
+
+        Returns:
+            The norm before clipping, a float32 scalar.
+
+        Raises:
+            ValueError: `max_norm` is negative or NaN.
+            RuntimeError: see `error_if_nonfinite`.
+            GradcompError: a packed gradient was written to.
+        """
+        limit = float(max_norm)
+        if not limit >= 0:
+            raise ValueError(f"max_norm must not be negative, got {max_norm!r}")
+        if self._fused is not None:
+            return torch.tensor(self._fused.clip(limit, error_if_nonfinite=error_if_nonfinite))
+        trained = [p for _, p in self._engine.named]
+        return nn.utils.clip_grad_norm_(trained, limit, error_if_nonfinite=error_if_nonfinite)
 
     def check_replicas(self) -> tuple[int, ...]:
         """As `Controls.check_replicas`; return the ranks that were asked, as the default process

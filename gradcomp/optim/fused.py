@@ -1,28 +1,36 @@
 """Updates straight from payloads: the link between a DDP hook and a split optimizer.
 
 After a backward `p.grad` is a placeholder, NaN in every element and without memory of its own.
-Whatever looks at local gradients (clipping, a scaler) sees NaN, and whatever writes to them raises,
-except that gradients may be zeroed. `optimizer.step()` takes the averages, still packed, from here.
+Whatever looks at local gradients (a scaler, torch's clipping) sees NaN, and whatever writes to them
+raises, except that gradients may be zeroed. `optimizer.step()` takes the averages, still packed,
+from here, and `clip` has it multiply them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gradcomp import kernels
 from gradcomp.engine import replicas
 from gradcomp.engine.layouts import Members
 from gradcomp.engine.step import Engine
 from gradcomp.errors import GradcompError, PeerMismatch
 from gradcomp.exchange.agree import HIDDEN
 from gradcomp.exchange.averages import Averages
+from gradcomp.kernels.rules import NO_RULE, RULE, TARGET, Flag, Kind
 from gradcomp.optim import SplitOptimizer
+from gradcomp.optim.entries import whole_rows
 from gradcomp.optim.placeholder import Placeholder
 from gradcomp.payload.order import storage_view
+
+CLIP_EPS = 1e-6  # added to the norm by torch.nn.utils.clip_grad_norm_, and so here
 
 
 def why_not_fused(optimizer: Any, engine: Engine, *, has_scaler: bool) -> str:
@@ -85,6 +93,7 @@ class FusedGradients:
         self._engine, self._optimizer = engine, optimizer
         self.parameter_count = len(engine.named)
         self._placeholders: dict[Tensor, tuple[Placeholder, int]] = {}  # and their positions
+        self._factor = 1.0  # of clipping, by which packed averages are multiplied
         self._adds_up = False  # to gradients that were there before the last forward pass
         optimizer.attach_packed(self)
 
@@ -100,11 +109,11 @@ class FusedGradients:
 
     def drop(self) -> None:
         """Forget the last backward: its payloads are about to be overwritten."""
-        self._placeholders = {}
+        self._placeholders, self._factor = {}, 1.0
 
     def fail(self) -> None:
         """Leave no local gradient after an exchange that failed: a step raises then."""
-        self._placeholders = {}
+        self._placeholders, self._factor = {}, 1.0
         for _, p in self._engine.named:
             if p.grad is not None and p.numel():
                 Placeholder.stand_for(p)
@@ -131,14 +140,53 @@ class FusedGradients:
         if not placeholder.intact:
             raise GradcompError(
                 f"the gradient of {self._engine.named[position][0]!r} was written to while it was"
-                " still packed: call materialize_gradients() of gradcomp's state before you scale,"
-                " clip or mask gradients; to zero a whole one needs no call"
+                " still packed: call materialize_gradients() of gradcomp's state before you scale"
+                " or mask gradients, and its clip_grad_norm_() to clip them; to zero a whole one"
+                " needs no call"
             )
 
     def update(self, targets: NDArray[Any], rules: NDArray[Any]) -> None:
         """Run `Kernels.update` on every payload, targets by position."""
+        if self._factor != 1.0:
+            rules = rules.copy()
+            scaled = (rules["flags"] & Flag.PRESCALE) > 0
+            rules["prescale"] = np.where(scaled, rules["prescale"], 1.0) * self._factor
+            rules["flags"] |= np.uint32(Flag.PRESCALE)
         for averages, _ in self._kept():
             averages.update(targets, rules)
+
+    def clip(self, max_norm: float, *, error_if_nonfinite: bool = False) -> float:
+        """Return the L2 norm of all gradients, rounded to float32, and multiply them by
+        max_norm / norm if it is larger; packed ones when the optimizer takes them.
+
+        The norm is computed from payloads and averages by the library's kernels, so that it is the
+        same on every rank, to the last bit.
+
+        Raises:
+            GradcompError: a placeholder was written to.
+            RuntimeError: the norm is not finite, with `error_if_nonfinite`.
+        """
+        targets, rules = np.zeros(self.parameter_count, TARGET), np.zeros(1, RULE)
+        targets["rule"], rules["kind"] = NO_RULE, Kind.SQUARES
+        written: list[Tensor] = []
+        for _, p in self._engine.named:
+            position = self.position(p)
+            if position is not None:
+                self.check(p)
+                targets[position]["rule"] = 0
+            elif p.grad is not None and p.numel():
+                written.append(p.grad)
+        packed = math.fsum(averages.squares(targets, rules) for averages, _ in self._kept())
+        squares = packed * self._factor**2 + _squares(written, rules)
+        norm = float(np.float32(math.sqrt(squares)))
+        if error_if_nonfinite and not math.isfinite(norm):
+            raise RuntimeError(f"the norm of the gradients is {norm}: they are not clipped")
+        factor = max_norm / (norm + CLIP_EPS)
+        if not factor >= 1.0:  # NaN passes on, as in torch
+            self._factor *= factor
+            for gradient in written:
+                gradient.mul_(factor)
+        return norm
 
     def materialize(self) -> None:
         """Replace every placeholder that is still there by the averaged gradient.
@@ -158,9 +206,12 @@ class FusedGradients:
             numel = sum(p.numel() for p, _ in named)
             flat = torch.empty(numel, dtype=placeholder.dtype)
             averages.decode(flat)
+            if self._factor != 1.0:
+                flat.mul_(self._factor)
             for p, offset in waiting:
                 p.grad = storage_view(flat[offset : offset + p.numel()], p)
                 del self._placeholders[p]
+        self._factor = 1.0
 
     def close(self) -> None:
         """Leave the optimizer."""
@@ -171,3 +222,17 @@ class FusedGradients:
         for exchange, members in self._engine.submitted:
             if exchange.averages is not None:
                 yield exchange.averages, members
+
+
+def _squares(gradients: Sequence[Tensor], rules: NDArray[Any]) -> float:
+    """Return the sum of the squares of float32 and bfloat16 tensors; `rules` are `Kind.SQUARES`."""
+    if not gradients:
+        return 0.0
+    dense = [gradient.contiguous() for gradient in gradients]
+    kernel_set = kernels.of(dense[0].device)
+    targets = kernel_set.targets(gradient=dense)
+    targets["rule"] = 0
+    table = whole_rows(tuple(gradient.numel() for gradient in dense))
+    norms = np.zeros(2 * len(table))
+    kernel_set.update(table, targets, rules, norms=norms)
+    return math.fsum(norms)

@@ -312,21 +312,23 @@ gc_status gc_copy(uint8_t *dst, const uint8_t *src, const gc_copy_range *ranges,
 /* ---- weight updates -------------------------------------------------------------------------- */
 /* What an update does to every element. All arithmetic is fp32; fma is one rounding; a NaN is
  * stored as 0x7FC00000.
- *   g: the gradient as fp32, its sign flipped by GC_MAXIMIZE. w: the weight. s0, s1: the state.
+ *   g: the gradient as fp32, its sign flipped by GC_MAXIMIZE; GC_PRESCALE: g = g * prescale.
+ *   w: the weight. s0, s1: the state.
  *   GC_SGD:      weight_decay != 0: g = fma(weight_decay, w, g) momentum != 0: s0 = GC_FIRST ? g :
  *                fma(keep, g, momentum * s0); g = GC_NESTEROV ? fma(momentum, s0, g) : s0 w =
  *                fma(step_size, g, w)
  *   GC_ADAGRAD:  weight_decay != 0: g = fma(weight_decay, w, g) s0 = fma(g, g, s0); w = w +
  *                (step_size * g) / (sqrt(s0) + eps)
- *   GC_MOMENTS (first step of all below): GC_PRESCALE: g = g * prescale s0 = keep < 0.5 ? fma(keep,
- *                g - s0, s0) : fma(keep - 1, g - s0, g); s1 = fma(keep2 * g, g, s1 * beta2)
+ *   GC_MOMENTS (first step of all below): s0 = keep < 0.5 ? fma(keep, g - s0, s0) : fma(keep - 1,
+ *                g - s0, g); s1 = fma(keep2 * g, g, s1 * beta2)
  *   GC_ADAMW:    decay != 1: w = w * decay; then GC_MOMENTS; w = w + (step_size * s0) / (sqrt(s1) /
  *   bias2 + eps) GC_LAMB_NORMS, GC_LAMB_APPLY: u = (bias1 * s0) / (sqrt(s1) + eps), weight_decay !=
  *   0: u = fma(weight_decay, w, u)
  *                NORMS adds w^2 and u^2 up (float64, element i of the segment in lane i %
  *                GC_SUM_LANES, lanes as in blocks); APPLY: w = fma(step_size, u, w). GC_LAMB_START
  *                is MOMENTS and NORMS in one pass.
- *   GC_SQUARES:  adds g^2 up in the same way and changes nothing. */
+ *   GC_SQUARES:  adds g^2 up in the same way and changes nothing. Of payloads, the sums of runs of
+ *                GC_UPDATE_NUMEL elements of a segment are added in order. */
 enum {
     GC_SGD = 0,
     GC_ADAGRAD = 1,
@@ -337,6 +339,7 @@ enum {
     GC_LAMB_APPLY = 6,
     GC_SQUARES = 7
 };
+enum { GC_UPDATE_NUMEL = 2048 }; /* elements of payloads that are decoded at a time */
 enum { GC_MAXIMIZE = 1, GC_FIRST = 2, GC_NESTEROV = 4, GC_PRESCALE = 8 };
 
 /* Two ways to hold an fp32 number w = (hi, lo) as bf16 top and 16-bit trail; trail is lo in both.

@@ -6,10 +6,10 @@
  */
 #include "update.h"
 
+#include <string.h>
+
 #include "checks.h"
 #include "environment.h"
-
-enum { STAGE_NUMEL = 2048 }; /* elements that are decoded at a time */
 
 /* ---- checks ---------------------------------------------------------------------------------- */
 static int gradients_ok(const gc_gradients *gradients, int has_elements)
@@ -33,8 +33,8 @@ static int target_ok(const gc_target *target, const gc_rule *rule, int from, con
     if (rule->kind > GC_SQUARES || rule->rounding > GC_NEAREST ||
         (gc_adds_up(rule->kind) && !norms))
         return 0;
-    if (gc_adds_up(rule->kind) && from != GC_FROM_TENSORS) /* segments of payloads begin anywhere */
-        return 0;
+    if (gc_adds_up(rule->kind) && rule->kind != GC_SQUARES && from != GC_FROM_TENSORS)
+        return 0; /* segments of payloads begin anywhere */
     if (gc_reads_gradient(rule->kind) && from == GC_FROM_TENSORS &&
         (!target->gradient || !gc_is_value_dtype((int)target->gradient_dtype)))
         return 0;
@@ -149,19 +149,29 @@ static void update_from_tensors(const gc_segment *segment, const gc_target *targ
     }
 }
 
-/* `job` decodes into a stage of STAGE_NUMEL elements. */
+/* `job` decodes into a stage of GC_UPDATE_NUMEL elements. */
 static void update_from_payloads(gc_decode_job *job, const form *form, const gc_segment *segment,
-                                 const gc_target *target, const gc_rule *rule)
+                                 const gc_target *target, const gc_rule *rule, double *norms)
 {
+    double total = 0;
     for (uint32_t first = 0, numel; first < segment->numel; first += numel) {
         uint32_t left = segment->numel - first;
-        numel = left < STAGE_NUMEL ? left : STAGE_NUMEL;
+        numel = left < GC_UPDATE_NUMEL ? left : GC_UPDATE_NUMEL;
         gc_segment part = part_of(segment, form, first, numel);
         form->decode(job, &part);
         gc_update_span span = span_of(target, rule, part.start, numel);
         span.gradient = job->out;
         span.gradient_dtype = job->out_dtype;
+        double lanes[2 * GC_SUM_LANES];
+        if (gc_adds_up(rule->kind))
+            span.lanes = memset(lanes, 0, sizeof lanes);
         gc_current_kernels()->update(&span);
+        if (span.lanes)
+            total += norm_of(lanes);
+    }
+    if (gc_adds_up(rule->kind)) {
+        norms[0] = total;
+        norms[1] = 0;
     }
 }
 
@@ -172,7 +182,7 @@ gc_status gc_update(const gc_gradients *gradients, const gc_segment *segments, s
     if (!update_ok(gradients, segments, segment_count, targets, target_count, rules, rule_count,
                    norms, nonfinite))
         return GC_INVALID_ARGUMENT;
-    float stage[STAGE_NUMEL];
+    float stage[GC_UPDATE_NUMEL];
     gc_decode_job job = {.payloads = gradients->payloads,
                          .payload_count = gradients->payload_count,
                          .out = stage,
@@ -195,7 +205,7 @@ gc_status gc_update(const gc_gradients *gradients, const gc_segment *segments, s
         if (gradients->from == GC_FROM_TENSORS || !gc_reads_gradient(rule->kind))
             update_from_tensors(segment, target, rule, norms ? norms + 2 * s : NULL);
         else
-            update_from_payloads(&job, &form, segment, target, rule);
+            update_from_payloads(&job, &form, segment, target, rule, norms ? norms + 2 * s : NULL);
     }
     gc_leave_float_environment(saved);
     gc_report(nonfinite, job.nonfinite);

@@ -21,6 +21,7 @@ from gradcomp.kernels.rules import NO_RULE, RULE, TARGET, Flag, Kind
 from gradcomp.kernels.tables import SEGMENT, Table
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.pieces import Slot, whole_pieces
+from gradcomp.payload.rng import RngKey
 
 LENGTHS = [1, 2, 7, 15, 16, 17, 31, 33, 64, 100, 255, 256, 257, 5000]
 BETAS, EPS, LR = (0.9, 0.95), 1e-8, 0.013
@@ -178,10 +179,27 @@ def adamw(weight_decay, betas):
     return Optimizer(f"adamw {weight_decay} {betas}", steps, row, (0.0, 0.0), (8, 240))
 
 
+def prescaled(one):
+    """The same, of gradients times 0.7."""
+
+    def steps(w, g, states, t):
+        with np.errstate(all="ignore"):
+            return one.step(w, g * np.float32(0.7), states, t)
+
+    def row(stored, t):
+        made = one.row(stored, t)
+        made["flags"] |= np.uint32(Flag.PRESCALE)
+        made["prescale"] = 0.7
+        return made
+
+    return one._replace(name=f"{one.name}, prescaled", step=steps, row=row)
+
+
 OPTIMIZERS = [
     *map(sgd, SGD_OPTIONS),
     *map(adagrad, (0.0, 0.1)),
     *itertools.starmap(adamw, itertools.product((0.0, 0.1), (BETAS, (0.3, 0.6)))),
+    *map(prescaled, [*map(sgd, SGD_OPTIONS[::3]), adagrad(0.1), adamw(0.1, BETAS)]),
 ]
 
 
@@ -272,6 +290,39 @@ def test_squares(number):
             )
         assert float(np.sqrt(sum(norms[::2], 0.0))) == optim.norm(ref.to_float32(gradients[0]))
         assert not norms[1::2].any()
+
+
+UPDATE_NUMEL = 2048  # elements of payloads that are decoded, and whose squares are added, at a time
+
+
+@pytest.mark.parametrize("number", TIERS)
+def test_squares_of_payloads_are_those_of_their_average(number):
+    codec, n, group = TernGrad(scale="own"), 70_003, 9_600
+    slot = Slot(0, n, group, True, 0)
+    layout = PayloadLayout(codec.form, whole_pieces([slot]), segmented=False)
+    generator = torch.Generator().manual_seed(0)
+    codec = codec.of_groups(group)
+    payloads = [
+        codec.encode(torch.randn(n, generator=generator), key=RngKey(rank=rank))
+        for rank in range(3)
+    ]
+    decoded, wanted = torch.empty(n), []
+    norms = np.full(2 * len(layout.packed), np.nan)
+    with tier(number):
+        codec.decode_body(native, payloads, layout, decoded)
+        source = Payloads(payloads, codec.code, torch.float32)
+        native.update(
+            layout.packed, np.zeros(1, TARGET), rule(Kind.SQUARES, ""), source, norms=norms
+        )
+    for row in layout.packed.rows:
+        runs = [
+            decoded[first : min(first + UPDATE_NUMEL, row["start"] + row["numel"])].numpy()
+            for first in range(row["start"], row["start"] + row["numel"], UPDATE_NUMEL)
+        ]
+        wanted.append(sum((optim.squares(run) for run in runs), 0.0))
+    assert norms[::2].tolist() == wanted
+    assert len(wanted) > 1
+    assert not norms[1::2].any()
 
 
 @pytest.mark.parametrize("kind", [k for k in Kind if k != Kind.SQUARES])
@@ -416,14 +467,15 @@ def test_bad_arguments_change_nothing(change):
     assert not weights.state[0][:20].any()
 
 
-def test_sums_from_payloads_are_refused():
+def test_norms_of_weights_from_payloads_are_refused():
+    """They would need whole parameters, and segments of payloads begin anywhere."""
     source = Payloads(
         [torch.zeros(100, dtype=torch.uint8)], Code("values", dtype=torch.float32), torch.float32
     )
     weights = Weights(np.ones(20, "f"), "fp32", 0)
     refused(
         lambda: native.update(
-            segments(20), weights.target(None), rule(Kind.SQUARES, ""), source, np.zeros(2)
+            segments(20), weights.target(None), rule(Kind.LAMB_START, ""), source, np.zeros(2)
         )
     )
 

@@ -21,6 +21,7 @@ from gradcomp.optim import (
     fp32_state_dict,
     split_parameters,
 )
+from gradcomp.optim.placeholder import Placeholder
 
 OPTIMIZERS = {
     "sgd": lambda p: SplitSGD(p, lr=0.1),
@@ -221,6 +222,113 @@ def test_over_every_transport(ranks):
     for differ, packed, _, _ in ranks(2, both, "onebit gather", "sgd", 3, {}):
         assert differ == []
         assert packed == 24
+
+
+# ---- clipping ------------------------------------------------------------------------------------
+
+
+def clipped(optimizer_name, exchange, max_norm):
+    """Return whether clipped fused updates equal unfused ones whose gradients are multiplied by
+    the same factor, whether the norms fit torch's, and the last factor.
+    """
+    made, factors, norms = [], [], []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(30, 40), nn.ReLU(), nn.Linear(40, 5))
+        optimizer = OPTIMIZERS[optimizer_name](net.parameters())
+        model = DDP(net, bucket_cap_mb=0.004)
+        options = {"optimizer": optimizer if fused else None, "exchange": exchange}
+        codec = OneBit(residual_decay=0.5)  # by default it depends on the optimizer
+        state = gradcomp.ddp.register(model, codec, min_numel=100, **options)
+        for step in range(4):
+            optimizer.zero_grad()
+            rank = torch.distributed.get_rank()
+            x = torch.randn(16, 30, generator=torch.Generator().manual_seed(1000 * step + rank))
+            nn.functional.cross_entropy(model(x), x[:, :5].argmax(1)).backward()
+            if fused:
+                assert any(isinstance(p.grad, Placeholder) for p in net.parameters())
+                norm = state.clip_grad_norm_(max_norm)
+                norms.append(norm)
+                factors.append(min(max_norm / (float(norm) + 1e-6), 1.0))
+            else:
+                total = torch.nn.utils.get_total_norm([p.grad for p in net.parameters()])
+                torch.testing.assert_close(total, norms[step], rtol=1e-5, atol=0.0)
+                for p in net.parameters():
+                    p.grad.mul_(factors[step])
+            optimizer.step()
+        state.check_replicas()
+        state.close()
+        made.append(bits(net, optimizer))
+    return differing(*made), min(factors) < 1, [float(norm).hex() for norm in norms]
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "nvlamb"])
+def test_packed_gradients_are_clipped(gloo, optimizer, exchange):
+    """One factor for all ranks, which the update multiplies gradients by; nothing changes where
+    the norm is small.
+    """
+    one, other = gloo(2, clipped, optimizer, exchange, 0.05)
+    assert one == other
+    assert one[:2] == ([], True)
+    one, other = gloo(2, clipped, optimizer, exchange, 1e4)
+    assert one[:2] == ([], False)
+
+
+def clipped_unpacked():
+    net = nn.Linear(4, 3)
+    model, optimizer = DDP(net), SplitSGD(net.parameters(), lr=0.5)
+    state = gradcomp.ddp.register(model, "onebit", min_numel=0)
+    model(torch.ones(1, 4)).sum().backward()
+    grads = [p.grad.clone().requires_grad_() for p in net.parameters()]
+    for wanted in grads:
+        wanted.grad = wanted.detach().clone()
+    norms = [state.clip_grad_norm_(0.1), torch.nn.utils.clip_grad_norm_(grads, 0.1)]
+    optimizer.step()
+    state.close()
+    same = [torch.equal(p.grad, g.grad) for p, g in zip(net.parameters(), grads, strict=True)]
+    return [norm.item() for norm in norms], same
+
+
+def test_gradients_that_are_not_packed_are_clipped_by_torch(gloo):
+    (norms, same), _ = gloo(2, clipped_unpacked)
+    assert norms[0] == norms[1]
+    assert all(same)
+
+
+def clipped_otherwise():
+    net = nn.Linear(4, 3)
+    model, _, state = sgd_on(net)
+    x, seen = torch.ones(1, 4), []
+    model(x).sum().backward()
+    for limit in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match="max_norm must not be negative"):
+            state.clip_grad_norm_(limit)
+    seen.append(float(state.clip_grad_norm_(2.0)))
+    seen.append(float(state.clip_grad_norm_(1.0)))  # of what the first has left
+    net.bias.grad.zero_()  # a written gradient beside packed ones
+    seen.append(float(state.clip_grad_norm_(100.0)))
+    state.materialize_gradients()
+    seen.append(float(net.weight.grad.norm()))
+    seen.append(float(state.clip_grad_norm_(0.5)))
+    seen.append(float(net.weight.grad.norm()))
+    model.zero_grad()
+    model(x).sum().backward()  # the factor is of one backward
+    seen.append(float(state.clip_grad_norm_(100.0)))
+    model.zero_grad()
+    model(x * float("nan")).sum().backward()
+    with pytest.raises(RuntimeError, match="the norm of the gradients is nan"):
+        state.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    assert state.clip_grad_norm_(1.0).isnan()
+    state.close()
+    return [round(number, 4) for number in seen]
+
+
+def test_clipping_twice_beside_written_gradients_and_nan(gloo):
+    root = 15**0.5  # 12 weights and 3 biases of gradient 1
+    rest = (12 / 15) ** 0.5
+    wanted = [root, 2.0, rest, rest, rest, 0.5, root]
+    assert gloo(2, clipped_otherwise) == [[round(number, 4) for number in wanted]] * 2
 
 
 # ---- gradients that are looked at, written to, copied --------------------------------------------

@@ -388,7 +388,7 @@ def test_error_page_has_every_class_check_field_and_phase():
     source = "".join(p.read_text() for p in (ROOT / "gradcomp").rglob("*.py"))
     raised = re.findall(r"CorruptPayload\(\s*\"(\w+)\"", source)
     calls = r"_wait\(", r"\b_?gather\([^\"]{0,60}", r"peers_answer\(", r"\bphase(?:: str = |=)"
-    calls += (r"\b_compare\(self[^\"]*",)
+    calls += r"\b_compare\(self[^\"]*", r"\bKind\("
     phases = [word for call in calls for word in re.findall(rf'{call}"(\w+)"', source)]
     assert len(raised) > 8 and len(set(phases)) == 13
     for word in [*checks, *raised, *fields, *fingerprint.FIELDS, *phases]:

@@ -151,12 +151,14 @@ NORM_NUMEL = 1 << 16  # squares of so many elements are added in lanes, these su
 
 def norm(x: Floats) -> float:
     """Return the L2 norm in float64; lanes are added as those of a block of sums."""
-    total = 0.0
-    for start in range(0, len(x), NORM_NUMEL):
-        part = x[start : start + NORM_NUMEL].astype(np.float64)
-        rows = padded(part * part, SUM_LANES).reshape(-1, SUM_LANES)
-        total += float(sum_in_lanes(rows))
-    return float(np.sqrt(total))
+    starts = range(0, len(x), NORM_NUMEL)
+    return float(np.sqrt(sum((squares(x[first : first + NORM_NUMEL]) for first in starts), 0.0)))
+
+
+def squares(x: Floats) -> float:
+    """Return the sum of squares in float64, added in lanes."""
+    wide = x.astype(np.float64)
+    return float(sum_in_lanes(padded(wide * wide, SUM_LANES).reshape(-1, SUM_LANES)))
 
 
 def lamb(

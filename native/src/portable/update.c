@@ -29,15 +29,15 @@ GC_INLINE void store_weight(const gc_update_span *span, uint32_t i, float w)
 GC_INLINE float load_gradient(const gc_update_span *span, uint32_t i)
 {
     float g = gc_load(span->gradient, span->gradient_dtype, i);
-    return span->rule->flags & GC_MAXIMIZE ? gc_float_of(gc_bits_of(g) ^ 0x80000000u) : g;
+    if (span->rule->flags & GC_MAXIMIZE)
+        g = gc_float_of(gc_bits_of(g) ^ 0x80000000u);
+    return span->rule->flags & GC_PRESCALE ? g * span->rule->prescale : g;
 }
 
 GC_INLINE void update_moments(const gc_update_span *span, uint32_t i, float g)
 {
     const gc_rule *rule = span->rule;
     float *s0 = &span->state0[i], *s1 = &span->state1[i];
-    if (rule->flags & GC_PRESCALE)
-        g = g * rule->prescale;
     float change = g - *s0;
     *s0 = quiet(rule->keep < 0.5f ? fmaf(rule->keep, change, *s0)
                                   : fmaf(rule->keep - 1.0f, change, g));

@@ -209,8 +209,6 @@ GC_AVX2_INLINE moments load_moments(const float *s0, const float *s1, int woven)
 GC_AVX2_INLINE moments moments_pair(const constants *c, float *s0, float *s1, pair g, int woven)
 {
     moments old = load_moments(s0, s1, woven), new;
-    if (c->is_prescaled)
-        g = scaled(c->prescale, g);
     pair change = {_mm256_sub_ps(g.a, old.first.a), _mm256_sub_ps(g.b, old.first.b)};
     new.first = quiet_pair(plus_scaled(c->keep, change, c->keeps_little ? old.first : g));
     pair kept = scaled(c->keep2, g), decayed = scaled(c->beta2, old.second);
@@ -286,6 +284,8 @@ GC_AVX2_INLINE void update_body(const gc_update_span *span, uint32_t numel, uint
         if (gc_reads_gradient(kind)) {
             g = load_gradient_pair(span->gradient, dtype, i, woven);
             g = (pair){_mm256_xor_ps(g.a, c.sign), _mm256_xor_ps(g.b, c.sign)};
+            if (c.is_prescaled)
+                g = scaled(c.prescale, g);
         }
         if (kind == GC_SGD) {
             w = sgd_pair(&c, s0, w, g, states, woven);
