@@ -53,7 +53,7 @@ def step(name: str, method: str, link: str | None = None, ranks: int | None = No
 
 
 def ms(row: Any, what: str = "exposed") -> float:
-    """Return the milliseconds of a row; `what` is "exposed", "predicted" or "" for the step."""
+    """Return the milliseconds of a row; `what` is the name before "_seconds", "" for the step."""
     return 1e3 * float(row[f"{what}_seconds" if what else "seconds"])
 
 
@@ -289,6 +289,21 @@ def which_mode() -> Iterator[Figure]:
     yield "step took {:.1f} ms with it and {:.1f} without", (ms(double, ""), ms(onebit, ""))
 
 
+def from_powersgd() -> Iterator[Figure]:
+    for label, method in (
+        ("fp32", "fp32"),
+        ("PowerSGD, rank 1", "powersgd1"),
+        ("PowerSGD, rank 4", "powersgd4"),
+        ("`Block(4)`", "block4"),
+        ("`TernGrad()`", "ternary"),
+        ("`OneBit()`", "onebit"),
+    ):
+        row = step("mlp-1gbit-xeon", method)
+        yield f"| {label} | {{:.1f}} | {{:.2f}} |", (ms(row), row["sent_nbytes"] / 1e6)
+    cpu = [ms(step("mlp-1gbit-xeon", f"powersgd{rank}"), "exchange_cpu") for rank in (1, 4)]
+    yield "CPU time ({:.0f} ms per step at rank 1, {:.0f} at rank 4)", tuple(cpu)
+
+
 def fsdp() -> Iterator[Figure]:
     all_options = '`"onebit"`, `weights="block8"`, `keep_weights=True`'
     for label, method, decimals in (
@@ -483,6 +498,7 @@ def lora() -> Iterator[Figure]:
 PAGES: dict[str, Callable[[], Iterator[Figure]]] = {
     "README.md": readme,
     "docs/howto/benchmarks.md": benchmarks,
+    "docs/howto/from-powersgd.md": from_powersgd,
     "docs/howto/fsdp.md": fsdp,
     "docs/howto/lora.md": lora,
     "docs/howto/which-mode.md": which_mode,
