@@ -13,7 +13,7 @@ from gradcomp import Block, OneBit, RngKey, Ternary, TernGrad
 from gradcomp.bench.timing import using
 from gradcomp.codecs import KINDS, Codec
 from gradcomp.codecs.lanes import Lanes
-from gradcomp.kernels import HOST, NO_RESIDUALS, Code, Payloads, Residuals, native
+from gradcomp.kernels import NO_RESIDUALS, Code, Payloads, Residuals, host, native
 from gradcomp.payload.form import lanes_form
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.pieces import Slot, whole_pieces
@@ -68,8 +68,9 @@ def _cases_of(codec: Codec, x: Tensor) -> list[Case]:
         residuals = Residuals(_residual(x), new, lambda dropped: None)
         written.append(new)
     _place_scales(codec, layout, x, payload)
-    encode = partial(codec.encode_body, HOST, x, layout, payload, KEY, residuals)
-    decode = partial(HOST.sum_decode, Payloads([payload], codec.code, x.dtype), layout.packed, out)
+    encode = partial(codec.encode_body, native, x, layout, payload, KEY, residuals)
+    source = Payloads([payload], codec.code, x.dtype)
+    decode = partial(native.sum_decode, source, layout.packed, out)
     encode()
     return [
         Case(f"{codec.name} encode", encode, moved + 8 * codec.error_feedback, written),
@@ -81,32 +82,32 @@ def _ternary_cases(x: Tensor) -> list[Case]:
     """Return the kernels that TernGrad has for scales, for payloads of four ranks, and for sums."""
     codec, size = TernGrad(clip_sigma=None), x.element_size()
     layout, out = _layout(codec, x.numel()), torch.empty_like(x)
-    blocks, scales = codec.scratch(HOST, layout), torch.empty(1)
+    blocks, scales = codec.scratch(native, layout), torch.empty(1)
     sent = [torch.empty(layout.nbytes, dtype=torch.uint8) for _ in range(4)]
     for rank, payload in enumerate(sent):
         _place_scales(codec, layout, x, payload)
-        codec.encode_body(HOST, x, layout, payload, RngKey(seed=1, rank=rank, step=5))
+        codec.encode_body(native, x, layout, payload, RngKey(seed=1, rank=rank, step=5))
     shared = Payloads(sent, Code("ternary", shared=True), x.dtype)
     own = Payloads(sent, Code("ternary", shared=False), x.dtype)
     lanes, code = PayloadLayout(lanes_form(4), layout.pieces), Lanes(4).code
     bits, summed = lanes.form.bits, torch.zeros(lanes.nbytes, dtype=torch.uint8)
     _place_scales(codec, layout, x, summed)
     sums = Payloads([summed], code, x.dtype)
-    measure = partial(TernGrad().measure, HOST, x, layout, blocks, scales)
-    add = partial(HOST.sum_lanes, shared, layout.packed, lanes.packed, code, summed)
+    measure = partial(TernGrad().measure, native, x, layout, blocks, scales)
+    add = partial(host.sum_lanes, shared.tensors, layout.packed, lanes.packed, code, summed)
     add()
     crc, raw = torch.zeros(1, dtype=torch.int64), sent[0].numpy()
     found = [
         Case("absmax + moments", measure, size, [blocks, scales]),
         Case("ternary sum to lanes 4", add, 1 + bits / 8, [summed]),
-        Case("crc32c of a payload", lambda: crc.fill_(native.crc32c(raw)), 0.25, [crc]),
+        Case("crc32c of a payload", lambda: crc.fill_(host.crc32c(raw)), 0.25, [crc]),
     ]
     for name, source, packed, moved in (
         ("terngrad decode 4 shared", shared, layout.packed, 1),
         ("terngrad decode 4 own", own, layout.packed, 1),
         ("lanes decode", sums, lanes.packed, bits / 8),
     ):
-        decode = partial(HOST.sum_decode, source, packed, out)
+        decode = partial(native.sum_decode, source, packed, out)
         found.append(Case(name, decode, size + moved, [out]))
     return found
 
@@ -128,8 +129,8 @@ def _place_scales(codec: Codec, layout: PayloadLayout, x: Tensor, payload: Tenso
     """Write the scales of codes into a payload where the codec measures them before it encodes."""
     if codec.measures:
         scales = torch.empty(layout.group_count)
-        codec.measure(HOST, x, layout, codec.scratch(HOST, layout), scales)
-        codec.place_scales(HOST, layout, scales, payload)
+        codec.measure(native, x, layout, codec.scratch(native, layout), scales)
+        codec.place_scales(layout, scales, payload)
 
 
 def _grouped(codec: Codec) -> Codec:

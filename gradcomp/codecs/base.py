@@ -20,8 +20,8 @@ from gradcomp.codecs.checks import check_alone, check_memory, check_payload_room
 from gradcomp.codecs.lanes import Lanes
 from gradcomp.codecs.magnitude import refuse_unflagged
 from gradcomp.errors import CorruptPayload, UnsupportedTensor
-from gradcomp.kernels import HOST, NO_RESIDUALS, Code, Kernels, Payloads, Residuals, native, of
-from gradcomp.kernels.tables import MAX_NUMEL
+from gradcomp.kernels import NO_RESIDUALS, Code, Kernels, Payloads, Residuals, host, of
+from gradcomp.kernels.tables import DTYPES, MAX_NUMEL
 from gradcomp.payload import wire
 from gradcomp.payload.form import HEADER_NBYTES, PLAIN, Form, form_name
 from gradcomp.payload.layout import PayloadLayout, Rows
@@ -141,11 +141,11 @@ class Codec(ABC):
         kernels, nonfinite = of(x.device), False
         if scale is not None:
             given = self.check_scale(scale, layout.group_count)
-            self.place_scales(kernels, layout, given, payload)
+            self.place_scales(layout, given, payload)
         elif self.measures and layout.group_count:
             scales = torch.empty(layout.group_count)
             nonfinite = self.measure(kernels, x, layout, self.scratch(kernels, layout), scales)
-            self.place_scales(kernels, layout, scales, payload)
+            self.place_scales(layout, scales, payload)
         residuals, kept = NO_RESIDUALS, None
         if residual is not None:
             self._check_residual(residual, x.numel())
@@ -153,7 +153,7 @@ class Codec(ABC):
         nonfinite |= self.encode_body(kernels, x, layout, payload, key, residuals, kept)
         if residual is not None and kept is not None and nonfinite:
             residual.view(-1).copy_(kept)
-        header = self.header(layout, native.DTYPES[x.dtype], nonfinite, key.step, key.stream)
+        header = self.header(layout, DTYPES[x.dtype], nonfinite, key.step, key.stream)
         wire.seal(payload.numpy(), header)
         return payload
 
@@ -275,9 +275,7 @@ class Codec(ABC):
         """Write one float32 scale a group to `scales`; return True when a value is not finite."""
         return False
 
-    def place_scales(
-        self, kernels: Kernels, layout: PayloadLayout, scales: Tensor, payload: Tensor
-    ) -> None:
+    def place_scales(self, layout: PayloadLayout, scales: Tensor, payload: Tensor) -> None:
         """Copy measured or agreed scales to where they stand in a payload."""
 
     def check_scale(self, scale: float | Tensor, group_count: int) -> Tensor:
@@ -286,14 +284,14 @@ class Codec(ABC):
 
     def validate_packed(self, payload: Tensor, layout: PayloadLayout) -> None:
         """Raise CorruptPayload for scales and codes that an encoder does not write."""
-        HOST.validate_scales(
+        host.validate_scales(
             payload,
             HEADER_NBYTES,
             layout.scale_count,
             non_negative=not self.form.signed_scales,
             most=self.most,
         )
-        HOST.validate(payload, self.code, layout.packed)
+        host.validate(payload, self.code, layout.packed)
 
     def encode_body(
         self,

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from gradcomp.errors import UnsupportedTensor
-from gradcomp.kernels import native
-from gradcomp.kernels.tables import MAX_NUMEL
+from gradcomp.kernels.tables import DTYPES, MAX_NUMEL
 
 SECOND_PHASES = ("exact", "requantize", "block2", "block4", "block8", "bf16", "fp32")
 
@@ -40,7 +39,7 @@ def check_tensor(tensor: Tensor, name: str, *, contiguous: bool = True) -> None:
     copy through its strides.
     """
     check_memory(tensor, name, contiguous=contiguous)
-    if tensor.dtype not in native.DTYPES:
+    if tensor.dtype not in DTYPES:
         raise UnsupportedTensor(
             f"{name} is {tensor.dtype}; gradcomp takes float32, bfloat16 and float16"
         )

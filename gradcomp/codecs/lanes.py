@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gradcomp.kernels import HOST, Code, Kernels, Payloads
+from gradcomp.kernels import Code, Payloads, host
 from gradcomp.payload.form import HEADER_NBYTES, lanes_form
 from gradcomp.payload.layout import PayloadLayout
 
@@ -25,7 +25,6 @@ class Lanes:
 
     def add(
         self,
-        kernels: Kernels,
         payloads: Payloads,
         source: PayloadLayout,
         layout: PayloadLayout,
@@ -35,17 +34,15 @@ class Lanes:
         `layout`.
 
         Args:
-            kernels: of the bucket's device.
             payloads: of all ranks, with the same pieces (`source`).
             source, layout: where the pieces stand in the payloads and in `out`.
             out: ``(layout.nbytes,)`` uint8.
         """
-        kernels.copy_bytes(
-            out, HEADER_NBYTES, payloads.tensors[0], 4 * layout.scale_count, HEADER_NBYTES
-        )
-        kernels.sum_lanes(payloads, source.packed, layout.packed, self.code, out)
+        scales = 4 * layout.scale_count
+        host.copy_bytes(out, HEADER_NBYTES, payloads.tensors[0], scales, HEADER_NBYTES)
+        host.sum_lanes(payloads.tensors, source.packed, layout.packed, self.code, out)
 
     def validate_packed(self, payload: Tensor, layout: PayloadLayout) -> None:
         """Raise CorruptPayload for scales and sums that `add` does not write."""
-        HOST.validate_scales(payload, HEADER_NBYTES, layout.scale_count, non_negative=True)
-        HOST.validate(payload, self.code, layout.packed)
+        host.validate_scales(payload, HEADER_NBYTES, layout.scale_count, non_negative=True)
+        host.validate(payload, self.code, layout.packed)

@@ -20,7 +20,7 @@ from torch import Tensor
 from gradcomp.codecs.base import Codec
 from gradcomp.codecs.checks import check_group, check_second_phase, resolve_group
 from gradcomp.codecs.lanes import Lanes
-from gradcomp.kernels import Code, Kernels
+from gradcomp.kernels import Code, Kernels, host
 from gradcomp.payload.form import HEADER_NBYTES, TERNARY
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.rng import RngKey, check_uint32
@@ -160,10 +160,8 @@ class TernGrad(Codec):
         blocks = scratch if scratch is not None else self.scratch(kernels, layout)
         return kernels.scales(values, layout.packed, layout.groups, self.clip_sigma, blocks, scales)
 
-    def place_scales(
-        self, kernels: Kernels, layout: PayloadLayout, scales: Tensor, payload: Tensor
-    ) -> None:
-        kernels.copy_bytes(payload, HEADER_NBYTES, scales, 4 * layout.scale_count)
+    def place_scales(self, layout: PayloadLayout, scales: Tensor, payload: Tensor) -> None:
+        host.copy_bytes(payload, HEADER_NBYTES, scales, 4 * layout.scale_count)
 
     def check_scale(self, scale: float | Tensor, group_count: int) -> Tensor:
         given = torch.as_tensor(scale, dtype=torch.float32).reshape(-1)

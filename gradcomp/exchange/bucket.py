@@ -30,7 +30,8 @@ from gradcomp.exchange.sizing import BucketPlan
 from gradcomp.exchange.stages import Job, LocalTransform, OwnerTransform, Stage
 from gradcomp.exchange.stats import Stats
 from gradcomp.exchange.units import Units
-from gradcomp.kernels import CPU, NO_RESIDUALS, Kernels, Residuals, native
+from gradcomp.kernels import CPU, NO_RESIDUALS, Kernels, Residuals, host
+from gradcomp.kernels.tables import DTYPES
 from gradcomp.memory.moments import SecondMoments
 from gradcomp.memory.residuals import Feedback
 from gradcomp.memory.transform import Transforming
@@ -85,7 +86,7 @@ class BucketExchange:
         self.feedback, self.owner_feedback, self._probe = feedback, owner_feedback, probe
         self._draws = RngKey(seed, plan.rank if draw_rank is None else draw_rank)
         self._kernels = kernels.of(device)
-        self._buffers = Buffers(plan, self._kernels, comm, stats, native.DTYPES[dtype], module)
+        self._buffers = Buffers(plan, self._kernels, comm, stats, DTYPES[dtype], module)
         self._stages = _stages(plan, self._kernels, dtype, seed, transform, moments, observes)
         self._packs = keeps_packed and not any(stage.needs_averages for stage in self._stages)
         # averages of the last step, where they are kept packed, and where those of any step arrive
@@ -261,13 +262,11 @@ class BucketExchange:
                     work.wait(self.timeout_s)
             self.stats.add_seconds("scale_round", time.perf_counter() - begun)
             # some rank's values were not
-            job.unencodable |= not self._kernels.are_finite(scales)
+            job.unencodable |= not host.are_finite(scales)
         else:
             self._measure()
         with self.stats.timed("encode"):
-            self.plan.codec.place_scales(
-                self._kernels, self.plan.local, scales, self._buffers.local
-            )
+            self.plan.codec.place_scales(self.plan.local, scales, self._buffers.local)
 
     def _encode(self, rows: Rows | PayloadLayout, *, last: bool) -> None:
         """Encode rows of the bucket; with the last ones, bring residuals to units of the
@@ -384,5 +383,5 @@ def _stages(
         stages.append(Rotation(plan, kernels, dtype, seed))
     elif moments is not None:
         encodes = not isinstance(plan.codec, Identity)
-        stages.append(Units(plan, moments, dtype, encodes=encodes, observes=observes))
+        stages.append(Units(plan, kernels, moments, dtype, encodes=encodes, observes=observes))
     return stages

@@ -13,7 +13,8 @@ from gradcomp.codecs.base import MixedPayloads
 from gradcomp.comm.base import Communicator
 from gradcomp.exchange.phase import SECOND, Phase
 from gradcomp.exchange.stats import Stats
-from gradcomp.kernels import CPU, native
+from gradcomp.kernels import CPU
+from gradcomp.kernels.tables import DTYPES
 from gradcomp.payload.layout import PayloadLayout, joined_rows
 from gradcomp.payload.pieces import Piece, Slot, whole_pieces
 from gradcomp.payload.rng import STREAM_SECOND, RngKey
@@ -107,7 +108,7 @@ class ShardGather:
             self._layouts,
             self._codec.validate_packed,
             stride=self._stride,
-            dtype=native.DTYPES[self._dtype],
+            dtype=DTYPES[self._dtype],
             module=self._module,
         )
         with self._stats.timed("encode"):

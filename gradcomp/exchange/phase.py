@@ -19,7 +19,7 @@ from gradcomp.codecs.magnitude import refuse_unflagged
 from gradcomp.comm.base import Channel, Communicator, Work
 from gradcomp.errors import CorruptPayload, PeerMismatch, peers_answer
 from gradcomp.exchange.stats import Stats
-from gradcomp.kernels import HOST
+from gradcomp.kernels import host
 from gradcomp.payload import wire
 from gradcomp.payload.form import HEADER_NBYTES
 from gradcomp.payload.layout import PayloadLayout, message_copies
@@ -121,7 +121,7 @@ class Phase:
         """
         self._step, self._bucket, self._nonfinite = step, bucket, nonfinite
         if self._copies is not None:
-            HOST.copy(self._send, self._source, self._copies)
+            host.copy(self._send, self._source, self._copies)
         for message, layout in zip(self._messages, self._outgoing, strict=True):
             wire.seal(message, self._header(layout, nonfinite=nonfinite))
 

@@ -100,7 +100,7 @@ class Exact(SecondPhase):
 
     def average(self, kernels: Kernels, owned: Owned) -> bool:
         (packed, _), (plain, rows) = owned.payloads.parts
-        self._sums.add(kernels, packed, owned.first, owned.second, owned.payload)
+        self._sums.add(packed, owned.first, owned.second, owned.payload)
         return kernels.sum_decode(plain, rows, owned.shard)
 
     def encode(self, kernels: Kernels, owned: Owned, key: RngKey, residuals: Residuals) -> bool:
@@ -129,7 +129,7 @@ class Encoded(SecondPhase):
         codec, layout = self._codec, owned.second
         if codec.measures and layout.scale_count:
             codec.measure(kernels, owned.shard, layout, owned.scratch, owned.scales)
-            codec.place_scales(kernels, layout, owned.scales, owned.payload)
+            codec.place_scales(layout, owned.scales, owned.payload)
         return codec.encode_body(kernels, owned.shard, layout, owned.payload, key, residuals)
 
     def validate(self, payload: Tensor, layout: PayloadLayout) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradcomp.exchange.sizing import BucketPlan
 from gradcomp.exchange.stages import Job, Stage
-from gradcomp.kernels import HOST
+from gradcomp.kernels import Kernels
 from gradcomp.memory.moments import SecondMoments
 from gradcomp.payload.pieces import Slot
 
@@ -24,6 +24,7 @@ class Units(Stage):
 
     Args:
         plan: of the exchange.
+        kernels: of the bucket's device.
         moments: of the compressed tensors.
         dtype: of the bucket.
         encodes: whether values are encoded in units; those that travel in fp32 are not.
@@ -33,13 +34,14 @@ class Units(Stage):
     def __init__(
         self,
         plan: BucketPlan,
+        kernels: Kernels,
         moments: SecondMoments,
         dtype: torch.dtype,
         *,
         encodes: bool,
         observes: bool,
     ) -> None:
-        self._moments, self._slots = moments, plan.slots
+        self._kernels, self._moments, self._slots = kernels, moments, plan.slots
         self._encodes, self._observes = encodes, observes
         self.takes_residuals, self.needs_averages = encodes, encodes or observes
         # shards need not lie side by side, and the memory between them is undefined
@@ -102,7 +104,8 @@ class Units(Stage):
 
     def _multiply(self, residual: Tensor, pieces: Sequence[tuple[int, int, int, int]]) -> None:
         for _, kept, first, numel in pieces if self._encodes else ():
-            HOST.multiply(residual[kept : kept + numel], self._units[first : first + numel])
+            units = self._units[first : first + numel]
+            self._kernels.multiply(residual[kept : kept + numel], units)
 
     def _write(self, bucket: Tensor) -> bool:
         """Write averages in units of the gradient to the bucket; return True if one is not
@@ -111,10 +114,10 @@ class Units(Stage):
         values = bucket if self.averages is None else self.averages
         bad = False
         for run in self._runs:
-            bad |= HOST.multiply(values[run], self._units[run])
+            bad |= self._kernels.multiply(values[run], self._units[run])
             if values is not bucket:
                 bucket[run].copy_(values[run])
-                bad |= not HOST.are_finite(bucket[run].float())
+                bad |= not self._kernels.are_finite(bucket[run].float())
         return bad
 
 

@@ -18,7 +18,7 @@ from gradcomp.exchange.sizing import BucketPlan, Strategy
 from gradcomp.exchange.stats import Stats
 from gradcomp.fsdp.parts import Part, number_of, slots_of
 from gradcomp.fsdp.residuals import Carried, Kept
-from gradcomp.kernels import native
+from gradcomp.kernels.tables import DTYPES
 from gradcomp.payload.ownership import BySlots
 
 
@@ -134,7 +134,7 @@ class ReduceScatter:
     def _exchange(
         self, dtype: torch.dtype, device: torch.device, trained: Sequence[Part]
     ) -> BucketExchange:
-        if dtype not in native.DTYPES:
+        if dtype not in DTYPES:
             raise GradcompError(
                 f"gradients of {dtype} are not packed; float32, bfloat16 and float16 are"
             )

@@ -21,7 +21,7 @@ from gradcomp.errors import GradcompError
 from gradcomp.exchange.gather import BufferPool, ShardGather
 from gradcomp.exchange.stats import Stats
 from gradcomp.fsdp.parts import Part, number_of, slots_of
-from gradcomp.kernels import native
+from gradcomp.kernels.tables import DTYPES
 
 
 def weights_codec(given: Codec | str) -> Codec:
@@ -104,9 +104,7 @@ class AllGather:
         that share it.
         """
         return (
-            ranks == self._comm.world_size
-            and given.numel() == self._each
-            and given.dtype in native.DTYPES
+            ranks == self._comm.world_size and given.numel() == self._each and given.dtype in DTYPES
         )
 
     def start(self, output: Tensor, given: Tensor) -> Callable[[], None]:

@@ -10,10 +10,9 @@ from gradcomp.errors import UnsupportedTensor
 from gradcomp.kernels import native
 from gradcomp.kernels.interface import NO_RESIDUALS, Code, Kernels, Payloads, Residuals
 
-HOST: Kernels = native  # payloads are host bytes, whatever device their values are on
 CPU = torch.device("cpu")
 
-__all__ = ["CPU", "HOST", "NO_RESIDUALS", "Code", "Kernels", "Payloads", "Residuals", "of"]
+__all__ = ["CPU", "NO_RESIDUALS", "Code", "Kernels", "Payloads", "Residuals", "of"]
 
 
 def of(device: torch.device) -> Kernels:

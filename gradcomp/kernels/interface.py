@@ -8,7 +8,6 @@ a device.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -17,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradcomp.kernels.tables import CopyTable, Groups, Table
+from gradcomp.kernels.tables import Groups, Table
 
 
 class Residuals(NamedTuple):
@@ -71,13 +70,13 @@ class Payloads:
         tensors: ``(nbytes,)`` uint8 each, host memory; kept as long as this object.
         code: of all of them.
         dtype: that averages are rounded to.
-        prepared: what a kernel set makes of them at the first call, to be used again.
+        prepared: what kernel sets make of them at their first call, by the set's name.
     """
 
     tensors: Sequence[Tensor]
     code: Code
     dtype: torch.dtype
-    prepared: Any = field(default=None, init=False, repr=False)
+    prepared: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
 
 class Kernels(Protocol):
@@ -144,13 +143,6 @@ class Kernels(Protocol):
         the table's.
         """
 
-    def sum_lanes(
-        self, payloads: Payloads, source: Table, target: Table, lanes: Code, out: Tensor
-    ) -> None:
-        """Write the integer sums of ternary payloads as lanes into a payload; the tables are
-        parallel.
-        """
-
     def update(
         self,
         table: Table,
@@ -176,20 +168,6 @@ class Kernels(Protocol):
         Args:
             tensors: lists by field (weight, trail, gradient, state0, state1), None where a
                 parameter has none.
-        """
-
-    # ---- checks of payloads ----------------------------------------------------------------------
-
-    def validate(self, payload: Tensor, code: Code, table: Table) -> None:
-        """Raise CorruptPayload for codes and padding that an encoder does not write; any plain
-        values are right.
-        """
-
-    def validate_scales(
-        self, payload: Tensor, first: int, count: int, *, non_negative: bool, most: float = math.inf
-    ) -> None:
-        """Raise CorruptPayload unless `count` scales from byte `first` are finite, at most `most`
-        and, if asked for, not negative.
         """
 
     def are_finite(self, values: Tensor) -> bool:
@@ -255,17 +233,6 @@ class Kernels(Protocol):
 
     def rescale(self, plane: Tensor, factor: float) -> None:
         """Multiply a residual plane by `factor`, in place."""
-
-    def copy(self, dst: Tensor, src: Tensor, table: CopyTable) -> None:
-        """Copy every byte range of a table."""
-
-    def copy_bytes(
-        self, dst: Tensor, first: int, src: Tensor, nbytes: int, src_first: int = 0
-    ) -> None:
-        """Copy `nbytes` bytes of `src` to byte `first` of `dst`; they do not overlap."""
-
-    def crc32c(self, data: NDArray[Any], crc: int = 0) -> int:
-        """Return the CRC-32C of contiguous uint8, continuing `crc`."""
 
     def split(self, weights: Tensor, top: Tensor, trail: Tensor, *, nearest: bool) -> None:
         """Split float32 numbers into bfloat16 tops and 16-bit trails."""

@@ -12,8 +12,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+# dtypes of values by their number in headers and in C
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+TORCH_DTYPES = {number: dtype for dtype, number in DTYPES.items()}
 BLOCK_NUMEL = 512  # elements in one float64 partial sum (GC_BLOCK_NUMEL)
 MAX_NUMEL = 2**32 - 4096  # elements of a segment, and so of a parameter, at most (GC_MAX_NUMEL)
 # elements in one unit of work: 256 KB of fp32, small against L2, large against a call
@@ -43,16 +47,14 @@ class Table:
 
     Attributes:
         rows, count: the rows and their number.
-        address: of the first row.
         numel: elements in all rows.
-        prepared: what a kernel set makes of the rows at the first call, to be used again.
+        prepared: what kernel sets make of the rows at their first call, by the set's name.
     """
 
     def __init__(self, rows: Sequence[tuple[int, ...]] | NDArray[Any]) -> None:
         self.rows = np.array(rows, dtype=SEGMENT)
         self.count = len(self.rows)
-        self.address = self.rows.ctypes.data
-        self.prepared: Any = None
+        self.prepared: dict[str, Any] = {}
         self.numel = int(self.rows["numel"].sum(dtype=np.uint64))
         self._ranges: dict[int, list[tuple[int, int]]] = {}
 
@@ -91,4 +93,3 @@ class CopyTable:
 
     def __init__(self, rows: Sequence[tuple[int, int, int]]) -> None:
         self.rows = np.array(rows, dtype=COPY_RANGE)
-        self.address = self.rows.ctypes.data

@@ -17,7 +17,7 @@ from gradcomp.codecs import Codec
 from gradcomp.comm.base import Communicator
 from gradcomp.engine.options import Options
 from gradcomp.errors import NotFinite
-from gradcomp.kernels import HOST
+from gradcomp.kernels import of
 from gradcomp.local.inner import Weights
 from gradcomp.local.outer import Outer
 from gradcomp.local.states import check_fragment, check_outer
@@ -134,7 +134,7 @@ class Fragment:
         self.arrive()
         grads = [anchor.grad for _, anchor in self.anchors]
         self.sent = self.held = False
-        if not all(grad is not None and HOST.are_finite(grad) for grad in grads):
+        if not all(grad is not None and of(grad.device).are_finite(grad) for grad in grads):
             self.forget()
             here = [
                 name for name, p in self._named if not torch.isfinite(self._weights.read(p)).all()

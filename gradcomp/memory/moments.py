@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradcomp.kernels import HOST
+from gradcomp.kernels import of
 from gradcomp.memory.planes import Planes
 from gradcomp.payload.form import BLOCKS
 from gradcomp.payload.layout import PayloadLayout
@@ -110,7 +110,7 @@ class SecondMoments:
         )
         # of the whole tensor, also where the slot is a shard of it
         floor = self.options.floor if any_bits(old) else 1.0
-        HOST.divide(given, owed, old[slot.start : slot.start + slot.numel], floor, d, x)
+        of(x.device).divide(given, owed, old[slot.start : slot.start + slot.numel], floor, d, x)
 
     def observe(self, slots: Sequence[Slot], averages: Tensor, step: int) -> bool:
         """Take in the averages of a bucket of whole tensors; to be committed. Returns True if a
@@ -136,7 +136,9 @@ class SecondMoments:
             if not inverse:
                 new.copy_(old)
                 continue
-            bad |= HOST.follow(g, inverse, old if any_bits(old) else None, keep, 1.0 - keep, new)
+            bad |= of(g.device).follow(
+                g, inverse, old if any_bits(old) else None, keep, 1.0 - keep, new
+            )
         return bad
 
 
@@ -150,8 +152,9 @@ def typical(values: Tensor) -> float:
     """Return the larger of mean and standard deviation of ``(n,)`` float32, or the largest
     |value| if that is smaller.
     """
-    layout, out = _one_group(values.numel()), torch.empty(1)
-    HOST.scales(values, layout.packed, layout.groups, 1.0, HOST.scratch(layout.groups), out)
+    kernels, layout, out = of(values.device), _one_group(values.numel()), torch.empty(1)
+    scratch = kernels.scratch(layout.groups)
+    kernels.scales(values, layout.packed, layout.groups, 1.0, scratch, out)
     return _exact(int(out.view(torch.int32)))
 
 

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradcomp import kernels
 from gradcomp.errors import UnsupportedTensor
-from gradcomp.kernels import HOST
+from gradcomp.kernels import host
 
 ROUNDINGS = ("truncate", "nearest")
 SHIFT_NBYTES, PAGE_NBYTES = 832, 4096  # see `new_state`: 13 cache lines
@@ -132,7 +132,7 @@ def checksum(top: Tensor) -> int:
     comes from elsewhere.
     """
     flat = top.detach().as_strided((top.numel(),), (1,))
-    return HOST.crc32c(flat.view(torch.uint8).numpy()) if flat.numel() else 0
+    return host.crc32c(flat.view(torch.uint8).numpy()) if flat.numel() else 0
 
 
 class SplitParameters:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradcomp.errors import CorruptPayload
-from gradcomp.kernels import native
+from gradcomp.kernels import host
 from gradcomp.payload.form import FORMS, HEADER_NBYTES, removal
 
 MAGIC = 0x504D4347  # "GCMP"
@@ -121,4 +121,4 @@ def parse(payload: Bytes) -> Header:
 
 
 def _crc(payload: Bytes) -> int:
-    return native.crc32c(payload[HEADER_NBYTES:], native.crc32c(payload[: _FIELDS.size]))
+    return host.crc32c(payload[HEADER_NBYTES:], host.crc32c(payload[: _FIELDS.size]))

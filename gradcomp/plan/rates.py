@@ -31,7 +31,7 @@ from gradcomp.exchange.bucket import BucketExchange
 from gradcomp.exchange.second import owners_feed_back
 from gradcomp.exchange.sizing import BucketPlan, Strategy
 from gradcomp.exchange.stats import Stats
-from gradcomp.kernels import HOST
+from gradcomp.kernels import native
 from gradcomp.memory.residuals import Feedback
 from gradcomp.optim import SplitSGD
 from gradcomp.payload.ownership import ByElements
@@ -297,7 +297,7 @@ def _outer_step(numel: int) -> Callable[[], None]:
         anchor.grad = anchor - weight
         bucket.copy_(anchor.grad)
         anchor.grad.copy_(bucket)
-        HOST.are_finite(anchor.grad)
+        native.are_finite(anchor.grad)
         optimizer.step()
         weight.copy_(anchor)
 

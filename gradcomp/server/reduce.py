@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradcomp.kernels import HOST
+from gradcomp.kernels import CPU, of
 from gradcomp.payload import wire
 from gradcomp.payload.form import HEADER_NBYTES
 from gradcomp.payload.rng import STREAM_SERVER, RngKey
@@ -59,7 +59,7 @@ def average_payloads(spec: Spec, payloads: Sequence[Tensor]) -> Tensor:
     if codec.can_share_scale:
         shared = spec.shares_scale if spec.codec else len(set(map(scale_bytes, payloads))) == 1
         codec = codec_of(spec, headers[0], shares_scale=shared)
-    codec.decode_body(HOST, payloads, layout, out)
+    codec.decode_body(of(CPU), payloads, layout, out)
     return out
 
 

@@ -348,7 +348,8 @@ def averages_not_rounded():
 def everything_is_finite():
     from gradcomp.local import fragment
 
-    swap(fragment, "HOST", lambda host: type("Blind", (), {"are_finite": lambda self, x: True})())
+    blind = type("Blind", (), {"are_finite": lambda self, x: True})()
+    swap(fragment, "of", lambda of: lambda device: blind)
 
 
 def lower_halves_not_read():

@@ -8,9 +8,6 @@ thread is started before the first call that is worth sharing.
 
 from gradcomp.kernels.native.kernels import (
     are_finite,
-    copy,
-    copy_bytes,
-    crc32c,
     divide,
     encode,
     follow,
@@ -20,22 +17,14 @@ from gradcomp.kernels.native.kernels import (
     scales,
     scratch,
     sum_decode,
-    sum_lanes,
     unbias,
-    validate,
-    validate_scales,
 )
-from gradcomp.kernels.native.library import DTYPES, TORCH_DTYPES, ffi, lib, select_tier, tier, tiers
+from gradcomp.kernels.native.library import ffi, lib, select_tier, tier, tiers
 from gradcomp.kernels.native.threads import thread_count
 from gradcomp.kernels.native.updates import join, split, targets, update
 
 __all__ = [
-    "DTYPES",
-    "TORCH_DTYPES",
     "are_finite",
-    "copy",
-    "copy_bytes",
-    "crc32c",
     "divide",
     "encode",
     "ffi",
@@ -50,13 +39,10 @@ __all__ = [
     "select_tier",
     "split",
     "sum_decode",
-    "sum_lanes",
     "targets",
     "thread_count",
     "tier",
     "tiers",
     "unbias",
     "update",
-    "validate",
-    "validate_scales",
 ]

@@ -3,25 +3,23 @@
 
 C's names follow a code's: ``gc_NAME_encode(src, dtype, rows, count, [value_dtype, code_bits or
 step,] [residuals, kept, decay, dropped,] [means,] payload, [key,] flag)``,
-``gc_NAME_sum_decode(payloads, payload_count, [option,] rows, count, out, dtype, flags, flag)`` and
-``gc_NAME_validate(payload, [world_size, bits,] rows, count)``. A new code needs no function here.
+``gc_NAME_sum_decode(payloads, payload_count, [option,] rows, count, out, dtype, flags, flag)``. A
+new code needs no function here.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from gradcomp.kernels.interface import NO_RESIDUALS, Code, Payloads, Residuals
 from gradcomp.kernels.native.addresses import bytes_of, floats_of, payload_pointers, values_of
-from gradcomp.kernels.native.library import DTYPES, check, ffi, lib
+from gradcomp.kernels.native.library import check, ffi, lib
 from gradcomp.kernels.native.threads import run, run_elements
-from gradcomp.kernels.tables import BLOCK, CopyTable, Groups, Table
+from gradcomp.kernels.tables import BLOCK, DTYPES, Groups, Table
 
 # outputs above this do not stay in a last-level cache: their stores bypass it
 CACHE_NBYTES = 32 << 20
@@ -91,7 +89,7 @@ def encode(
     encoder = code.encoder or code.kernel
     name = f"gc_{encoder}_encode"
     function = getattr(lib, name)
-    head = _options(code.dtype, code.bits, code.step)
+    head = options_of(code.dtype, code.bits, code.step)
     tail: tuple[Any, ...] = (bytes_of(payload), flag)
     if encoder == "ternary":
         tail = (tail[0], ffi.new("gc_rng_key *", key)[0], flag)
@@ -113,7 +111,7 @@ def encode(
     return bool(flag[0])
 
 
-def _options(*options: Any) -> tuple[Any, ...]:
+def options_of(*options: Any) -> tuple[Any, ...]:
     """Return the options that a code has, as C takes them."""
     given = (option for option in options if option is not None)
     return tuple(DTYPES[one] if isinstance(one, torch.dtype) else one for one in given)
@@ -137,7 +135,7 @@ class _Prepared(NamedTuple):
 
 def prepare(payloads: Payloads) -> _Prepared:
     """Return payloads as C takes them, made at the first call."""
-    made: _Prepared | None = payloads.prepared
+    made: _Prepared | None = payloads.prepared.get("native")
     if made is not None:
         return made
     pointers, count = payload_pointers(payloads.tensors), len(payloads.tensors)
@@ -145,7 +143,7 @@ def prepare(payloads: Payloads) -> _Prepared:
     source.payloads, source.payload_count = pointers, count
     setattr(source, "from", getattr(lib, f"GC_FROM_{code.kernel.upper()}"))
     source.dtype, source.shared = DTYPES[payloads.dtype], code.shared or 0
-    head: tuple[Any, ...] = (pointers, count, *_options(code.shared, code.dtype, code.bits))
+    head: tuple[Any, ...] = (pointers, count, *options_of(code.shared, code.dtype, code.bits))
     name = f"gc_{code.kernel}_sum_decode"
     if code.dtype is not None:
         source.value_dtype = DTYPES[code.dtype]
@@ -154,7 +152,7 @@ def prepare(payloads: Payloads) -> _Prepared:
     if code.kernel == "lanes":
         source.world_size, source.lane_bits = code.world_size, code.bits
         name, head = "gc_lanes_decode", (pointers[0], code.world_size, code.bits)
-    payloads.prepared = made = _Prepared(
+    payloads.prepared["native"] = made = _Prepared(
         name, getattr(lib, name), head, source.dtype, source, pointers
     )
     return made
@@ -171,42 +169,7 @@ def sum_decode(payloads: Payloads, table: Table, out: Tensor, written: int = 0) 
     return bool(flag[0])
 
 
-def sum_lanes(payloads: Payloads, source: Table, target: Table, lanes: Code, out: Tensor) -> None:
-    """See `Kernels.sum_lanes`."""
-    pointers, number, bytes_out = prepare(payloads).pointers, len(payloads.tensors), bytes_of(out)
-    rows_out = ffi.cast("const gc_segment *", target.address)
-    run(
-        "gc_ternary_sum_lanes",
-        source,
-        lambda rows, count, first: lib.gc_ternary_sum_lanes(
-            pointers, number, rows, rows_out + first, count, lanes.bits, bytes_out
-        ),
-    )
-
-
-# ---- checks of payloads --------------------------------------------------------------------------
-
-
-def validate(payload: Tensor, code: Code, table: Table) -> None:
-    """See `Kernels.validate`."""
-    if table.count and code.kernel != "values":
-        source, name = bytes_of(payload), f"gc_{code.kernel}_validate"
-        function, limits = getattr(lib, name), _options(code.world_size, code.bits)
-        run(name, table, lambda rows, count, _: function(source, *limits, rows, count))
-
-
-def validate_scales(
-    payload: Tensor, first: int, count: int, *, non_negative: bool, most: float = math.inf
-) -> None:
-    """See `Kernels.validate_scales`."""
-    check(
-        lib.gc_scales_validate(bytes_of(payload) + first, count, non_negative), "gc_scales_validate"
-    )
-    if most < math.inf and count:
-        # wherever in memory they begin
-        scales = payload.numpy()[first : first + 4 * count].view(np.float32)
-        if scales.max() > most:
-            check(lib.GC_BAD_SCALE, "gc_scales_validate")
+# ---- values --------------------------------------------------------------------------------------
 
 
 def are_finite(values: Tensor) -> bool:
@@ -309,19 +272,3 @@ def unbias(values: Tensor, group_numel: int, first: int) -> None:
 def rescale(plane: Tensor, factor: float) -> None:
     """See `Kernels.rescale`."""
     check(lib.gc_rescale(floats_of(plane), plane.numel(), factor), "gc_rescale")
-
-
-def copy(dst: Tensor, src: Tensor, table: CopyTable) -> None:
-    """See `Kernels.copy`."""
-    rows = ffi.cast("const gc_copy_range *", table.address)
-    check(lib.gc_copy(bytes_of(dst), bytes_of(src), rows, len(table.rows)), "gc_copy")
-
-
-def copy_bytes(dst: Tensor, first: int, src: Tensor, nbytes: int, src_first: int = 0) -> None:
-    """See `Kernels.copy_bytes`."""
-    ffi.memmove(bytes_of(dst) + first, bytes_of(src) + src_first, nbytes)
-
-
-def crc32c(data: NDArray[np.uint8], crc: int = 0) -> int:
-    """See `Kernels.crc32c`."""
-    return int(lib.gc_crc32c(crc, ffi.from_buffer("uint8_t[]", data), data.size))

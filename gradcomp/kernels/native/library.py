@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-import torch
-
 try:
     from gradcomp._gc import ffi, lib
 except ModuleNotFoundError as error:
@@ -19,9 +17,7 @@ from gradcomp.errors import CorruptPayload, NativeError
 
 __all__ = [
     "DISABLE_VARIABLE",
-    "DTYPES",
     "TIER_FEATURES",
-    "TORCH_DTYPES",
     "check",
     "ffi",
     "lib",
@@ -30,8 +26,6 @@ __all__ = [
     "tiers",
 ]
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-TORCH_DTYPES = {code: dtype for dtype, code in DTYPES.items()}
 DISABLE_VARIABLE = "GRADCOMP_DISABLE_CPU_FEATURES"
 # What each tier of dispatch.c asks of the CPU.
 _AVX2 = frozenset({"avx2", "fma", "f16c", "sse4.2"})

@@ -51,9 +51,9 @@ def run(
     """
     if not table.count:
         return None
-    base = table.prepared
+    base = table.prepared.get("native")
     if base is None:
-        base = table.prepared = ffi.cast("const gc_segment *", table.address)
+        base = table.prepared["native"] = ffi.from_buffer("gc_segment[]", table.rows)
     if table.numel < 2 * THREAD_NUMEL:
         return check(call(base, table.count, 0), function)
     parts = table.ranges(min(thread_count(), table.numel // THREAD_NUMEL))

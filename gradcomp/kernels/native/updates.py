@@ -14,10 +14,10 @@ from torch import Tensor
 from gradcomp.kernels.interface import Payloads
 from gradcomp.kernels.native.addresses import numbers_of, words_of
 from gradcomp.kernels.native.kernels import prepare
-from gradcomp.kernels.native.library import DTYPES, check, ffi, lib
+from gradcomp.kernels.native.library import check, ffi, lib
 from gradcomp.kernels.native.threads import run
 from gradcomp.kernels.rules import TARGET
-from gradcomp.kernels.tables import Table
+from gradcomp.kernels.tables import DTYPES, Table
 
 _TENSORS = ffi.new("gc_gradients *", {"from": lib.GC_FROM_TENSORS})
 

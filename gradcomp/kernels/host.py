@@ -1,0 +1,85 @@
+"""Operations on the bytes of payloads, which lie in host memory whatever device their values are
+on: copies, checksums, checks of what was received, integer sums of codes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gradcomp.kernels.interface import Code
+from gradcomp.kernels.native.addresses import bytes_of, payload_pointers
+from gradcomp.kernels.native.kernels import options_of
+from gradcomp.kernels.native.library import check, ffi, lib
+from gradcomp.kernels.native.threads import run
+from gradcomp.kernels.tables import CopyTable, Table
+
+
+def crc32c(data: NDArray[np.uint8], crc: int = 0) -> int:
+    """Return the CRC-32C of contiguous uint8, continuing `crc`."""
+    return int(lib.gc_crc32c(crc, ffi.from_buffer("uint8_t[]", data), data.size))
+
+
+def copy(dst: Tensor, src: Tensor, table: CopyTable) -> None:
+    """Copy every byte range of a table from `src` to `dst`, uint8."""
+    rows = ffi.from_buffer("gc_copy_range[]", table.rows)
+    check(lib.gc_copy(bytes_of(dst), bytes_of(src), rows, len(table.rows)), "gc_copy")
+
+
+def copy_bytes(dst: Tensor, first: int, src: Tensor, nbytes: int, src_first: int = 0) -> None:
+    """Copy `nbytes` bytes of `src` from byte `src_first` to byte `first` of `dst`; they do not
+    overlap.
+    """
+    ffi.memmove(bytes_of(dst) + first, bytes_of(src) + src_first, nbytes)
+
+
+def validate(payload: Tensor, code: Code, table: Table) -> None:
+    """Raise CorruptPayload for codes and padding that an encoder does not write; any plain values
+    are right.
+    """
+    if table.count and code.kernel != "values":
+        source, name = bytes_of(payload), f"gc_{code.kernel}_validate"
+        function, limits = getattr(lib, name), options_of(code.world_size, code.bits)
+        run(name, table, lambda rows, count, _: function(source, *limits, rows, count))
+
+
+def validate_scales(
+    payload: Tensor, first: int, count: int, *, non_negative: bool, most: float = math.inf
+) -> None:
+    """Raise CorruptPayload unless `count` scales from byte `first` are finite, at most `most` and,
+    if asked for, not negative.
+    """
+    check(
+        lib.gc_scales_validate(bytes_of(payload) + first, count, non_negative), "gc_scales_validate"
+    )
+    if most < math.inf and count:
+        # wherever in memory they begin
+        scales = payload.numpy()[first : first + 4 * count].view(np.float32)
+        if scales.max() > most:
+            check(lib.GC_BAD_SCALE, "gc_scales_validate")
+
+
+def are_finite(scales: Tensor) -> bool:
+    """Return whether all float32 scales are finite."""
+    return bool(lib.gc_scales_validate(bytes_of(scales), scales.numel(), False) == lib.GC_OK)
+
+
+def sum_lanes(
+    payloads: Sequence[Tensor], source: Table, target: Table, lanes: Code, out: Tensor
+) -> None:
+    """Write the integer sums of the ternary codes of `payloads` as lanes into the payload `out`;
+    the tables are parallel.
+    """
+    pointers, bytes_out = payload_pointers(payloads), bytes_of(out)
+    rows_out = ffi.from_buffer("gc_segment[]", target.rows)
+    run(
+        "gc_ternary_sum_lanes",
+        source,
+        lambda rows, count, first: lib.gc_ternary_sum_lanes(
+            pointers, len(payloads), rows, rows_out + first, count, lanes.bits, bytes_out
+        ),
+    )
