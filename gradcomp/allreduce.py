@@ -23,8 +23,7 @@ from gradcomp.memory.residuals import Feedback
 from gradcomp.payload import wire
 from gradcomp.payload.fingerprint import Record
 from gradcomp.payload.order import storage_order, storage_shape
-from gradcomp.payload.ownership import ByElements
-from gradcomp.payload.pieces import Slot
+from gradcomp.payload.pieces import ByElements, Slot
 from gradcomp.payload.rng import check_uint32
 
 MOST_EXCHANGES = 16  # kept with their buffers for each (communicator, key)

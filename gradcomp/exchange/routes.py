@@ -28,8 +28,7 @@ from gradcomp.kernels import CPU
 from gradcomp.memory.moments import SecondMoments
 from gradcomp.memory.residuals import Feedback
 from gradcomp.memory.transform import Transform, Transforming
-from gradcomp.payload.ownership import ByElements
-from gradcomp.payload.pieces import Slot
+from gradcomp.payload.pieces import ByElements, Slot
 
 
 class Exchange(Protocol):

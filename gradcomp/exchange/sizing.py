@@ -18,9 +18,8 @@ from gradcomp.comm.rounds import ring_bytes
 from gradcomp.exchange.second import second_phase
 from gradcomp.exchange.slices import WHOLE, Slice, Slicing, cut, cuts_groups, rows_of
 from gradcomp.payload.layout import PayloadLayout
-from gradcomp.payload.ownership import ByElements, Ownership
 from gradcomp.payload.parameters import Exempts, Parameter, assign_buckets, describe_parameters
-from gradcomp.payload.pieces import Piece, Slot, whole_pieces
+from gradcomp.payload.pieces import ByElements, Ownership, Piece, Slot, whole_pieces
 from gradcomp.payload.sizes import owned_nbytes, slice_bounds, sliced_nbytes
 
 # DDP's default caps: a small first bucket starts the first exchange early

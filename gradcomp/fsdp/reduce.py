@@ -19,7 +19,7 @@ from gradcomp.exchange.stats import Stats
 from gradcomp.fsdp.parts import Part, number_of, slots_of
 from gradcomp.fsdp.residuals import Carried, Kept
 from gradcomp.kernels.tables import DTYPES
-from gradcomp.payload.ownership import BySlots
+from gradcomp.payload.pieces import BySlots
 
 
 class ReduceScatter:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradcomp.memory.parts import PARTS, read_numbers
-from gradcomp.payload.ownership import ByElements
+from gradcomp.payload.pieces import ByElements
 
 
 def reshard(

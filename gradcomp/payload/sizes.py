@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradcomp.payload.form import HEADER_NBYTES, PLAIN, Form
-from gradcomp.payload.ownership import Ownership
 from gradcomp.payload.parameters import Parameter
+from gradcomp.payload.pieces import Ownership
 
 UNIT_NUMEL = 64  # slices are cut at multiples of it where they can be
 

@@ -15,8 +15,8 @@ from gradcomp.codecs.identity import Identity
 from gradcomp.comm.rounds import all_gather_rounds, all_to_all_rounds, max_rounds, ring_bytes
 from gradcomp.exchange.sizing import Strategy, choose, collective_bytes, ddp_buckets
 from gradcomp.payload.form import removal
-from gradcomp.payload.ownership import ByElements
 from gradcomp.payload.parameters import Parameter
+from gradcomp.payload.pieces import ByElements
 from gradcomp.plan.nodes import integer
 
 FP32_NBYTES = 4

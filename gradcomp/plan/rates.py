@@ -34,8 +34,7 @@ from gradcomp.exchange.stats import Stats
 from gradcomp.kernels import native
 from gradcomp.memory.residuals import Feedback
 from gradcomp.optim import SplitSGD
-from gradcomp.payload.ownership import ByElements
-from gradcomp.payload.pieces import Slot
+from gradcomp.payload.pieces import ByElements, Slot
 from gradcomp.plan.costs import FP32_NBYTES, METHODS, Method, find_method
 from gradcomp.plan.nodes import exact
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from gradcomp.errors import CorruptPayload
 from gradcomp.payload import wire
 from gradcomp.payload.form import HEADER_NBYTES, Form
-from gradcomp.payload.ownership import UNIT_NUMEL
+from gradcomp.payload.pieces import UNIT_NUMEL
 
 DEFAULT_SHARD_NBYTES = 1 << 24
 MAX_SHARD_NBYTES = 1 << 30

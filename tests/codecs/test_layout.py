@@ -13,9 +13,8 @@ from gradcomp.codecs import KINDS
 from gradcomp.kernels.tables import BLOCK_NUMEL, CHUNK_NUMEL
 from gradcomp.payload.form import FORMS, ONEBIT, PLAIN, TERNARY, lanes_form
 from gradcomp.payload.layout import PayloadLayout
-from gradcomp.payload.ownership import ByElements
 from gradcomp.payload.parameters import Parameter, assign_buckets, describe_parameters
-from gradcomp.payload.pieces import Slot, whole_pieces
+from gradcomp.payload.pieces import ByElements, Slot, whole_pieces
 from gradcomp.payload.sizes import owned_nbytes
 
 

@@ -19,9 +19,8 @@ from gradcomp.exchange.sizing import BucketPlan, choose, collective_bytes, predi
 from gradcomp.exchange.slices import Slicing
 from gradcomp.exchange.stats import Stats
 from gradcomp.payload.layout import PayloadLayout
-from gradcomp.payload.ownership import ByElements
 from gradcomp.payload.parameters import Parameter
-from gradcomp.payload.pieces import Slot
+from gradcomp.payload.pieces import ByElements, Slot
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])

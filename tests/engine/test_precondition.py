@@ -22,7 +22,7 @@ from gradcomp import Block, GradientAverager, Identity, OneBit, PeerMismatch, Pr
 from gradcomp.exchange.second import owners_feed_back
 from gradcomp.exchange.sizing import choose
 from gradcomp.optim import SplitAdamW
-from gradcomp.payload.ownership import ByElements
+from gradcomp.payload.pieces import ByElements
 
 SHAPES = {"w": (40, 33), "b": (5,), "v": (1111,), "rare": (30, 20)}
 MIN_NUMEL = 6

@@ -18,7 +18,7 @@ import gradcomp
 from gradcomp import OneBit, Options
 from gradcomp._gc import ffi, lib
 from gradcomp.kernels import native
-from gradcomp.payload.ownership import ByElements
+from gradcomp.payload.pieces import ByElements
 from gradcomp.payload.rng import STREAM_OWNED, STREAM_ROTATION
 
 CODEC = OneBit(rotate=True)

@@ -19,7 +19,7 @@ from gradcomp import GradientAverager, Identity, OneBit, TernGrad
 from gradcomp.exchange.sizing import choose, predict_bytes
 from gradcomp.onebit_sgd import AggregateAdagrad, LocalAdagrad, MomentumAdagrad
 from gradcomp.optim import SplitSGD, split_parameters
-from gradcomp.payload.ownership import ByElements
+from gradcomp.payload.pieces import ByElements
 
 SHAPES = {"w": (40, 33), "b": (5,), "v": (1111,), "one": (1,)}
 CODECS = [Identity(), OneBit(), TernGrad(), TernGrad(scale="own", second_phase="bf16")]

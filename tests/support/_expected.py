@@ -6,7 +6,7 @@ from reference import codec as ref
 from gradcomp.codecs import Block
 from gradcomp.exchange.second import owners_feed_back
 from gradcomp.exchange.sizing import choose
-from gradcomp.payload.ownership import ByElements
+from gradcomp.payload.pieces import ByElements
 
 
 def average(
