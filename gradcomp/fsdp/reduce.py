@@ -76,7 +76,7 @@ class ReduceScatter:
                 exchange.measure()
                 exchange.encode()
         except GradcompError as error:
-            self._failed = error
+            self._fail(exchange, error)
             raise
         exchange.forget()
         self._pending = exchange, output, factor
@@ -103,11 +103,12 @@ class ReduceScatter:
         try:
             exchange.average_shard(output if as_they_are else None)
         except GradcompError as error:
-            self._failed = error
+            self._fail(exchange, error)
             raise
         if exchange.flagged:
             output.fill_(float("nan"))
             self._stats.nonfinite_buckets += 1
+            _discard(exchange)
             return
         exchange.commit()
         filled = 0
@@ -120,6 +121,19 @@ class ReduceScatter:
         if factor != 1:
             output.mul_(factor)
 
+    def abandon(self, error: GradcompError) -> None:
+        """Do not wait for what is under way, and raise `error` from now on: the memory it comes to
+        is not free.
+        """
+        if self._pending is not None:
+            (exchange, _, _), self._pending = self._pending, None
+            self._fail(exchange, error)
+
+    def discard_residuals(self) -> None:
+        """Leave residuals as they are now when what is under way arrives."""
+        if self._pending is not None:
+            _discard(self._pending[0])
+
     def comes_late(self, dtype: torch.dtype) -> bool:
         """Whether torch leaves what `finish` writes alone until the backward pass is over."""
         return torch_private.leaves_shards_alone(self.module, dtype)
@@ -127,6 +141,10 @@ class ReduceScatter:
     def trained_parameters(self) -> list[nn.Parameter]:
         """Return those whose gradients are averaged, sharded as ``model.parameters()`` has them."""
         return [part.sharded for part in self._trained()]
+
+    def _fail(self, exchange: BucketExchange, error: GradcompError) -> None:
+        self._failed = error
+        _discard(exchange)
 
     def _trained(self) -> list[Part]:
         return [part for part in self.parts if part.sharded.requires_grad]
@@ -167,3 +185,8 @@ class ReduceScatter:
             ownership=BySlots(world),
             stays=True,
         )
+
+
+def _discard(exchange: BucketExchange) -> None:
+    if exchange.feedback is not None:
+        exchange.feedback.discard()

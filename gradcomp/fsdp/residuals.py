@@ -1,9 +1,9 @@
 """What codes have left out of a rank's gradients: as large as these, so kept in one plane, which
 may be of 16 bits.
 
-An exchange reads and writes float32 planes. Those here are of one module, used by all in turn: they
-are filled from what is kept before a module's gradients are encoded, and written back when every
-rank has them. Until then what is kept stays as it was.
+An exchange reads and writes float32 planes. Modules under way borrow a pair each: it is filled from
+what is kept before a module's gradients are encoded, and written back when every rank has them.
+Until then what is kept stays as it was.
 """
 
 from __future__ import annotations
@@ -19,28 +19,12 @@ from gradcomp.memory.residuals import Feedback
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-class Planes:
-    """The float32 planes that modules use in turn, as large as the largest needs them."""
-
-    def __init__(self) -> None:
-        self._pair = torch.empty(0), torch.empty(0)
-
-    def pair(self, numel: int) -> tuple[Tensor, Tensor]:
-        """Return the plane to read and the one to write, ``(numel,)`` each."""
-        if self._pair[0].numel() < numel:
-            self._pair = torch.zeros(numel), torch.zeros(numel)
-        return self._pair[0][:numel], self._pair[1][:numel]
-
-
 class Kept:
     """Residuals of all parameters of a model whose gradients are packed with feedback, as long as
     the run lasts.
 
     Args:
         dtype: "fp32" or "bf16".
-
-    Attributes:
-        planes: for all modules.
 
     Raises:
         ValueError: another dtype.
@@ -49,9 +33,27 @@ class Kept:
     def __init__(self, dtype: str) -> None:
         if dtype not in DTYPES:
             raise ValueError(f"residuals must be one of {sorted(DTYPES)}, got {dtype!r}")
-        self.planes = Planes()
+        self._free: list[tuple[Tensor, Tensor]] = []
         self._dtype = DTYPES[dtype]
         self._known: dict[str, tuple[Part, Tensor]] = {}
+
+    def take(self, numel: int) -> tuple[Tensor, Tensor]:
+        """Return a plane to read and one to write, ``(numel,)`` float32 or more each, for a module
+        under way.
+
+        As many pairs are made as are under way at a time.
+        """
+        self._free.sort(key=lambda pair: pair[0].numel())
+        for n, (old, _) in enumerate(self._free):
+            if old.numel() >= numel:
+                return self._free.pop(n)
+        if self._free:
+            self._free.pop()  # too small: replaced by what is made now
+        return torch.zeros(numel), torch.zeros(numel)
+
+    def give(self, pair: tuple[Tensor, Tensor]) -> None:
+        """Take planes back."""
+        self._free.append(pair)
 
     def add(self, part: Part) -> None:
         """Keep residuals of a parameter from now on, zero at first."""
@@ -134,6 +136,7 @@ class Carried(Feedback):
     def __init__(self, parts: Sequence[Part], kept: Kept) -> None:
         super().__init__({})
         self._kept = kept
+        self._planes: tuple[Tensor, Tensor] | None = None  # while a step is under way
         self._rows = len(parts[0].chunks)
         self._each = sum(part.room for part in parts)
         self._places = []
@@ -144,15 +147,27 @@ class Carried(Feedback):
             offset += part.room
 
     def tensors(self, indices: Iterable[int]) -> tuple[Tensor, Tensor]:
-        old, new = self._kept.planes.pair(self._rows * self._each)
+        numel = self._rows * self._each
+        if self._planes is None:
+            self._planes = self._kept.take(numel)
+        old, new = (plane[:numel] for plane in self._planes)
         for part, offset in self._places:
             self._cut(old, part, offset).copy_(self._kept.of(part))
         return old, new
 
     def commit(self, indices: Iterable[int]) -> None:
-        _, new = self._kept.planes.pair(self._rows * self._each)
+        if self._planes is None:  # discarded
+            return
+        new = self._planes[1][: self._rows * self._each]
         for part, offset in self._places:
             self._kept.of(part).copy_(self._cut(new, part, offset))
+        self.discard()
+
+    def discard(self) -> None:
+        """Leave what is kept as it is, whatever the step under way has written."""
+        if self._planes is not None:
+            self._kept.give(self._planes)
+            self._planes = None
 
     def _cut(self, plane: Tensor, part: Part, offset: int) -> Tensor:
         return plane.view(self._rows, self._each)[:, offset : offset + part.room]

@@ -9,6 +9,7 @@ import logging
 import time
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 logger = logging.getLogger("gradcomp")
+
+IN_FLIGHT = 2  # modules whose averages are on their way at a time
 
 
 class FsdpState:
@@ -121,7 +124,7 @@ class FsdpState:
         self._comms: list[TorchCommunicator] = []
         self._reduces: list[ReduceScatter] = []
         self._gathers: list[AllGather] = []
-        self._pending: list[ReduceScatter] = []
+        self._pending: deque[ReduceScatter] = deque()  # modules in flight, in order
         # number of the backward pass at whose end pending averages are waited for
         self._called_back = -1
         self._reports: list[Telemetry] = []
@@ -215,9 +218,9 @@ class FsdpState:
         def call(output: Tensor, given: Tensor, group: Any, op: Any) -> None:
             self._calls += 1
             self._check_modules()
-            self._finish()  # what went out before has had this module's backward to arrive
             factor = divisor(op, group.size())
             if factor is None or not module.fits(given.numel()):
+                self._finish()
                 self._say_plain(
                     "is divided by a factor of its own"
                     if factor is None
@@ -226,6 +229,8 @@ class FsdpState:
                 self.plain += 1
                 reduce_scatter(output, given, group, op)
                 return
+            # averages have the backward of as many modules to arrive as are in flight
+            self._finish(all_but=0 if module in self._pending else IN_FLIGHT - 1)
             module.start(output, given, factor)
             self._pending.append(module)
             self._after_backward()
@@ -255,14 +260,20 @@ class FsdpState:
             self._called_back = number
             torch_private.after_backward(self._end_backward)
 
-    def _finish(self) -> None:
-        """Wait for averages that are on their way."""
-        pending, self._pending = self._pending, []
+    def _finish(self, all_but: int = 0) -> None:
+        """Wait for averages that are on their way, but for those of the last `all_but` modules."""
+        if len(self._pending) <= all_but:
+            return
         begun = time.perf_counter()
-        for module in pending:
-            module.finish()
-        if pending:
-            self.stats.add_seconds("exposed", time.perf_counter() - begun)
+        try:
+            while len(self._pending) > all_but:
+                self._pending.popleft().finish()
+        except GradcompError as error:
+            for module in self._pending:
+                module.abandon(error)
+            self._pending.clear()
+            raise
+        self.stats.add_seconds("exposed", time.perf_counter() - begun)
 
     def _end_backward(self) -> None:
         with self._poisoned_on_failure():
@@ -443,6 +454,8 @@ class FsdpState:
                     " load() a checkpoint of torch.distributed.checkpoint"
                 )
             kept.load(residual(str(rank)) for rank in wanted)
+        for module in self._pending:  # of a backward pass that ended with an error
+            module.discard_residuals()
         steps = dict(state["steps"])
         for module in self._reduces:
             module.steps = max(steps.get(part.parameter.name, 0) for part in module.parts)

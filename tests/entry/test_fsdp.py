@@ -4,6 +4,7 @@ days.
 
 import contextlib
 import copy
+import hashlib
 import math
 import os
 import re
@@ -38,6 +39,7 @@ from gradcomp.comm import torch_private
 from gradcomp.exchange.gather import BufferPool, ShardGather
 from gradcomp.exchange.sizing import Strategy, choose
 from gradcomp.exchange.stats import Stats
+from gradcomp.fsdp.reduce import ReduceScatter
 from gradcomp.fsdp.reused import Reused
 from gradcomp.integrations import torchtitan
 from gradcomp.integrations.torchtitan import ReplicaAverage
@@ -1495,3 +1497,239 @@ def test_memory_is_used_again_when_nobody_holds_a_part_of_it(monkeypatch):
     held = [blind.take(100, *like) for _ in range(3)]
     del held[0]
     assert blind.take(100, *like).data_ptr() not in {one.data_ptr() for one in held}
+
+
+# ---- several modules in flight -------------------------------------------------------------------
+
+
+def shards_of(model):
+    return [None if p.grad is None else p.grad.to_local().clone() for p in model.parameters()]
+
+
+def in_steps(state, model):
+    return [run(model, [step]) for step in range(3)]
+
+
+def adding_up(state, model):
+    """The first half of every second gradient stays with its rank."""
+    out = []
+    for micro in range(4):
+        model.set_requires_gradient_sync(micro % 2 == 1)
+        loss_of(model, micro, dist.get_rank()).backward()
+        out += shards_of(model) if micro % 2 else []
+    return out
+
+
+def with_some_frozen(state, model):
+    out = []
+    for step, frozen in enumerate((False, True, False)):
+        model.second.weight.requires_grad_(not frozen)
+        out += run(model, [step])
+    return out
+
+
+def not_finite_in_one_module(state, model):
+    out = []
+    for step in range(3):
+        model.zero_grad()
+        factor = math.inf if (dist.get_rank(), step) == (1, 1) else 0.0
+        loss = loss_of(model, step, dist.get_rank())
+        loss = loss + model.unused(torch.ones(1, 3)).sum() * factor
+        loss.backward()
+        out += shards_of(model)
+        assert [bool(one.isnan().any()) for one in out[-8:]] == [False] * 6 + [step == 1] * 2
+    return out
+
+
+def without_all_gradients(state, model):
+    """The module `unused` has none."""
+    out = []
+    for step in range(3):
+        model.zero_grad()
+        loss_of(model, step, dist.get_rank(), everything=step == 1).backward()
+        out += shards_of(model)
+    return out
+
+
+def ends_with_an_error(model, step):
+    """Raise at the end of a backward pass, while averages are under way; torch does not go on after
+    an error in the middle of one.
+    """
+
+    def end():
+        raise RuntimeError("ended")
+
+    def ask(*_):
+        torch_private.after_backward(end)
+
+    handle = model.few.register_forward_hook(
+        lambda module, args, out: out.register_hook(ask) and None
+    )
+    model.zero_grad()
+    with pytest.raises(RuntimeError, match="ended"):
+        loss_of(model, step, dist.get_rank()).backward()
+    handle.remove()
+
+
+def after_an_error(state, model):
+    out = run(model, [0])
+    ends_with_an_error(model, 1)
+    assert any(grad.isnan().all() for grad in shards_of(model))
+    return out + run(model, [2]) + run(model, [3])
+
+
+def in_flight(count, scenario, codec, wrapping, replicas=False):
+    """Return gradients, residuals and steps, and how many modules were under way at most."""
+    if replicas:
+        wrapping["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model, under_way, most = wrap(fresh(), True, **wrapping), [], 0
+    start, finish = ReduceScatter.start, ReduceScatter.finish
+
+    def starts(self, *args):
+        nonlocal most
+        start(self, *args)
+        under_way.append(self)
+        most = max(most, len(under_way))
+
+    def finishes(self):
+        under_way.remove(self)
+        finish(self)
+
+    with (
+        mock.patch("gradcomp.fsdp.state.IN_FLIGHT", count),
+        mock.patch.object(ReduceScatter, "start", starts),
+        mock.patch.object(ReduceScatter, "finish", finishes),
+        gradcomp.fsdp.compress(model, codec, min_numel=MIN_NUMEL) as state,
+    ):
+        found = scenario(state, model)
+        saved = state.state_dict()
+        return digest_of(found, saved["residual"], saved["steps"]), most
+
+
+def digest_of(*values):
+    """Return the bytes of all tensors of nested values, everything else as text."""
+    out = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            out.append(value.numpy().tobytes())
+        elif isinstance(value, (dict, list, tuple)):
+            out += [
+                digest_of(one) for one in (value.values() if isinstance(value, dict) else value)
+            ]
+        else:
+            out.append(str(value).encode())
+    return hashlib.sha256(b"/".join(out)).digest()
+
+
+HALF = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)}
+# what happens, codec, options of `fully_shard` or "replicas", modules under way at most
+SCENARIOS = [
+    (in_steps, OneBit(), {}, 2),
+    (in_steps, OneBit(rotate=True), {}, 2),
+    (in_steps, Ternary(), {}, 2),
+    (in_steps, OneBit(), HALF, 1),
+    (in_steps, OneBit(), "replicas", 1),
+    (adding_up, OneBit(), {}, 2),
+    (adding_up, Block(4), "replicas", 1),
+    (with_some_frozen, OneBit(), {}, 2),
+    (not_finite_in_one_module, OneBit(), {}, 2),
+    (without_all_gradients, OneBit(), {}, 2),
+    (after_an_error, OneBit(), {}, 2),
+]
+
+
+@pytest.mark.parametrize(("scenario", "codec", "wrapping", "most"), SCENARIOS)
+def test_modules_in_flight_change_no_gradient_and_no_residual(
+    gloo, scenario, codec, wrapping, most
+):
+    """Planes were shared: the residuals of a module that had gone out were those of the next."""
+    replicas = wrapping == "replicas"
+    world = 4 if replicas else 2
+    wrapping = {} if replicas else wrapping
+    one, two, four = (
+        gloo(world, in_flight, count, scenario, codec, wrapping, replicas) for count in (1, 2, 4)
+    )
+    assert (
+        [found for found, _ in one] == [found for found, _ in two] == [found for found, _ in four]
+    )
+    assert [(a, b) for (_, a), (_, b) in zip(one, two, strict=True)] == [(1, most)] * world
+
+
+def in_another_order_everywhere(count):
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model, out = wrap(Either(), True), []
+    with (
+        mock.patch("gradcomp.fsdp.state.IN_FLIGHT", count),
+        gradcomp.fsdp.compress(model, OneBit(), min_numel=0) as state,
+    ):
+        for step in range(4):
+            model.zero_grad()
+            x = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * step + rank))
+            model(x, step % 2 == 1).square().mean().backward()
+            out += shards_of(model)
+        return digest_of(out, state.state_dict()["residual"])
+
+
+def test_modules_may_come_in_another_order_on_every_rank(gloo):
+    assert gloo(2, in_another_order_everywhere, 1) == gloo(2, in_another_order_everywhere, 2)
+
+
+def loaded_after_an_error(fails):
+    model = wrap(fresh(), True)
+    with gradcomp.fsdp.compress(model, OneBit(), min_numel=MIN_NUMEL) as state:
+        run(model, range(2))
+        saved = copy.deepcopy(state.state_dict())
+        if fails:
+            ends_with_an_error(model, 2)
+            state.load_state_dict(saved)
+        out = run(model, [2, 3])
+        assert all(grad.isfinite().all() for grad in out)
+        return digest_of(out, state.state_dict()["residual"])
+
+
+def test_a_state_that_is_loaded_after_an_error_is_not_written_over(gloo):
+    """Residuals of the modules under way came into force when they arrived, in the next backward
+    pass.
+    """
+    assert gloo(2, loaded_after_an_error, True) == gloo(2, loaded_after_an_error, False)
+
+
+def lost_with_two_under_way():
+    """Rank 1 leaves after the gradients of the last of three layers; return what rank 0 catches
+    then, and in a backward pass of each layer, and whether it is left with a gradient.
+    """
+    rank, said = dist.get_rank(), []
+    torch.manual_seed(0)
+    model = Blocks()
+    for layer in model.layers:
+        fully_shard(layer, reshard_after_forward=False)
+    fully_shard(model)
+    model.set_reshard_after_backward(False)  # nothing is gathered again
+    state = gradcomp.fsdp.compress(model, OneBit(), min_numel=0, timeout_s=20)
+
+    def leave(_):
+        time.sleep(0.5)  # what it has begun to send arrives
+        state.close()
+        raise RuntimeError("left")
+
+    if rank == 1:
+        model.layers[1].register_forward_hook(
+            lambda module, args, out: out.register_hook(leave) and None
+        )
+    x = torch.randn(8, 40, requires_grad=True)
+    for part in (model, *model.layers):
+        try:
+            part(x).square().mean().backward()
+        except (RuntimeError, gradcomp.GradcompError) as error:
+            said.append(type(error).__name__)
+        if rank == 1:
+            break
+    left = any(bool(p.isfinite().any()) for p in shards_of(model) if p is not None)
+    dist.barrier()
+    state.close()
+    return said, left
+
+
+def test_a_lost_rank_ends_all_modules_under_way(gloo):
+    assert gloo(2, lost_with_two_under_way)[0] == (["PeerLost"] * 4, False)
