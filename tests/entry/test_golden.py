@@ -16,6 +16,7 @@ import torch.distributed as dist
 from _golden import Recorder, bytes_of, digest_of, tensors_in
 from _ranks import run_local
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -92,8 +93,21 @@ class Scale:
         return self.value
 
 
-def averager(comm, codec, *, dtype=torch.float32, bad=None, discard=None, delayed=False, **options):
-    """`bad`: tensor and element where rank 1 has a NaN in step 2. `discard`: a step."""
+def averager(
+    comm,
+    codec,
+    *,
+    dtype=torch.float32,
+    bad=None,
+    discard=None,
+    delayed=False,
+    resumes=None,
+    flushes=False,
+    **options,
+):
+    """`bad`: tensor and element where rank 1 has a NaN in step 2. `discard`, `resumes`: a step.
+    `flushes`: what the last `flush` hands back counts.
+    """
     model = Given(dtype)
     optimizer = options.get("optimizer")
     if optimizer is not None:
@@ -102,6 +116,11 @@ def averager(comm, codec, *, dtype=torch.float32, bad=None, discard=None, delaye
     run = GradientAverager(model, codec, comm, **LIMITS | options)
     averages = []
     for step in range(STEPS):
+        if step == resumes:
+            state, comm = run.state_dict(), comm.duplicate()
+            run.close()
+            run = GradientAverager(model, codec, comm, **LIMITS | options)
+            run.load_state_dict(state)
         if scaler:
             scaler.value = [8.0, 4.0, 4.0, 16.0][step]
         for tag, (name, shape) in enumerate(SHAPES.items()):
@@ -117,6 +136,8 @@ def averager(comm, codec, *, dtype=torch.float32, bad=None, discard=None, delaye
             optimizer.step()
     if delayed:
         run.flush()
+    if flushes:
+        averages += [bytes_of(p.grad) for p in model.parameters()]
     state = run.state_dict()
     run.close()
     return outcome(averages, model.parameters(), state, run.stats)
@@ -151,32 +172,56 @@ def held(comm, codec, **options):
     return state
 
 
-def all_reduce(comm, codec, *, feedback=True, exchange="auto"):
+def all_reduce(comm, codec, *, feedback=True, exchange="auto", first=None):
+    """`first`: number of the first step; counted by `gradcomp.all_reduce` without it."""
     kept = Feedback({0: 40 * 33, 1: 1111}) if feedback else None
     averages = []
     for step in range(STEPS):
         for key, name in enumerate(("w", "v")):
             values = gradient(SHAPES[name], step, comm.rank, key)
             options = {"feedback": kept, "exchange": exchange, "timeout_s": 20}
+            options["step"] = None if first is None else first + 3 * step
             averages.append(bytes_of(gradcomp.all_reduce(values, codec, comm, key=key, **options)))
     return outcome(averages, [], [kept.residual(key) for key in (0, 1)] if kept else [])
 
 
-def local_steps(comm, codec, *, kind=gradcomp.DiLoCo, sync_every=2, **options):
-    model = Given()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
-    run = kind(model, optimizer, codec, comm, sync_every=sync_every, **LIMITS | options)
+def local_steps(
+    comm, codec, *, kind=gradcomp.DiLoCo, sync_every=2, bad=None, resumes=None, **options
+):
+    """`bad`: a step whose gradient has a NaN on rank 1. `resumes`: a step."""
+
+    def begin(comm):
+        model = Given()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+        run = kind(model, optimizer, codec, comm, sync_every=sync_every, **LIMITS | options)
+        return model, optimizer, run
+
+    model, optimizer, run = begin(comm)
     for step in range(3 * sync_every + 1):
+        if step == resumes:
+            weights, state, again = model.state_dict(), run.state_dict(), comm.duplicate()
+            run.close()
+            model, optimizer, run = begin(again)
+            model.load_state_dict(weights)
+            run.load_state_dict(state)
         for tag, (name, shape) in enumerate(SHAPES.items()):
             getattr(model, name).grad = gradient(shape, step, comm.rank, tag)
+        if (comm.rank, step) == (1, bad):
+            model.v.grad[7] = float("nan")
         optimizer.step()
-        run.step()
+        try:
+            run.step()
+        except gradcomp.NotFinite:
+            run.restore()
     weights, state = [p.detach().clone() for p in model.parameters()], run.state_dict()
     run.close()
     return outcome([], weights, state)
 
 
-def ddp(codec, *, optimizer=None, dtype=torch.float32, bucket_cap_mb=25.0, **options):
+def ddp(
+    codec, *, optimizer=None, dtype=torch.float32, bucket_cap_mb=25.0, materializes=False, **options
+):
+    """`materializes`: gradients of a fused update are unpacked first, in every second step."""
     model = Given(dtype)
     if optimizer is not None:
         split_parameters(model)
@@ -187,37 +232,60 @@ def ddp(codec, *, optimizer=None, dtype=torch.float32, bucket_cap_mb=25.0, **opt
     for step in range(STEPS):
         wrapped.zero_grad()
         wrapped(step, dist.get_rank()).backward()
+        if materializes and step % 2:
+            run.materialize_gradients()
+        if optimizer is None or (materializes and step % 2):
+            averages += [bytes_of(p.grad) for p in model.parameters()]
         if optimizer is not None:
             optimizer.step()
-        else:
-            averages += [bytes_of(p.grad) for p in model.parameters()]
     state = run.state_dict()
     run.close()
     return outcome(averages, list(model.parameters()), state, run.stats)
 
 
-def fsdp(codec, *, frozen="", bad=False, dtype=None, **options):
+def fsdp(
+    codec,
+    *,
+    frozen="",
+    bad=False,
+    dtype=None,
+    replicas=False,
+    accumulates=False,
+    states=None,
+    saves=False,
+    **options,
+):
+    """`replicas`: two of two ranks each. `accumulates`: gradients of every second step only are
+    sent. `states`: what the run goes on from. `saves`: return the state.
+    """
     model = Blocks()
     for name, p in model.named_parameters():
         p.requires_grad_(not frozen or frozen not in name)
-    policy = MixedPrecisionPolicy(dtype, dtype)
-    fully_shard(model.first, mp_policy=policy)
-    fully_shard(model.second, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+    sharded = {"mp_policy": MixedPrecisionPolicy(dtype, dtype)}
+    if replicas:
+        sharded["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for module in (model.first, model.second, model):
+        fully_shard(module, **sharded)
     run = gradcomp.fsdp.compress(model, codec, **LIMITS | options)
-    averages = []
-    for step in range(STEPS):
-        model.zero_grad()
+    if states:
+        run.load_state_dict(states)
+    averages, begun = [], STEPS if states else 0
+    for step in range(begun, begun + STEPS):
+        if not accumulates or step % 2 == 0:
+            model.zero_grad()
+        model.set_requires_gradient_sync(not accumulates or step % 2 == 1)
         rank = dist.get_rank()
         model(step, rank, bad and (rank, step) == (1, 2)).backward()
         trained = [p for p in model.parameters() if p.requires_grad]
+        if trained[0].grad is None:  # not sent yet
+            continue
         averages += [bytes_of(p.grad) for p in trained]
         with torch.no_grad():
             for p in trained:
                 p.sub_(p.grad, alpha=0.125)
     state = run.state_dict()
     run.close()
-    return outcome(averages, list(model.parameters()), state)
+    return state if saves else outcome(averages, list(model.parameters()), state)
 
 
 # ---- rows: (training, number of ranks, codec, options) -------------------------------------------
@@ -321,12 +389,20 @@ row("not finite, excluded tensor", averager, 2, Ternary(), bad=("b", 2))
 row("not finite, transactional", averager, 2, Ternary(), bad=("v", 7), transactional=True)
 row("discarded", averager, 3, OneBit(), discard=2)
 row("loss scale", averager, 3, OneBit(), scaled=True)
+row("local adagrad, loss scale", averager, 3, OneBit(), transform=LocalAdagrad(), scaled=True)
+row("local adagrad, not finite", averager, 3, OneBit(), transform=LocalAdagrad(), bad=("v", 7))
+row("terngrad, resumed", averager, 3, TernGrad(), resumes=2)
+row("loss scale, resumed", averager, 3, OneBit(), scaled=True, resumes=3)
+row("delayed, flushed", averager, 2, OneBit(), delayed=True, flushes=True)
 row("local steps, fragments", local_steps, 2, Ternary(), fragments=2)
 row("local steps, fragments, delay", local_steps, 2, OneBit(), fragments=2, delay=1, sync_every=4)
 row("local steps, owners", local_steps, 3, OneBit(), shard_outer=True)
 row("local steps, warm start", local_steps, 2, OneBit(), start_step=2, start_codec=Ternary())
 row("local steps, fragments, draws", local_steps, 2, TernGrad(), fragments=2)
 row("local steps, precondition", local_steps, 2, Block(2), precondition=True)
+row("local steps, not finite", local_steps, 2, OneBit(), bad=3)
+row("local steps, resumed", local_steps, 2, OneBit(), fragments=2, delay=1, sync_every=4, resumes=6)
+row("all_reduce, own steps", all_reduce, 3, TernGrad(), feedback=False, first=7)
 row("all_reduce, own scales", all_reduce, 3, TernGrad(scale="own"), feedback=False)
 row("local sgd", local_steps, 2, Ternary(), kind=gradcomp.LocalSGD)
 row("ddp, buckets", ddp, 2, Ternary(), bucket_cap_mb=0.004)
@@ -335,6 +411,14 @@ row("ddp, nodes", ddp, 4, OneBit(), **NODES)
 row("ddp, fused sgd", ddp, 2, Ternary(), optimizer=partial(SplitSGD, lr=0.125, momentum=0.5))
 row("ddp, fused adamw", ddp, 3, TernGrad(), optimizer=partial(SplitAdamW, lr=0.01))
 row("ddp, fused, nodes", ddp, 4, OneBit(), optimizer=partial(SplitSGD, lr=0.125), **NODES)
+row(
+    "ddp, fused and materialized",
+    ddp,
+    2,
+    OneBit(),
+    optimizer=partial(SplitSGD, lr=0.125),
+    materializes=True,
+)
 row("fsdp, bf16", fsdp, 2, Ternary(), dtype=torch.bfloat16)
 row("fsdp, not finite", fsdp, 2, OneBit(), bad=True)
 row("fsdp, 3 ranks", fsdp, 3, OneBit())
@@ -342,6 +426,11 @@ row("fsdp, frozen", fsdp, 2, TernGrad(), frozen="first.v")
 row("fsdp, bf16 residuals", fsdp, 2, OneBit(), residuals="bf16")
 row("fsdp, weights", fsdp, 2, Ternary(error_feedback=False), weights="block8")
 row("fsdp, kept weights", fsdp, 3, TernGrad(), weights="block4", keep_weights=True)
+row("fsdp, replicas", fsdp, 4, OneBit(), replicas=True)
+row("fsdp, accumulated", fsdp, 2, OneBit(), accumulates=True)
+row("fsdp, resumed", fsdp, 2, TernGrad(), saved_by=2)
+row("fsdp, 3 ranks go on as 2", fsdp, 2, OneBit(), saved_by=3)
+row("fsdp, 3 ranks go on as 1", fsdp, 1, OneBit(), saved_by=3)
 
 
 def recorded(training, *args, **options):
@@ -353,6 +442,9 @@ def recorded(training, *args, **options):
 
 
 def train(gloo, training, world_size, codec, options):
+    options = dict(options)
+    if saved_by := options.pop("saved_by", 0):
+        options["states"] = gloo(saved_by, partial(fsdp, codec, saves=True, **options))
     if training in (ddp, fsdp):
         found = gloo(world_size, partial(recorded, training, codec, **options))
         messages, ends = sorted(one for sent, _ in found for one in sent), [one for _, one in found]
