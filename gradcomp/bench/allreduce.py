@@ -28,7 +28,7 @@ from gradcomp.bench.mpi import Mpiexec
 from gradcomp.bench.options import add_options
 from gradcomp.bench.ranks import Emit, Place, RankFailed, run
 from gradcomp.codecs import resolve
-from gradcomp.exchange.sizing import predict_bytes
+from gradcomp.plan.nbytes import predict_bytes
 
 CODECS = ("terngrad", "onebit")
 SIZES = "4K,16K,64K,256K,1M,4M,16M,64M,100000000,256M"

@@ -1,7 +1,7 @@
 """Count the bytes that each rank sends in a training step, for real models, every codec and
 exchange, 2 to 64 ranks.
 
-Nothing is sent: the numbers are the exchange's own sizing (`gradcomp.exchange.predict_bytes`),
+Nothing is sent: the numbers are the exchange's own sizing (`gradcomp.plan.nbytes.predict_bytes`),
 headers, scales, padding and the scale round included, for rank 0 and DDP's default buckets.
 ``--verify`` trains LeNet for a few steps over gloo and requires that the `stats` of every rank
 equal the prediction to the byte. compression_ratio = 2 (N - 1) / N * 4 * numel / bytes sent.
@@ -29,9 +29,9 @@ from gradcomp.bench.about import save_json, table
 from gradcomp.bench.models import LeNet
 from gradcomp.bench.options import add_options
 from gradcomp.bench.ranks import Emit, Place, RankFailed, run
-from gradcomp.exchange.sizing import predict_bytes
 from gradcomp.plan.costs import METHODS
 from gradcomp.plan.models import MODELS, lenet, total_numel
+from gradcomp.plan.nbytes import predict_bytes
 
 WORLD_SIZES = (2, 4, 8, 16, 64)
 VERIFY_WORLD_SIZE, VERIFY_STEPS = 2, 3

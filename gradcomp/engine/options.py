@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from gradcomp.codecs import Codec, resolve
 from gradcomp.exchange.sizing import EXCHANGES
+from gradcomp.exchange.slices import UNIT_NUMEL
 from gradcomp.memory.moments import Precondition, check_precondition
 from gradcomp.memory.transform import Transform, check_transform
 from gradcomp.payload.parameters import Exempts
-from gradcomp.payload.sizes import UNIT_NUMEL
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

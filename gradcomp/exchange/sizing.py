@@ -1,9 +1,8 @@
-"""What an exchange will send, before it sends: strategy, the plan of every byte of a bucket, and
-predictions.
+"""What an exchange will send, before it sends: strategy, and the plan of every byte of a bucket.
 
 `BucketPlan` is arithmetic on sizes: which bytes go where, for one bucket layout, rank and world
 size. It is what `gradcomp.exchange.bucket` runs by and what `gradcomp.exchange.stats` counts by.
-`collective_bytes` has the same sums without layouts, for `predict_bytes` and the planner.
+`gradcomp.plan.nbytes` has the same sums without layouts.
 """
 
 from __future__ import annotations
@@ -11,19 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from gradcomp.codecs import Codec
 from gradcomp.comm.rounds import ring_bytes
 from gradcomp.exchange.second import second_phase
 from gradcomp.exchange.slices import WHOLE, Slice, Slicing, cut, cuts_groups, rows_of
 from gradcomp.payload.layout import PayloadLayout
-from gradcomp.payload.parameters import Exempts, Parameter, assign_buckets, describe_parameters
 from gradcomp.payload.pieces import ByElements, Ownership, Piece, Slot, whole_pieces
-from gradcomp.payload.sizes import owned_nbytes, slice_bounds, sliced_nbytes
 
-# DDP's default caps: a small first bucket starts the first exchange early
-DDP_BUCKET_NBYTES = (1 << 20, 25 << 20)
 EXCHANGES = ("auto", "all_gather", "reduce_scatter")
 
 
@@ -210,144 +203,3 @@ class BucketPlan:
         return PayloadLayout(
             self.second_phase.form, pieces, whole_groups=own and self.second_phase.whole_groups
         )
-
-
-@dataclass(frozen=True, slots=True)
-class CollectiveBytes:
-    """Bytes of each collective of one bucket's exchange on one rank, headers, scales and padding
-    included.
-
-    Attributes:
-        scale: sent, and received, in the ring that finds the largest scales; 0: there is none.
-        first, first_received: of the first phase, which is all of an all_gather.
-        second: sent, and received, in the second phase.
-        slices: in which the bucket goes.
-        whole_second: its second phase goes in one piece behind the last of them.
-    """
-
-    scale: int
-    first: int
-    first_received: int
-    second: int = 0
-    slices: int = 1
-    whole_second: bool = False
-
-
-def collective_bytes(
-    codec: Codec,
-    strategy: Strategy,
-    parameters: Sequence[Parameter],
-    world_size: int,
-    rank: int = 0,
-    slicing: Slicing | None = None,
-) -> CollectiveBytes:
-    """Return what one bucket's exchange sends: the bytes of its `BucketPlan`, for thousands of
-    ranks at once.
-
-    Args:
-        codec, strategy, world_size, rank: as they say.
-        parameters: of the bucket, in its order.
-        slicing: how it is cut; None: as by default.
-    """
-    slicing, others = slicing or Slicing(), world_size - 1
-    groups = sum(-(-p.numel // p.group_numel) for p in parameters if p.compressed)
-    scale = ring_bytes(groups, world_size) if codec.shares_scale and groups else 0
-    count = slicing.count(sum(p.numel for p in parameters), world_size)
-    if strategy.exchange == "all_gather":
-        bounds = slice_bounds(parameters, ByElements(1), count)
-        sent = others * int(sliced_nbytes(parameters, bounds, codec.form).sum())
-        return CollectiveBytes(scale, sent, sent, slices=count)
-    ownership, phase = (
-        ByElements(world_size),
-        second_phase(strategy.second_phase, codec, world_size),
-    )
-    whole = True
-    if count > 1:
-        bounds = slice_bounds(parameters, ownership, count)
-        first = sliced_nbytes(parameters, bounds, codec.form).sum(axis=0)
-        whole = slicing.whole_second or (
-            phase.measures_groups
-            and any(
-                ((cuts > cuts[0]) & (cuts < cuts[-1]) & (cuts % p.group_numel > 0)).any()
-                for p, cuts in zip(parameters, bounds, strict=True)
-                if p.compressed
-            )
-        )
-    else:
-        first = owned_nbytes(parameters, codec.form, ownership)
-    if whole:
-        second = int(owned_nbytes(parameters, phase.form, ownership).max())
-    else:
-        second = int(sliced_nbytes(parameters, bounds, phase.form).max(axis=1).sum())
-    mine = int(first[rank])
-    sent = int(first.sum()) - mine
-    return CollectiveBytes(scale, sent, others * mine, others * second, count, whole and count > 1)
-
-
-def ddp_buckets(
-    codec: Codec,
-    shapes: Sequence[tuple[str, tuple[int, ...]]],
-    min_numel: int | None = None,
-    exclude: Sequence[Exempts] = (),
-    bucket_cap_mb: float | None = None,
-    value_nbytes: int = 4,
-) -> list[list[Parameter]]:
-    """Return the parameters of every bucket, as DDP cuts them after its first step if gradients
-    come last tensor first; arguments as of `predict_bytes`, `value_nbytes` of a parameter's value.
-    """
-    parameters = describe_parameters(shapes, codec.group_numel, min_numel, exclude)
-    first, cap = DDP_BUCKET_NBYTES if bucket_cap_mb is None else (int(bucket_cap_mb * 2**20),) * 2
-    members = assign_buckets([p.numel * value_nbytes for p in parameters], cap, first)
-    return [[parameters[i] for i in bucket] for bucket in members]
-
-
-@dataclass(frozen=True, slots=True)
-class ByteCount:
-    """Bytes of one training step on one rank: sent and received, and what an fp32 ring
-    all_reduce would have sent.
-    """
-
-    sent: int
-    received: int
-    baseline: int
-
-
-def predict_bytes(
-    codec: Codec,
-    shapes: Sequence[tuple[str, tuple[int, ...]]],
-    world_size: int,
-    *,
-    exchange: str = "auto",
-    min_numel: int | None = None,
-    exclude: Sequence[Exempts] = (),
-    bucket_cap_mb: float | None = None,
-    rank: int = 0,
-    dtype: torch.dtype = torch.float32,
-    owner_transform: bool = False,
-) -> ByteCount:
-    """Return the bytes that one step of DDP will cost, from the exchange's own sizing and without
-    communication.
-
-    Args:
-        codec: with its options.
-        shapes: (name, shape) of every trained parameter, in the order of ``named_parameters()``.
-        world_size, rank: as they say.
-        exchange, min_numel, exclude: as in `gradcomp.ddp.register`.
-        bucket_cap_mb: DDP's option (MiB); None is DDP's default, 1 MiB for the first bucket and 25
-            for the others.
-        dtype: of the parameters.
-        owner_transform: whether owners transform the means.
-    """
-    buckets = ddp_buckets(codec, shapes, min_numel, exclude, bucket_cap_mb, dtype.itemsize)
-    strategy = choose(codec, world_size, exchange, owner_transform=owner_transform)
-    slicing = Slicing(whole_second=owner_transform)
-    found = [
-        collective_bytes(codec, strategy, bucket, world_size, rank, slicing)
-        for bucket in buckets
-        if world_size > 1
-    ]
-    shared = sum(one.scale + one.second for one in found)
-    sent = shared + sum(one.first for one in found)
-    received = shared + sum(one.first_received for one in found)
-    numel = sum(p.numel for bucket in buckets for p in bucket)
-    return ByteCount(sent, received, ring_bytes(numel, world_size))

@@ -18,9 +18,9 @@ import numpy as np
 from gradcomp.kernels.tables import Table
 from gradcomp.payload.layout import PayloadLayout, Rows
 from gradcomp.payload.pieces import Piece
-from gradcomp.payload.sizes import UNIT_NUMEL
 
 SLICE_NUMEL = 1 << 21  # docs/explanation/exchange.md has how it was measured
+UNIT_NUMEL = 64  # slices are cut at multiples of it where they can be
 MESSAGE_NUMEL = 1 << 17  # to one owner, at least: 16 KB of 1 bit, beside which a header is nothing
 
 

@@ -1,7 +1,7 @@
 """Ways of exchanging gradients, and what each costs a rank: the collectives of every bucket, to the
 byte.
 
-Bytes are those of `gradcomp.exchange.sizing.collective_bytes`: headers, scales and padding count.
+Bytes are those of `gradcomp.plan.nbytes.collective_bytes`: headers, scales and padding count.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from gradcomp.codecs import KINDS, Codec
 from gradcomp.codecs.identity import Identity
 from gradcomp.comm.rounds import all_gather_rounds, all_to_all_rounds, max_rounds, ring_bytes
-from gradcomp.exchange.sizing import Strategy, choose, collective_bytes, ddp_buckets
+from gradcomp.exchange.sizing import Strategy, choose
 from gradcomp.payload.form import removal
 from gradcomp.payload.parameters import Parameter
 from gradcomp.payload.pieces import ByElements
+from gradcomp.plan.nbytes import collective_bytes, ddp_buckets
 from gradcomp.plan.nodes import integer
 
 FP32_NBYTES = 4

@@ -15,7 +15,7 @@ from gradcomp.payload.form import FORMS, ONEBIT, PLAIN, TERNARY, lanes_form
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.parameters import Parameter, assign_buckets, describe_parameters
 from gradcomp.payload.pieces import ByElements, Slot, whole_pieces
-from gradcomp.payload.sizes import owned_nbytes
+from gradcomp.plan.nbytes import owned_nbytes
 
 
 @given(

@@ -15,12 +15,13 @@ import gradcomp
 from gradcomp import Feedback, Identity, OneBit, PeerLost, PeerMismatch, TernGrad
 from gradcomp.exchange.bucket import BucketExchange
 from gradcomp.exchange.routes import run_stages
-from gradcomp.exchange.sizing import BucketPlan, choose, collective_bytes, predict_bytes
+from gradcomp.exchange.sizing import BucketPlan, choose
 from gradcomp.exchange.slices import Slicing
 from gradcomp.exchange.stats import Stats
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.parameters import Parameter
 from gradcomp.payload.pieces import ByElements, Slot
+from gradcomp.plan.nbytes import collective_bytes, predict_bytes
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])

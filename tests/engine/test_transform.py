@@ -16,10 +16,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import gradcomp
 import gradcomp.ddp
 from gradcomp import GradientAverager, Identity, OneBit, TernGrad
-from gradcomp.exchange.sizing import choose, predict_bytes
+from gradcomp.exchange.sizing import choose
 from gradcomp.onebit_sgd import AggregateAdagrad, LocalAdagrad, MomentumAdagrad
 from gradcomp.optim import SplitSGD, split_parameters
 from gradcomp.payload.pieces import ByElements
+from gradcomp.plan.nbytes import predict_bytes
 
 SHAPES = {"w": (40, 33), "b": (5,), "v": (1111,), "one": (1,)}
 CODECS = [Identity(), OneBit(), TernGrad(), TernGrad(scale="own", second_phase="bf16")]

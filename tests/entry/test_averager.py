@@ -14,7 +14,7 @@ import gradcomp
 import gradcomp.ddp
 from gradcomp import Feedback, GradientAverager, Identity, OneBit, TernGrad, UnsupportedTensor
 from gradcomp.comm import LocalCommunicator, TorchCommunicator
-from gradcomp.exchange.sizing import predict_bytes
+from gradcomp.plan.nbytes import predict_bytes
 
 
 def model(seed=0):

@@ -580,7 +580,7 @@ def hidden_shares(mode, ratio, samples=1024, steps=8):
         for b in comm.all_gather_bytes(f"{calc_seconds(net, samples):.9f}".encode()[:11], 60)
     )
     named = [(n, tuple(p.shape)) for n, p in net.named_parameters()]
-    nbytes = gradcomp.exchange.sizing.predict_bytes(
+    nbytes = gradcomp.plan.nbytes.predict_bytes(
         OneBit(), named, comm.world_size, rank=comm.rank
     ).sent
     link = LinkCommunicator(comm, bits_per_s=8 * nbytes / (ratio * slowest))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradcomp.comm.rounds import ring_bytes
-from gradcomp.exchange.sizing import BucketPlan, Strategy, choose, ddp_buckets, predict_bytes
+from gradcomp.exchange.sizing import BucketPlan, Strategy, choose
 from gradcomp.exchange.slices import Slicing
 from gradcomp.payload.pieces import Slot
 from gradcomp.plan import (
@@ -35,6 +35,7 @@ from gradcomp.plan import (
 from gradcomp.plan.costs import plan_buckets
 from gradcomp.plan.links import format_rate, format_seconds, parse_rate, parse_seconds
 from gradcomp.plan.models import MODELS, load_shapes
+from gradcomp.plan.nbytes import ddp_buckets, predict_bytes
 from gradcomp.plan.tolerance import Tolerance
 
 ONE = (("w", (1000, 1000)),)

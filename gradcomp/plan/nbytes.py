@@ -1,0 +1,251 @@
+"""Bytes that exchanges send, for thousands of ranks at once: the sums of
+`gradcomp.exchange.sizing.BucketPlan` without its layouts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gradcomp.codecs import Codec
+from gradcomp.comm.rounds import ring_bytes
+from gradcomp.exchange.second import second_phase
+from gradcomp.exchange.sizing import Strategy, choose
+from gradcomp.exchange.slices import UNIT_NUMEL, Slicing
+from gradcomp.payload.form import HEADER_NBYTES, PLAIN, Form
+from gradcomp.payload.parameters import Exempts, Parameter, assign_buckets, describe_parameters
+from gradcomp.payload.pieces import ByElements, Ownership
+
+# DDP's default caps: a small first bucket starts the first exchange early
+DDP_BUCKET_NBYTES = (1 << 20, 25 << 20)
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveBytes:
+    """Bytes of each collective of one bucket's exchange on one rank, headers, scales and padding
+    included.
+
+    Attributes:
+        scale: sent, and received, in the ring that finds the largest scales; 0: there is none.
+        first, first_received: of the first phase, which is all of an all_gather.
+        second: sent, and received, in the second phase.
+        slices: in which the bucket goes.
+        whole_second: its second phase goes in one piece behind the last of them.
+    """
+
+    scale: int
+    first: int
+    first_received: int
+    second: int = 0
+    slices: int = 1
+    whole_second: bool = False
+
+
+def collective_bytes(
+    codec: Codec,
+    strategy: Strategy,
+    parameters: Sequence[Parameter],
+    world_size: int,
+    rank: int = 0,
+    slicing: Slicing | None = None,
+) -> CollectiveBytes:
+    """Return what one bucket's exchange sends: the bytes of its `BucketPlan`, for thousands of
+    ranks at once.
+
+    Args:
+        codec: of the first phase.
+        strategy: how averages are made.
+        parameters: of the bucket, in its order.
+        world_size, rank: number of ranks, and the one whose bytes are counted.
+        slicing: how it is cut; None: as by default.
+    """
+    slicing, others = slicing or Slicing(), world_size - 1
+    groups = sum(-(-p.numel // p.group_numel) for p in parameters if p.compressed)
+    scale = ring_bytes(groups, world_size) if codec.shares_scale and groups else 0
+    count = slicing.count(sum(p.numel for p in parameters), world_size)
+    if strategy.exchange == "all_gather":
+        bounds = slice_bounds(parameters, ByElements(1), count)
+        sent = others * int(sliced_nbytes(parameters, bounds, codec.form).sum())
+        return CollectiveBytes(scale, sent, sent, slices=count)
+    ownership, phase = (
+        ByElements(world_size),
+        second_phase(strategy.second_phase, codec, world_size),
+    )
+    whole = True
+    if count > 1:
+        bounds = slice_bounds(parameters, ownership, count)
+        first = sliced_nbytes(parameters, bounds, codec.form).sum(axis=0)
+        whole = slicing.whole_second or (
+            phase.measures_groups
+            and any(
+                ((cuts > cuts[0]) & (cuts < cuts[-1]) & (cuts % p.group_numel > 0)).any()
+                for p, cuts in zip(parameters, bounds, strict=True)
+                if p.compressed
+            )
+        )
+    else:
+        first = owned_nbytes(parameters, codec.form, ownership)
+    if whole:
+        second = int(owned_nbytes(parameters, phase.form, ownership).max())
+    else:
+        second = int(sliced_nbytes(parameters, bounds, phase.form).max(axis=1).sum())
+    mine = int(first[rank])
+    sent = int(first.sum()) - mine
+    return CollectiveBytes(scale, sent, others * mine, others * second, count, whole and count > 1)
+
+
+def ddp_buckets(
+    codec: Codec,
+    shapes: Sequence[tuple[str, tuple[int, ...]]],
+    min_numel: int | None = None,
+    exclude: Sequence[Exempts] = (),
+    bucket_cap_mb: float | None = None,
+    value_nbytes: int = 4,
+) -> list[list[Parameter]]:
+    """Return the parameters of every bucket, as DDP cuts them after its first step if gradients
+    come last tensor first; arguments as of `predict_bytes`, `value_nbytes` of a parameter's value.
+    """
+    parameters = describe_parameters(shapes, codec.group_numel, min_numel, exclude)
+    first, cap = DDP_BUCKET_NBYTES if bucket_cap_mb is None else (int(bucket_cap_mb * 2**20),) * 2
+    members = assign_buckets([p.numel * value_nbytes for p in parameters], cap, first)
+    return [[parameters[i] for i in bucket] for bucket in members]
+
+
+@dataclass(frozen=True, slots=True)
+class ByteCount:
+    """Bytes of one training step on one rank: sent and received, and what an fp32 ring
+    all_reduce would have sent.
+    """
+
+    sent: int
+    received: int
+    baseline: int
+
+
+def predict_bytes(
+    codec: Codec,
+    shapes: Sequence[tuple[str, tuple[int, ...]]],
+    world_size: int,
+    *,
+    exchange: str = "auto",
+    min_numel: int | None = None,
+    exclude: Sequence[Exempts] = (),
+    bucket_cap_mb: float | None = None,
+    rank: int = 0,
+    dtype: torch.dtype = torch.float32,
+    owner_transform: bool = False,
+) -> ByteCount:
+    """Return the bytes that one step of DDP will cost, from the exchange's own sizing and without
+    communication.
+
+    Args:
+        codec: with its options.
+        shapes: (name, shape) of every trained parameter, in the order of ``named_parameters()``.
+        world_size, rank: number of ranks, and the one whose bytes are counted.
+        exchange, min_numel, exclude: as in `gradcomp.ddp.register`.
+        bucket_cap_mb: DDP's option (MiB); None is DDP's default, 1 MiB for the first bucket and 25
+            for the others.
+        dtype: of the parameters.
+        owner_transform: whether owners transform the means.
+    """
+    buckets = ddp_buckets(codec, shapes, min_numel, exclude, bucket_cap_mb, dtype.itemsize)
+    strategy = choose(codec, world_size, exchange, owner_transform=owner_transform)
+    slicing = Slicing(whole_second=owner_transform)
+    found = [
+        collective_bytes(codec, strategy, bucket, world_size, rank, slicing)
+        for bucket in buckets
+        if world_size > 1
+    ]
+    shared = sum(one.scale + one.second for one in found)
+    sent = shared + sum(one.first for one in found)
+    received = shared + sum(one.first_received for one in found)
+    numel = sum(p.numel for bucket in buckets for p in bucket)
+    return ByteCount(sent, received, ring_bytes(numel, world_size))
+
+
+# ---- payloads, as arrays over ranks --------------------------------------------------------------
+
+
+def owned_nbytes(
+    parameters: Iterable[Parameter], form: Form, ownership: Ownership
+) -> NDArray[np.int64]:
+    """Return the bytes of a payload of what each rank owns of parameters, header included:
+    ``(world_size,)``.
+    """
+    total = np.full(ownership.world_size, HEADER_NBYTES, np.int64)
+    alike = itertools.groupby(sorted((p.numel, p.group_numel, p.compressed) for p in parameters))
+    for (numel, group_numel, compressed), same in alike:
+        total += len(list(same)) * _piece_nbytes(
+            numel, group_numel, form if compressed else PLAIN, ownership
+        )
+    return total
+
+
+@lru_cache(maxsize=4096)
+def owner_starts(numel: int, ownership: Ownership) -> NDArray[np.int64]:
+    """Return `Ownership.starts` of a parameter, kept between calls."""
+    return ownership.starts(numel)
+
+
+def slice_bounds(
+    parameters: Sequence[Parameter], ownership: Ownership, count: int
+) -> list[NDArray[np.int64]]:
+    """Return where `gradcomp.exchange.slices.cut` cuts what each rank owns of each parameter, with
+    both ends: ``(count + 1, world_size)`` each.
+
+    Args:
+        parameters: of a bucket, one after the other.
+        ownership: who owns what.
+        count: of slices.
+    """
+    starts = [owner_starts(p.numel, ownership) for p in parameters]
+    total = sum((one[1:] - one[:-1] for one in starts), np.zeros(ownership.world_size, np.int64))
+    bounds = total * np.arange(count + 1)[:, None] // count
+    before, out = np.zeros_like(total), []
+    for p, one in zip(parameters, starts, strict=True):
+        first, last = one[:-1], one[1:]
+        group = p.group_numel if p.compressed else 1
+        large, small = math.lcm(UNIT_NUMEL, group), math.lcm(8, group)
+        unit = np.where(
+            large * count <= total, large, np.where(small * count <= total, small, UNIT_NUMEL)
+        )
+        at = first + bounds - before
+        out.append(np.where(at >= last, last, np.maximum(at // unit * unit, first)))
+        out[-1][0] = first
+        before = before + last - first
+    return out
+
+
+def sliced_nbytes(
+    parameters: Sequence[Parameter], bounds: Sequence[NDArray[np.int64]], form: Form
+) -> NDArray[np.int64]:
+    """Return the bytes of each slice of what each rank owns, headers included: ``(count,
+    world_size)``.
+    """
+    total = np.full_like(bounds[0][1:], HEADER_NBYTES)
+    for p, cuts in zip(parameters, bounds, strict=True):
+        total += _nbytes(cuts[:-1], cuts[1:], p.group_numel, form if p.compressed else PLAIN)
+    return total
+
+
+@lru_cache(maxsize=4096)
+def _piece_nbytes(
+    numel: int, group_numel: int, form: Form, ownership: Ownership
+) -> NDArray[np.int64]:
+    """Return the bytes of scales and codes of each rank's piece of one parameter."""
+    starts = owner_starts(numel, ownership)
+    return _nbytes(starts[:-1], starts[1:], group_numel, form)
+
+
+def _nbytes(
+    first: NDArray[np.int64], last: NDArray[np.int64], group_numel: int, form: Form
+) -> NDArray[np.int64]:
+    groups = np.where(last > first, (last - 1) // group_numel - first // group_numel + 1, 0)
+    return form.code_nbytes(first, last) + form.scale_nbytes(groups)
