@@ -11,7 +11,7 @@ from torch import Tensor
 from gradcomp.codecs import Codec, resolve
 from gradcomp.codecs.checks import check_tensor
 from gradcomp.comm.base import Communicator
-from gradcomp.exchange.agree import agree
+from gradcomp.exchange.agree import EXCHANGE_FIELDS, Shown, agree, codec_fields
 from gradcomp.exchange.bucket import BucketExchange
 from gradcomp.exchange.routes import run_stages
 from gradcomp.exchange.second import owners_feed_back
@@ -20,8 +20,6 @@ from gradcomp.exchange.slices import Slicing
 from gradcomp.exchange.stats import Stats
 from gradcomp.memory.parts import STEPS
 from gradcomp.memory.residuals import Feedback
-from gradcomp.payload import wire
-from gradcomp.payload.fingerprint import Record
 from gradcomp.payload.order import storage_order, storage_shape
 from gradcomp.payload.pieces import ByElements, Slot
 from gradcomp.payload.rng import check_uint32
@@ -208,25 +206,25 @@ def _agree(
     timeout_s: float,
 ) -> None:
     """Compare what the ranks are about to average; PeerMismatch on every rank if they differ."""
-    order = storage_order(tensor.shape, tensor.stride())
+    shape, order = tuple(tensor.shape), storage_order(tensor.shape, tensor.stride())
     values = {
-        "wire_version": wire.VERSION,
-        "codec": codec.name,
-        "codec_options": (codec.options(), feedback),
+        **codec_fields(codec),
+        "codec_options": Shown(
+            (codec.options(), feedback),
+            lambda: f"{codec!r}, {'with' if feedback else 'without'} feedback",
+        ),
         "exchange": strategy.exchange,
         "second_phase": strategy.second_phase,
         "dtype": tensor.dtype,
-        "numel": tensor.numel(),
-        "layout": (key, tuple(tensor.shape), order),
+        "numel": Shown(
+            tensor.numel(), lambda: f"{tensor.numel()} values (key={key}, shape {shape})"
+        ),
+        "layout": Shown(
+            (key, shape, order),
+            lambda: f"key={key}, shape {shape}{f', memory order {order}' if order else ''}",
+        ),
         "step": step,
         "world_size": comm.world_size,
     }
-    words = {
-        "codec": repr(codec),
-        "codec_options": f"{codec!r}, {'with' if feedback else 'without'} feedback",
-        "numel": f"{tensor.numel()} values (key={key}, shape {tuple(tensor.shape)})",
-        "layout": (
-            f"key={key}, shape {tuple(tensor.shape)}{f', memory order {order}' if order else ''}"
-        ),
-    }
-    agree(comm, Record(values, words), timeout_s, bucket=0, called=f"all_reduce(key={key})")
+    called = f"all_reduce(key={key})"
+    agree(comm, values, timeout_s, called=called, fields=EXCHANGE_FIELDS, bucket=0)

@@ -15,7 +15,6 @@ from torch import nn
 
 from gradcomp.codecs import Codec
 from gradcomp.comm.base import Communicator
-from gradcomp.engine import replicas
 from gradcomp.engine.buckets import (
     Gradient,
     check_gradient,
@@ -30,6 +29,7 @@ from gradcomp.engine.rotation import Rotation
 from gradcomp.engine.step import Engine
 from gradcomp.engine.watch import Newcomers
 from gradcomp.errors import GradcompError, PeerMismatch
+from gradcomp.exchange.agree import NBYTES, agree_on_tensors, codec_fields
 from gradcomp.memory.momentum import Momentum
 
 if TYPE_CHECKING:
@@ -277,24 +277,19 @@ class GradientAverager(Controls):
         self._compared = True
         sources = [source for source in self._sources if source.trained]
         named = [(f"parameter {source.name}", source.like) for source in sources]
-        codec = engine.codec
-        settings = {
-            "codec": codec.name,
-            "codec_options": codec.options(),
-            "exchange": engine.layouts.strategy.exchange,
-        }
+        exchange = engine.layouts.strategy.exchange
         try:
             with engine.comm:
-                engine.stats.setup_bytes += replicas.compare(
+                agree_on_tensors(
                     engine.comm,
                     named,
                     engine.timeout_s,
                     called="average()",
                     phase="fingerprint",
-                    settings=settings,
-                    words={"codec": repr(codec), "codec_options": repr(codec)},
+                    settings={**codec_fields(engine.codec), "exchange": exchange},
                     shards=[source.shard for source in sources],
                 )
+            engine.stats.setup_bytes += (engine.comm.world_size - 1) * NBYTES
         except GradcompError as error:
             if isinstance(error, PeerMismatch) and error.field == "layout":
                 return  # the first bucket's fingerprint tells more of it, or lets names differ

@@ -1,1 +1,1 @@
-"""One model's compression: buckets, steps, options, agreement between ranks, checkpoints."""
+"""One model's compression: buckets, steps, options, checkpoints."""

@@ -16,6 +16,7 @@ from gradcomp.comm.rounds import ring_bytes
 from gradcomp.engine.buckets import Source
 from gradcomp.engine.options import Options, check_rotation
 from gradcomp.errors import GradcompError
+from gradcomp.exchange.agree import Shown, codec_fields
 from gradcomp.exchange.quality import Probe
 from gradcomp.exchange.routes import Exchange, ExchangeOptions, Route, make_route
 from gradcomp.exchange.second import owners_feed_back
@@ -24,8 +25,6 @@ from gradcomp.memory.moments import Precondition, SecondMoments
 from gradcomp.memory.parts import Memory
 from gradcomp.memory.residuals import Feedback
 from gradcomp.memory.transform import keep_states
-from gradcomp.payload import wire
-from gradcomp.payload.layout import layout_digest
 from gradcomp.payload.order import storage_order, storage_shape
 from gradcomp.payload.parameters import describe_parameters, warn_of_thin_groups
 from gradcomp.payload.pieces import Slot
@@ -163,7 +162,7 @@ class Layouts:
             device=buffer.device,
         )
         self._exchanges[kind] = self.route.exchange(slots, codec, options)
-        return self._exchanges[kind], self._fingerprint(slots, buffer, step, bucket)
+        return self._exchanges[kind], self._compared(slots, buffer, step, bucket)
 
     def forget_all_but(self, used: Iterable[Exchange]) -> None:
         """Free the buffers of layouts that a bucket rebuild has replaced, after a step that
@@ -262,48 +261,29 @@ class Layouts:
             slots.append(Slot(index, p.numel, p.group_numel, p.compressed, offset, residual))
         return slots
 
-    def _fingerprint(
+    def _compared(
         self, slots: list[Slot], buffer: Tensor, step: int, bucket: int
     ) -> dict[str, object]:
         """Return what ranks compare of a bucket, by field."""
-        shapes, orders = (
-            [self.parameters[s.index].shape for s in slots],
-            [self.orders.get(s.index) for s in slots],
-        )
-        shards = list(zip(shapes, orders, (self.shards.get(s.index) for s in slots), strict=True))
+        layout = [
+            (s.index, self.parameters[s.index].shape, s.group_numel, s.compressed, s.offset)
+            + (self.orders.get(s.index), self.shards.get(s.index))
+            for s in slots
+        ]
         return {
-            "wire_version": wire.VERSION,
-            "codec": self.codec.name,
-            "codec_options": self.codec.options(),
-            "exchange": (self.strategy.exchange, self.strategy.node_size),
+            **codec_fields(self.codec),
+            "exchange": Shown(
+                (self.strategy.exchange, self.strategy.node_size), str(self.strategy)
+            ),
             "second_phase": self.strategy.second_phase,
             "dtype": buffer.dtype,
-            "numel": buffer.numel(),
-            "layout": layout_digest(slots, str(buffer.dtype), shards),
+            "numel": Shown(buffer.numel(), lambda: self._describe_size(slots)),
+            "layout": Shown(layout, lambda: "; ".join(map(self._describe, slots))),
             "step": step,
             "world_size": self.comm.world_size,
             "parameter_count": len(self.parameters),
             "bucket": bucket,
             **self.options.compared(),
-        }
-
-    def words(self, members: Members) -> dict[str, object]:
-        """Return what an error message says of fields whose values say less."""
-        options = self.options
-        return {
-            "codec": repr(self.codec),
-            "codec_options": repr(self.codec),
-            "exchange": str(self.strategy),
-            "layout": lambda: "; ".join(self._describe(slot) for slot in self._slots(members)),
-            "numel": lambda: (
-                f"{sum(self.parameters[i].numel for i, _ in members)} values in"
-                f" {self._names_of(members)}"
-            ),
-            **{
-                name: repr(getattr(options, name))
-                for name in ("precondition", "slice_numel", "min_numel")
-            },
-            "transform": options.transform.compared() if options.transform is not None else "None",
         }
 
     def _describe(self, slot: Slot) -> str:
@@ -314,7 +294,7 @@ class Layouts:
         more = (f", memory order {order}" if order else "") + (f", shard {shard}" if shard else "")
         return f"{name} {tuple(shape)} from {slot.offset}, {packed}{more}"
 
-    def _names_of(self, members: Members) -> str:
-        return ", ".join(
-            f"{self.parameters[i].name} {tuple(self.parameters[i].shape)}" for i, _ in members
-        )
+    def _describe_size(self, slots: list[Slot]) -> str:
+        tensors = [self.parameters[s.index] for s in slots]
+        names = ", ".join(f"{p.name} {tuple(p.shape)}" for p in tensors)
+        return f"{sum(p.numel for p in tensors)} values in {names}"

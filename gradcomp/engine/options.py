@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from gradcomp.codecs import Codec, resolve
+from gradcomp.exchange.agree import UNSET
 from gradcomp.exchange.sizing import EXCHANGES
 from gradcomp.exchange.slices import UNIT_NUMEL
 from gradcomp.memory.moments import Precondition, check_precondition
@@ -261,13 +262,13 @@ class Options:
         fingerprint.
         """
         return {
-            "transform": self.transform.compared() if self.transform is not None else 0,
-            "precondition": repr(self.precondition) if self.precondition is not None else 0,
+            "transform": self.transform.compared() if self.transform is not None else UNSET,
+            "precondition": self.precondition or UNSET,
             "start_step": (
                 (self.start_step, repr(self.start_codec)) if self.start_codec else self.start_step
             ),
-            "slice_numel": self.slice_numel or 0,
-            "min_numel": "vectors" if self.min_numel is None else self.min_numel,
+            "slice_numel": self.slice_numel or UNSET,
+            "min_numel": self.min_numel,
             "exclude": sorted(e if isinstance(e, str) else "a function" for e in self.exempts),
             "transactional": int(self.whole_steps),
         }

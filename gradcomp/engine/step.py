@@ -20,21 +20,26 @@ from gradcomp.codecs import Codec, TernGrad, resolve
 from gradcomp.codecs.checks import check_tensor
 from gradcomp.comm.base import Channel, Communicator, Lease
 from gradcomp.comm.rounds import ring_bytes
-from gradcomp.engine import replicas, state
-from gradcomp.engine.agree import tell_why
+from gradcomp.engine import state
 from gradcomp.engine.buckets import Gradient, Source
 from gradcomp.engine.layouts import Layouts, Members
 from gradcomp.engine.options import Options
 from gradcomp.engine.watch import Growth
 from gradcomp.errors import GradcompError, PeerMismatch, peers_answer
-from gradcomp.exchange.agree import agree
+from gradcomp.exchange.agree import (
+    EXCHANGE_FIELDS,
+    NBYTES,
+    Named,
+    Shown,
+    agree,
+    agree_on_tensors,
+    digests,
+)
 from gradcomp.exchange.pipeline import Pipeline, Task
 from gradcomp.exchange.routes import Exchange
 from gradcomp.exchange.stats import Stats
 from gradcomp.exchange.telemetry import Telemetry
 from gradcomp.memory.parts import STEPS, read_numbers
-from gradcomp.payload import wire
-from gradcomp.payload.fingerprint import Record
 
 logger = logging.getLogger("gradcomp")
 
@@ -105,9 +110,8 @@ class Engine:
         self.step = self._step_numel = 0
         self._scale = 1.0
         self.reports: list[Telemetry] = []
-        self.replicated: Callable[[], list[tuple[str, object]]] = list
+        self.replicated: Callable[[], Named] = list
         self.compares_state, self._unseen = self.memory.moments is not None, False
-        self._replicas: list[tuple[str, object]] = []  # what the step under way compares
         self._first_submit = self._last_done = 0.0
         self._start()
 
@@ -158,7 +162,8 @@ class Engine:
         check_tensor(buffer, "the bucket")
         number = len(self.submitted)
         exchange, new = self.layouts.exchange(buffer, members, self.step, number)
-        compared = (new or {}) | (self._shared() if number == 0 else {})
+        shared, named = self._shared() if number == 0 else ({}, ())
+        compared = (new or {}) | shared
         self.submitted.append((exchange, members))
         if number == 0:
             self._first_submit = time.perf_counter()
@@ -168,11 +173,7 @@ class Engine:
 
         def first() -> None:
             if compared and self.comm.world_size > 1:
-                words = self.layouts.words(members)
-                words["loaded"] = (
-                    f"{'a' if self._unseen else 'no'} state loaded since the last exchange"
-                )
-                self._agree(compared, number, words)
+                self._agree(compared, named, number)
             slices[0][0]()
 
         def end(error: BaseException | None) -> None:
@@ -257,7 +258,7 @@ class Engine:
         self.memory.begin_step()
         self._start()
         try:
-            self.agree_on(step=self.step)
+            self.agree_on({"step": self.step})
         except BaseException as error:
             self.pipeline.fail(error)
             raise
@@ -337,15 +338,12 @@ class Engine:
         self.pipeline.wait()
         self._compare(self._shared_state(), "check_replicas", Channel.CONTROL)
 
-    def agree_on(self, words: dict[str, object] | None = None, **values: object) -> None:
-        """Raise PeerMismatch on every rank unless these fields of the fingerprint are the same on
-        all. Collective.
-
-        Args:
-            words: what a message says of fields whose values say less.
+    def agree_on(self, values: dict[str, object], named: Named = ()) -> None:
+        """Raise PeerMismatch on every rank unless these fields of the fingerprint, and `named`
+        tensors and values, are the same on all. Collective.
         """
         with self.comm:
-            self._agree(values, -1, words)
+            self._agree(values | {"state": digests(named)}, named)
 
     def describe(self) -> str:
         """Return one line that says what is on."""
@@ -389,51 +387,50 @@ class Engine:
         route = self.layouts.route
         self._open = self._sealed = False
         self.submitted = []
-        self.pipeline = Pipeline(route.stage_count, on_failure=tell_why(self, route.abort))
+        self.pipeline = Pipeline(route.stage_count, on_failure=route.abort)
 
     def _rescale(self, scale: float) -> None:
         """Bring residuals to the units of gradients that carry `scale`."""
         self.memory.rescale(self._scale, scale)
         self._scale = scale
 
-    def _agree(
-        self, values: dict[str, object], bucket: int, words: dict[str, object] | None = None
-    ) -> None:
-        """Compare fields over the ranks; where replicated state has another digest, name what
-        differs.
+    def _agree(self, values: dict[str, object], named: Named, bucket: int = -1) -> None:
+        """Compare fields over the ranks; where the digest "state" differs, find out which of
+        `named` does.
         """
-        mine = Record({"wire_version": wire.VERSION, **values}, words)
-        self.stats.setup_bytes += (self.comm.world_size - 1) * len(mine.packed)
+        self.stats.setup_bytes += (self.comm.world_size - 1) * NBYTES
         found: PeerMismatch | None = None
         try:
-            agree(self.comm, mine, self.timeout_s, bucket=bucket)
+            agree(self.comm, values, self.timeout_s, fields=EXCHANGE_FIELDS, bucket=bucket)
         except PeerMismatch as error:
             found = error
         if found is not None:
             # which all ranks see, so all of them look for the first difference
             if found.field == "state":
-                self._compare(self._replicas, "fingerprint", Channel.SCALE)
+                self._compare(named, "fingerprint", Channel.SCALE)
             raise found
-        if "state" in values:
-            self._unseen, self._replicas = False, []
+        if "loaded" in values:
+            self._unseen = False
 
-    def _shared(self) -> dict[str, object]:
+    def _shared(self) -> tuple[dict[str, object], Named]:
         """Return what the first bucket of a step compares of the state that is the same on all
-        ranks, by field.
+        ranks: by field, and the state that "state" is a digest of.
 
-        Its digest, where it may have changed otherwise than by steps: hashing it at every step
+        That is empty unless it may have changed otherwise than by steps: hashing it at every step
         would take too long.
         """
         if not self.compares_state:
-            return {}
-        self._replicas = self._shared_state() if self._unseen else []
-        return {
+            return {}, ()
+        named = self._shared_state() if self._unseen else []
+        text = f"{'a' if self._unseen else 'no'} state loaded since the last exchange"
+        values = {
             "step": self.step,
-            "loaded": int(self._unseen),
-            "state": replicas.digests(value for _, value in self._replicas),
+            "loaded": Shown(int(self._unseen), text),
+            "state": digests(named),
         }
+        return values, named
 
-    def _shared_state(self) -> list[tuple[str, object]]:
+    def _shared_state(self) -> Named:
         """Return (name, value) of what every rank must hold alike."""
         named: list[tuple[str, object]] = [
             (f"parameter {source.name}", source.like) for source in self.sources
@@ -444,8 +441,8 @@ class Engine:
             named += [(f"second moment of {name}", tensor) for name, tensor in moments.items()]
         return named
 
-    def _compare(self, named: list[tuple[str, object]], phase: str, channel: Channel) -> None:
-        replicas.compare(
+    def _compare(self, named: Named, phase: str, channel: Channel) -> None:
+        agree_on_tensors(
             self.comm,
             named,
             self.timeout_s,

@@ -14,11 +14,9 @@ from torch import Tensor
 from gradcomp.codecs import Codec
 from gradcomp.comm.base import Communicator
 from gradcomp.errors import PeerMismatch
-from gradcomp.exchange.agree import agree
+from gradcomp.exchange.agree import EXCHANGE_FIELDS, Shown, agree, codec_fields
 from gradcomp.exchange.averages import Averages
 from gradcomp.exchange.bucket import BucketExchange
-from gradcomp.payload import wire
-from gradcomp.payload.fingerprint import Record
 
 HOST_VARIABLE = "GRADCOMP_HOST_ID"
 
@@ -51,21 +49,23 @@ def find_nodes(
     )
     host = os.environ.get(HOST_VARIABLE) or socket.gethostname()
     values = {
-        "wire_version": wire.VERSION,
-        "codec": codec and codec.name,
-        "codec_options": codec and codec.options(),
+        **(codec_fields(codec) if codec is not None else {}),
         "exchange": "hierarchical",
-        "layout": given,
+        "layout": Shown(given, repr(nodes)),
         "world_size": comm.world_size,
+        "bucket": host,
     }
-    mine = Record(
-        {**values, "bucket": host},
-        {"codec": repr(codec), "codec_options": repr(codec), "layout": repr(nodes)},
-    )
-    called = "register, or make its averager"
     try:
         with comm.lease("the search for nodes") as lease:  # on the channel of all fingerprints
-            everyone = agree(lease, mine, timeout_s, phase="setup", called=called, ignored="bucket")
+            everyone = agree(
+                lease,
+                values,
+                timeout_s,
+                called="register, or make its averager",
+                fields=EXCHANGE_FIELDS,
+                ignored="bucket",
+                phase="setup",
+            )
     except PeerMismatch as error:
         if error.field != "layout":
             raise

@@ -63,8 +63,8 @@ class Pipeline:
     Args:
         stage_count: threads, one a stage.
         name: of the threads.
-        on_failure: called at every failure, before tasks are ended; it should make waits of other
-            stages end soon.
+        on_failure: called at every failure with the first error in words, before tasks are ended;
+            it should make waits of other stages end soon.
 
     Attributes:
         error: the first that there was.
@@ -75,7 +75,7 @@ class Pipeline:
         self,
         stage_count: int,
         name: str = "gradcomp",
-        on_failure: Callable[[], None] = lambda: None,
+        on_failure: Callable[[str], object] = lambda reason: None,
     ) -> None:
         self._inboxes: list[Inbox] = [queue.SimpleQueue() for _ in range(stage_count)]
         self._name, self._on_failure = name, on_failure
@@ -140,7 +140,7 @@ class Pipeline:
                 self.error = error
             self._changed.notify_all()
         try:
-            self._on_failure()
+            self._on_failure(f"{type(self.error).__name__}: {self.error}")
         except Exception:
             logger.exception("the peers could not be told of a failure")
         # a stage that works on a task ends it: nobody touches its buffers before that

@@ -28,11 +28,11 @@ from gradcomp.comm.torchdist import (
     read_checkpoint,
     reduce_scatter,
 )
-from gradcomp.engine.agree import agree_on_words
 from gradcomp.engine.buckets import poison
 from gradcomp.engine.options import Options
 from gradcomp.engine.watch import NOT_CALLED, OR_TWICE, Mine, Steps, before_any_step, remove
 from gradcomp.errors import GradcompError, PeerMismatch
+from gradcomp.exchange.agree import agree
 from gradcomp.exchange.gather import BufferPool
 from gradcomp.exchange.stats import Stats
 from gradcomp.exchange.telemetry import Telemetry
@@ -153,7 +153,7 @@ class FsdpState:
                             "codec": codec,
                             "weights": weights,
                             "keep_weights": keep_weights,
-                            "residuals": residuals,
+                            "residuals": repr(residuals),
                         },
                         options,
                         gradients,
@@ -577,14 +577,11 @@ def _agree(
     options: Options,
     described: dict[str, Parameter],
 ) -> None:
-    agree_on_words(
-        comm,
-        {
-            **given,
-            "min_numel": options.min_numel,
-            "parameters": [(p.name, p.shape, p.compressed) for p in described.values()],
-        },
-        comm.timeout_s,
-        "setup",
-        called="gradcomp.fsdp.compress",
-    )
+    values = {
+        **given,
+        "min_numel": options.min_numel,
+        "parameters": [(p.name, p.shape, p.compressed) for p in described.values()],
+    }
+    called = "gradcomp.fsdp.compress"
+    with comm.lease(called) as lease:
+        agree(lease, values, comm.timeout_s, called=called, phase="setup")

@@ -18,10 +18,10 @@ from torch import nn
 from gradcomp.averager import GradientAverager, torch_communicator
 from gradcomp.codecs import Codec, Identity, resolve
 from gradcomp.comm.base import Communicator
-from gradcomp.engine.agree import agree_on_words
 from gradcomp.engine.options import Changes, Options, spell_out
 from gradcomp.engine.watch import remove
 from gradcomp.errors import GradcompError
+from gradcomp.exchange.agree import agree
 from gradcomp.exchange.stats import Stats
 from gradcomp.exchange.telemetry import Telemetry
 from gradcomp.local.fragment import Fragment, cut
@@ -154,7 +154,7 @@ class DiLoCo:
                 transform, outer = at_owners(outer, len(named))
             settings = {"delay": delay, "alpha": alpha, "codec": codec} | {
                 "start_step": options.start_step,
-                "outer_optimizer": outer_words,
+                "outer_optimizer": repr(outer_words),
                 "shard_outer": shard_outer,
             }
             self._compare_settings(settings)
@@ -450,7 +450,8 @@ class DiLoCo:
             "parameters": [(name, tuple(p.shape), p.dtype) for name, p in self._trained.named],
         }
         kind = type(self).__name__
-        agree_on_words(self._comm, values, self._timeout_s, "setup", called=kind)
+        with self._comm.lease(kind) as lease:
+            agree(lease, values, self._timeout_s, called=kind, phase="setup")
 
     def _progress(self) -> str:
         waiting = ", ".join(f"fragment {number} until step {at}" for number, at in self._under_way)

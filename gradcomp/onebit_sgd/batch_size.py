@@ -21,9 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from gradcomp.comm.base import Channel, Communicator
-from gradcomp.engine.agree import agree_on_words
 from gradcomp.errors import GradcompError
-from gradcomp.exchange.agree import gather
+from gradcomp.exchange.agree import Shown, agree, gather
 from gradcomp.onebit_sgd.rollback import rolled_back
 
 Train = Callable[[int, int], Iterable[float | Tensor]]
@@ -158,7 +157,8 @@ def find_batch_size(
     numbers = {"step": step, "factor": factor, "margin": margin}
     arguments = counts | bounds | numbers | {"per_sample_lr": per_sample_lr}
     called, channel = "find_batch_size", Channel.CONTROL
-    agree_on_words(own, arguments, timeout_s, "batch_size", called=called, channel=channel)
+    values = {name: Shown(value, repr(value)) for name, value in arguments.items()}
+    agree(own, values, timeout_s, called=called, phase="batch_size", channel=channel)
     for name, value in (counts | {k: v for k, v in bounds.items() if v is not None}).items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")

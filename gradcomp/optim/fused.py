@@ -18,11 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradcomp import kernels
-from gradcomp.engine import replicas
 from gradcomp.engine.layouts import Members
 from gradcomp.engine.step import Engine
 from gradcomp.errors import GradcompError, PeerMismatch
-from gradcomp.exchange.agree import HIDDEN
+from gradcomp.exchange.agree import Named
 from gradcomp.exchange.averages import Averages
 from gradcomp.kernels.rules import NO_RULE, RULE, TARGET, Flag, Kind
 from gradcomp.optim import SplitOptimizer
@@ -48,7 +47,7 @@ def why_not_fused(optimizer: Any, engine: Engine, *, has_scaler: bool) -> str:
     return f"{left[0]!r} is not in the optimizer" if left else ""
 
 
-def replicated(optimizer: SplitOptimizer, engine: Engine) -> list[tuple[str, object]]:
+def replicated(optimizer: SplitOptimizer, engine: Engine) -> Named:
     """Return named state tensors of the model's parameters, which must be equal on all ranks."""
     return [
         (f"{key} of {name}", value)
@@ -63,22 +62,16 @@ def agree_on_optimizer(optimizer: SplitOptimizer, engine: Engine, not_fused: str
     """Raise PeerMismatch ("optimizer") on every rank unless class, fusing and state are the same
     on all. Collective.
     """
-    named, kind = replicated(optimizer, engine), type(optimizer).__name__
-    word = f"{kind}, {f'not fused: {not_fused}' if not_fused else 'fused'}"
-    compared = kind, not_fused, replicas.digests(v for _, v in named)
+    kind = type(optimizer).__name__
+    text = f"{kind}, {f'not fused: {not_fused}' if not_fused else 'fused'}"
     try:
-        engine.agree_on({"optimizer": word}, optimizer=compared)
+        engine.agree_on({"optimizer": text}, replicated(optimizer, engine))
     except PeerMismatch as found:
-        if found.field != "optimizer" or not str(found.got).endswith(HIDDEN):
+        if found.field in ("wire_version", "call", "optimizer"):
             raise
-        comm, limit_s = engine.comm, engine.timeout_s
-        try:  # the state differs, or what of it there is
-            with comm:
-                replicas.compare(comm, named, limit_s, called="register", phase="fingerprint")
-        except PeerMismatch as it:
-            texts = [f"{it.field}: {value}" for value in (it.expected, it.got)]
-            raise PeerMismatch("optimizer", it.rank, texts[0], texts[1]) from None
-        raise
+        # the state differs, or what of it there is
+        expected, got = f"{found.field}: {found.expected}", f"{found.field}: {found.got}"
+        raise PeerMismatch("optimizer", found.rank, expected, got, found.first) from None
 
 
 class FusedGradients:

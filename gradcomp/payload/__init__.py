@@ -1,1 +1,1 @@
-"""The bytes and where they stand: forms, pieces, layouts, headers, random numbers, fingerprints."""
+"""The bytes and where they stand: forms, pieces, layouts, headers, random numbers."""

@@ -7,9 +7,8 @@ bucket boundaries, so bucket rebuilds change no bit.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 
 from gradcomp.kernels.tables import BLOCK_NUMEL, CHUNK_NUMEL, CopyTable, Groups, Table
 from gradcomp.payload.form import HEADER_NBYTES, PLAIN, Form
-from gradcomp.payload.pieces import Piece, Slot
+from gradcomp.payload.pieces import Piece
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,12 +209,3 @@ def message_copies(
                 )
             )
     return CopyTable(rows)
-
-
-def layout_digest(slots: Iterable[Slot], dtype: str, shards: Sequence[object] = ()) -> int:
-    """Return a 64-bit hash of what every rank must agree on about a bucket; `shards`: each
-    slot's shape and place.
-    """
-    text = repr([(s.index, s.numel, s.group_numel, s.compressed, s.offset) for s in slots]) + dtype
-    text += repr(shards)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

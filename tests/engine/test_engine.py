@@ -27,8 +27,8 @@ from gradcomp.comm import LocalCommunicator
 from gradcomp.engine.buckets import fuse
 from gradcomp.engine.options import Changes
 from gradcomp.engine.step import Engine
+from gradcomp.exchange.agree import EXCHANGE_FIELDS
 from gradcomp.onebit_sgd import AggregateAdagrad, DoubleBuffer
-from gradcomp.payload import fingerprint
 
 # ---- options -------------------------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ def test_ranks_compare_every_option_that_could_make_them_differ():
         "start_codec",
     }  # the last with start_step
     assert set(Options().compared()) == set(inspect.signature(Options).parameters) - own
-    assert set(Options().compared()) <= set(fingerprint.FIELDS)
+    assert set(Options().compared()) <= set(EXCHANGE_FIELDS)
     assert (
         Options(grad_scaler=torch.amp.GradScaler("cpu")).compared()
         == Options(transactional=True).compared()

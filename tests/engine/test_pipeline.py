@@ -127,7 +127,7 @@ def test_a_task_ends_after_its_stage_has(patient):
         order.append("decoded")
 
     # as an abort ends a collective
-    pipeline._on_failure = lambda: threading.Timer(0.05, gate.set).start()
+    pipeline._on_failure = lambda reason: threading.Timer(0.05, gate.set).start()
     pipeline.submit(Task([lambda: None, decode], lambda error: order.append("ended")))
     assert entered.wait(20)
     pipeline.fail(RuntimeError("from outside"))
@@ -137,7 +137,7 @@ def test_a_task_ends_after_its_stage_has(patient):
 
 def test_close_ends_what_is_under_way_at_once():
     aborted, ended, entered = threading.Event(), [], threading.Event()
-    pipeline = Pipeline(3, on_failure=aborted.set)
+    pipeline = Pipeline(3, on_failure=lambda reason: aborted.set())
 
     def collective():
         entered.set()

@@ -37,10 +37,8 @@ from gradcomp import (
     UnsupportedTensor,
 )
 from gradcomp.comm import LocalCommunicator, TorchCommunicator
-from gradcomp.comm.base import Channel
-from gradcomp.exchange.agree import agree
+from gradcomp.exchange.agree import EXCHANGE_FIELDS, NBYTES, agree
 from gradcomp.optim import SplitSGD, split_parameters
-from gradcomp.payload import fingerprint
 
 
 def small_model(seed=0):
@@ -731,10 +729,14 @@ def test_a_mismatch_of_buckets_shows_their_tensors(what):
 
 
 def test_long_values_are_cut_to_where_they_differ():
-    one, other = "same, " * 100 + "here" + ", tail" * 100, "same, " * 100 + "there" + ", tail" * 100
-    first, second = fingerprint.apart(one, other)
-    assert max(len(first), len(second)) < 220 and "here" in first and "there" in second
-    assert fingerprint.apart("a", "b") == ("a", "b")
+    def check(comm):
+        value = "same, " * 100 + ("here", "there")[comm.rank] + ", tail" * 100
+        with pytest.raises(PeerMismatch) as caught:
+            agree(comm, {"value": value}, 20, called="check")
+        return caught.value.expected, caught.value.got
+
+    for first, second in run_local(2, check):
+        assert max(len(first), len(second)) < 220 and "here" in first and "there" in second
 
 
 def test_words_that_do_not_come_leave_the_mismatch():
@@ -743,17 +745,19 @@ def test_words_that_do_not_come_leave_the_mismatch():
     """
 
     def check(comm):
-        mine = fingerprint.Record({"wire_version": 1, "codec": f"codec of rank {comm.rank}"})
+        def silent(data, timeout_s, channel):
+            if len(data) > NBYTES:
+                raise TimeoutError
+            return LocalCommunicator.all_gather_bytes(comm, data, timeout_s, channel)
+
         if comm.rank:
-            comm.all_gather_bytes(mine.packed, 20, Channel.SCALE)
-            return None
-        begun = time.monotonic()
-        found = told(lambda: agree(comm, mine, 0.5))
+            comm.all_gather_bytes = silent
+        values, begun = {"codec": f"codec of rank {comm.rank}"}, time.monotonic()
+        found = told(lambda: agree(comm, values, 0.5, fields=EXCHANGE_FIELDS))
         return found, time.monotonic() - begun < 8
 
-    found, soon = run_local(2, check)[0]
-    assert (
-        found[:2] == ("codec", 1)
-        and "rank 0 has codec of rank 0, rank 1 has something else" in found[2]
-        and soon
-    )
+    for rank, (found, soon) in enumerate(run_local(2, check)):
+        texts = ["something else"] * 2
+        texts[rank] = f"codec of rank {rank}"
+        assert found[:2] == ("codec", 1) and soon
+        assert f"rank 0 has {texts[0]}, rank 1 has {texts[1]}" in found[2]

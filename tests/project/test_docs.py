@@ -17,9 +17,10 @@ import gradcomp
 import gradcomp.ddp
 from gradcomp import comm, errors, fsdp
 from gradcomp.exchange import stats
+from gradcomp.exchange.agree import EXCHANGE_FIELDS
 from gradcomp.integrations.versions import TRIED
 from gradcomp.kernels.native.library import TIER_FEATURES
-from gradcomp.payload import fingerprint, wire
+from gradcomp.payload import wire
 from gradcomp.plan import accuracy
 
 ROOT = Path(__file__).parents[2]
@@ -391,7 +392,7 @@ def test_error_page_has_every_class_check_field_and_phase():
     calls += r"\b_compare\(self[^\"]*", r"\bKind\("
     phases = [word for call in calls for word in re.findall(rf'{call}"(\w+)"', source)]
     assert len(raised) > 8 and len(set(phases)) == 13
-    for word in [*checks, *raised, *fields, *fingerprint.FIELDS, *phases]:
+    for word in [*checks, *raised, *fields, *EXCHANGE_FIELDS, *phases]:
         assert mentions(ERRORS, word), word
 
 

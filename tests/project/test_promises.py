@@ -126,9 +126,9 @@ def no_fingerprint():
     from gradcomp.engine.step import Engine
 
     def make(agree):
-        def only_settings_of_all_buckets(self, mine, bucket, *words, **more):
+        def only_settings_of_all_buckets(self, values, named, bucket=-1):
             if bucket < 0:
-                agree(self, mine, bucket, *words, **more)
+                agree(self, values, named, bucket)
 
         return only_settings_of_all_buckets
 
