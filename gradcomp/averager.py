@@ -28,8 +28,7 @@ from gradcomp.engine.options import Changes, Options, spell_out
 from gradcomp.engine.rotation import Rotation
 from gradcomp.engine.step import Engine
 from gradcomp.engine.watch import Newcomers
-from gradcomp.errors import GradcompError, PeerMismatch
-from gradcomp.exchange.agree import NBYTES, agree_on_tensors, codec_fields
+from gradcomp.errors import GradcompError
 from gradcomp.memory.momentum import Momentum
 
 if TYPE_CHECKING:
@@ -268,33 +267,10 @@ class GradientAverager(Controls):
             raise
 
     def _compare_parameters(self) -> None:
-        """Compare the bits of trained parameters over the ranks, once: nobody has broadcast
-        them.
-        """
-        engine = self._engine
-        if self._compared or engine.pipeline.error is not None:
-            return
-        self._compared = True
-        sources = [source for source in self._sources if source.trained]
-        named = [(f"parameter {source.name}", source.like) for source in sources]
-        exchange = engine.layouts.strategy.exchange
-        try:
-            with engine.comm:
-                agree_on_tensors(
-                    engine.comm,
-                    named,
-                    engine.timeout_s,
-                    called="average()",
-                    phase="fingerprint",
-                    settings={**codec_fields(engine.codec), "exchange": exchange},
-                    shards=[source.shard for source in sources],
-                )
-            engine.stats.setup_bytes += (engine.comm.world_size - 1) * NBYTES
-        except GradcompError as error:
-            if isinstance(error, PeerMismatch) and error.field == "layout":
-                return  # the first bucket's fingerprint tells more of it, or lets names differ
-            engine.pipeline.fail(error)
-            raise
+        """Compare the bits of trained parameters over the ranks, once."""
+        if not self._compared and self._engine.error is None:
+            self._compared = True
+            self._engine.compare_sources("average()")
 
     def _check_gradients(self) -> None:
         """Raise unless every gradient can be averaged."""

@@ -146,11 +146,13 @@ class CompressionState(Controls):
         self._not_fused = (
             "" if optimizer is None else why_not_fused(optimizer, engine, has_scaler=has_scaler)
         )
-        engine.layouts.keeps_packed = optimizer is not None and not self._not_fused
+        packed = optimizer is not None and not self._not_fused
+        if packed:
+            engine.keep_packed()
         if isinstance(optimizer, SplitOptimizer):
             engine.replicated = lambda: replicated(optimizer, engine)
             agree_on_optimizer(optimizer, engine, self._not_fused)
-        return FusedGradients(engine, optimizer) if engine.layouts.keeps_packed else None
+        return FusedGradients(engine, optimizer) if packed else None
 
     def describe(self) -> str:
         """Return one line: what is compressed, what is not, the exchange, the expected ratio,
@@ -253,14 +255,14 @@ class CompressionState(Controls):
                     self._fused.drop()
             engine.submit(buffer, self._place(bucket), lambda: future.set_result(buffer))
         except Exception as error:  # noqa: BLE001 - finish_step raises it out of backward
-            engine.pipeline.fail(error)
+            engine.fail(error)
             if not future.done():
                 future.set_result(buffer)
         if (bucket.is_last() or is_second) and in_backward:
             torch_private.after_backward(self._finish)
         elif bucket.is_last():  # join(): this rank has run out of data and plays along
             engine.finish_step()
-            self._unpack()
+            engine.unpack()
         return (
             torch_private.record_until("gradcomp::bucket", future)
             if torch_private.is_profiling()
@@ -280,7 +282,7 @@ class CompressionState(Controls):
         if self._fused is None:
             return
         if self._fused.must_unpack(finds_unused=self._finds_unused):
-            self._unpack()
+            self._engine.unpack()
         else:  # after DDP's own callback, which copies buckets to gradients
             torch_private.after_backward(self._fused.place)
 
@@ -293,11 +295,6 @@ class CompressionState(Controls):
         poison(p for _, p in self._engine.named)
         if self._fused is not None:
             self._fused.fail()
-
-    def _unpack(self) -> None:
-        """Write the averages of the last step into DDP's buckets after all."""
-        for exchange, _ in self._engine.submitted:
-            exchange.unpack()
 
     def _place(self, bucket: dist.GradBucket) -> Members:  # type: ignore[name-defined]
         """Return (parameter position, offset) of every tensor in the bucket."""
@@ -312,12 +309,12 @@ class CompressionState(Controls):
             refuse_sparse(bucket.buffer(), self._engine.named[position][0])
             if parameter.stride() != stride and storage_order(
                 parameter.shape, parameter.stride()
-            ) != self._engine.layouts.orders.get(position, ()):
+            ) != self._engine.orders.get(position, ()):
                 raise self._converted(position, "gradcomp was registered")
             entries.append((position, offset))
             offset += numel
         members = tuple(entries)
-        if self._engine.layouts.orders and members not in self._places:
+        if self._engine.orders and members not in self._places:
             self._check_orders(bucket.buffer(), members)
             self._places.add(members)
         return members
@@ -331,11 +328,7 @@ class CompressionState(Controls):
         for position, offset in members:
             parameter = self._engine.named[position][1]
             grad = parameter.grad
-            if (
-                position not in self._engine.layouts.orders
-                or grad is None
-                or grad.layout != torch.strided
-            ):
+            if position not in self._engine.orders or grad is None or grad.layout != torch.strided:
                 continue
             view = storage_view(buffer[offset : offset + parameter.numel()], parameter)
             if not torch.allclose(view, grad, rtol=0.0, atol=0.0, equal_nan=True):
@@ -351,8 +344,8 @@ class CompressionState(Controls):
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         if self._detached:
             return
-        if self._engine.pipeline.error is not None:
-            raise self._engine.pipeline.error
+        if self._engine.error is not None:
+            raise self._engine.error
         if not torch.is_grad_enabled():
             return
         if self._engine.comm.world_size > 1 and torch_private.joins_by_active_ranks(module):
@@ -376,11 +369,7 @@ class CompressionState(Controls):
         the state is lost, too.
         """
         error = sys.exc_info()[1]
-        if (
-            self._detached
-            or not isinstance(error, RuntimeError)
-            or self._engine.pipeline.error is not None
-        ):
+        if self._detached or not isinstance(error, RuntimeError) or self._engine.error is not None:
             return
         text = str(error)
         if any(sign in text for sign in LOST_SIGNS):
@@ -390,7 +379,7 @@ class CompressionState(Controls):
             )
             lost = PeerLost("torch's own collectives", -1, 0.0, f"{why} [{text.splitlines()[0]}]")
             lost.__cause__ = error
-            self._engine.pipeline.fail(lost)
+            self._engine.fail(lost)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles of a model (weight averaging, ``torch.save``) get a state that does

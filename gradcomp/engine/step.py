@@ -33,8 +33,10 @@ from gradcomp.exchange.agree import (
     Shown,
     agree,
     agree_on_tensors,
+    codec_fields,
     digests,
 )
+from gradcomp.exchange.averages import Averages
 from gradcomp.exchange.pipeline import Pipeline, Task
 from gradcomp.exchange.routes import Exchange
 from gradcomp.exchange.stats import Stats
@@ -66,6 +68,7 @@ class Engine:
 
     Attributes:
         named: (name, tensor) of every source: what is the same on every rank.
+        orders: see `Layouts`.
         timeout_s: longest wait for a peer, in seconds.
         submitted: exchange and members of every bucket of the last step.
         reports: get every step that has ended.
@@ -106,6 +109,7 @@ class Engine:
             sources, resolve(codec), self.comm, options, self.timeout_s, self.stats
         )
         self.codec, self.memory = self.layouts.codec, self.layouts.memory
+        self.orders = self.layouts.orders
         self._growth = Growth(self._noisy_weights())
         self.step = self._step_numel = 0
         self._scale = 1.0
@@ -124,10 +128,10 @@ class Engine:
             GradcompError: of an earlier step; a loss scale that gradients cannot carry; too many
                 steps.
         """
-        if self.pipeline.error is not None:
-            raise self.pipeline.error
+        if self.error is not None:
+            raise self.error
         if self._open:  # the step before was abandoned by an exception of the user's
-            self.pipeline.wait()
+            self.wait()
         if self.step >= STEPS:
             raise GradcompError(
                 f"step {self.step}: random numbers and headers count steps below 2^32"
@@ -213,7 +217,7 @@ class Engine:
         """
         begun = time.perf_counter()
         self.seal_step()
-        self.pipeline.wait()
+        self.wait()
         exchanges = [exchange for exchange, _ in self.submitted]
         if exchanges:
             self.stats.add_seconds(
@@ -232,6 +236,43 @@ class Engine:
         self.stats.steps += 1
         for report in self.reports:
             report.step(self.step)
+
+    def keep_packed(self) -> None:
+        """Leave averages packed where that is safe, from the first step on: see `packed`."""
+        self.layouts.keeps_packed = True
+
+    def packed(self) -> list[tuple[Averages, Members]]:
+        """Return the averages of the last step's buckets that are still packed."""
+        return [
+            (exchange.averages, members)
+            for exchange, members in self.submitted
+            if exchange.averages is not None
+        ]
+
+    def unpack(self) -> None:
+        """Write the averages of the last step into its buckets where they are still packed."""
+        for exchange, _ in self.submitted:
+            exchange.unpack()
+
+    # ---- failures --------------------------------------------------------------------------------
+
+    @property
+    def error(self) -> BaseException | None:
+        """What went wrong first, or that this is closed; None as long as it works."""
+        return self.pipeline.error
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self.pipeline.closed
+
+    def fail(self, error: BaseException) -> None:
+        """End the step under way, and refuse later ones, with this error; the first error stays."""
+        self.pipeline.fail(error)
+
+    def wait(self) -> None:
+        """Wait for every bucket that was submitted; raise `error`, if there is one."""
+        self.pipeline.wait()
 
     def discard_step(self) -> None:
         """Give back what was remembered before the last step: for code that throws the step's
@@ -260,7 +301,7 @@ class Engine:
         try:
             self.agree_on({"step": self.step})
         except BaseException as error:
-            self.pipeline.fail(error)
+            self.fail(error)
             raise
 
     def _noisy_weights(self) -> list[Tensor]:
@@ -288,8 +329,8 @@ class Engine:
 
         After a failure (a lost peer) it is the state before the step that failed.
         """
-        if self.pipeline.error is None:
-            self.pipeline.wait()
+        if self.error is None:
+            self.wait()
         else:
             self.pipeline.rest()
         return state.write(self.layouts, self.step, self._scale)
@@ -305,7 +346,7 @@ class Engine:
                 changed then.
         """
         given = self.accept(given)
-        self.pipeline.wait()
+        self.wait()
         self.memory.load(given, self.layouts.names)
         self.step, self._scale = read_numbers(given)
         self.compare_next()
@@ -335,8 +376,41 @@ class Engine:
                 `replicated`, and the first rank that differs from rank 0.
             PeerLost: a rank did not answer.
         """
-        self.pipeline.wait()
+        self.wait()
         self._compare(self._shared_state(), "check_replicas", Channel.CONTROL)
+
+    def compare_sources(self, called: str) -> None:
+        """Compare codec, exchange and the bits of trained tensors over the ranks, as nobody has
+        broadcast them. Collective.
+
+        Names and shapes may differ: the first bucket's record tells more of that.
+
+        Args:
+            called: what every rank has to call, for messages.
+
+        Raises:
+            PeerMismatch: a field of the fingerprint, or "parameter <name>"; on this call and on
+                every later one.
+            PeerLost: a rank did not answer.
+        """
+        sources = [source for source in self.sources if source.trained]
+        settings = {**codec_fields(self.codec), "exchange": self.layouts.strategy.exchange}
+        try:
+            with self.comm:
+                agree_on_tensors(
+                    self.comm,
+                    [(f"parameter {source.name}", source.like) for source in sources],
+                    self.timeout_s,
+                    called=called,
+                    phase="fingerprint",
+                    settings=settings,
+                    shards=[source.shard for source in sources],
+                )
+            self.stats.setup_bytes += (self.comm.world_size - 1) * NBYTES
+        except GradcompError as error:
+            if not isinstance(error, PeerMismatch) or error.field != "layout":
+                self.fail(error)
+                raise
 
     def agree_on(self, values: dict[str, object], named: Named = ()) -> None:
         """Raise PeerMismatch on every rank unless these fields of the fingerprint, and `named`
@@ -366,7 +440,7 @@ class Engine:
                 self.options.start_step,
                 self.options.transform,
             )
-        if self.pipeline.error is not None or self._open:
+        if self.error is not None or self._open:
             self.layouts.route.abort()  # collectives may be under way that no peer will answer
         self.pipeline.close()
         self.layouts.route.close()

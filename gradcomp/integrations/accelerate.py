@@ -155,17 +155,17 @@ def _carry(
         needed: whether a checkpoint without it is refused.
     """
     before = _carried.get(accelerator, {})
-    carried = {name: its for name, its in before.items() if not its.pipeline.closed}
+    carried = {name: its for name, its in before.items() if not its.closed}
     names = (f"gradcomp{n or ''}" for n in itertools.count())
     name = next(one for one in names if one not in carried)
     _carried[accelerator] = carried | {name: engine}
 
     def save(_: Any, __: Any, folder: str) -> None:
-        if not engine.pipeline.closed:
+        if not engine.closed:
             write(state, engine.comm, folder, name)
 
     def load(_: Any, folder: str) -> None:
-        if not engine.pipeline.closed and read(state, engine.comm, folder, name, needed=needed):
+        if not engine.closed and read(state, engine.comm, folder, name, needed=needed):
             watch.restart()
 
     accelerator.register_save_state_pre_hook(save)

@@ -114,7 +114,7 @@ class CompressedDDPStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning is 
     ) -> None:
         state = self._compression
         if state is not None and "optimizer_states" in checkpoint:  # not weights_only
-            error = state._engine.pipeline.error
+            error = state._engine.error
             if error is None:
                 checkpoint = {**checkpoint, KEY: gather_states(state, state._engine.comm)}
             else:
@@ -135,7 +135,7 @@ class CompressedDDPStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning is 
             self._watch.close()
             self._watch = None
         state = self._compression  # open: trainer.save_checkpoint() may come after trainer.fit()
-        if state is not None and state._engine.pipeline.error is not None:
+        if state is not None and state._engine.error is not None:
             state.close()
         super().teardown()
 

@@ -85,7 +85,7 @@ def accept(averager: GradientAverager, everyone: list[Any], *, single: bool) -> 
         ValueError: it cannot be loaded.
         GradcompError: an exchange has failed: `reset` comes first.
     """
-    averager._engine.pipeline.wait()
+    averager._engine.wait()
     return averager._engine.accept(everyone[0] if single else everyone)
 
 

@@ -9,7 +9,7 @@ from here, and `clip` has it multiply them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,11 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradcomp import kernels
-from gradcomp.engine.layouts import Members
 from gradcomp.engine.step import Engine
 from gradcomp.errors import GradcompError, PeerMismatch
 from gradcomp.exchange.agree import Named
-from gradcomp.exchange.averages import Averages
 from gradcomp.kernels.rules import NO_RULE, RULE, TARGET, Flag, Kind
 from gradcomp.optim import SplitOptimizer
 from gradcomp.optim.entries import whole_rows
@@ -78,7 +76,7 @@ class FusedGradients:
     """The packed averages of the last backward; `p.grad` is a placeholder meanwhile.
 
     Args:
-        engine: keeps averages packed (`Layouts.keeps_packed`).
+        engine: keeps averages packed (`Engine.keep_packed`).
         optimizer: asks for them in its steps.
     """
 
@@ -94,7 +92,7 @@ class FusedGradients:
         """Put placeholders where DDP has put local gradients; averages that are not packed stay
         in `p.grad`.
         """
-        for _, members in self._kept():
+        for _, members in self._engine.packed():
             for position, _ in members:
                 p = self._engine.named[position][1]
                 if p.grad is not None and p.numel():
@@ -145,7 +143,7 @@ class FusedGradients:
             scaled = (rules["flags"] & Flag.PRESCALE) > 0
             rules["prescale"] = np.where(scaled, rules["prescale"], 1.0) * self._factor
             rules["flags"] |= np.uint32(Flag.PRESCALE)
-        for averages, _ in self._kept():
+        for averages, _ in self._engine.packed():
             averages.update(targets, rules)
 
     def clip(self, max_norm: float, *, error_if_nonfinite: bool = False) -> float:
@@ -169,7 +167,9 @@ class FusedGradients:
                 targets[position]["rule"] = 0
             elif p.grad is not None and p.numel():
                 written.append(p.grad)
-        packed = math.fsum(averages.squares(targets, rules) for averages, _ in self._kept())
+        packed = math.fsum(
+            averages.squares(targets, rules) for averages, _ in self._engine.packed()
+        )
         squares = packed * self._factor**2 + _squares(written, rules)
         norm = float(np.float32(math.sqrt(squares)))
         if error_if_nonfinite and not math.isfinite(norm):
@@ -190,7 +190,7 @@ class FusedGradients:
         for p in self._placeholders:
             if self.position(p) is not None:
                 self.check(p)
-        for averages, members in self._kept():
+        for averages, members in self._engine.packed():
             named = [(self._engine.named[position][1], offset) for position, offset in members]
             waiting = [(p, offset) for p, offset in named if self.position(p) is not None]
             if not waiting:
@@ -210,11 +210,6 @@ class FusedGradients:
         """Leave the optimizer."""
         self._placeholders = {}
         self._optimizer.detach_packed(self)
-
-    def _kept(self) -> Iterator[tuple[Averages, Members]]:
-        for exchange, members in self._engine.submitted:
-            if exchange.averages is not None:
-                yield exchange.averages, members
 
 
 def _squares(gradients: Sequence[Tensor], rules: NDArray[Any]) -> float:
