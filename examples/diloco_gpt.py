@@ -114,8 +114,8 @@ def main() -> None:
         comm,
         sync_every=args.sync_every,
         fragments=args.fragments,
-        delay=args.delay,
-        start_step=args.warm_up,
+        fragment_sync_delay=args.delay,
+        warmup_steps=args.warm_up,
     )
     if rank == 0:
         print(local.describe(), flush=True)

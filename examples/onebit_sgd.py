@@ -156,7 +156,7 @@ def train(row: Row, seed: int, args: argparse.Namespace, data: ImageData, on_sam
     first = {"initial_accumulator_value": args.accumulator}
     transforms = {"local": LocalAdagrad(**first), "aggregate": AggregateAdagrad(**first)}
     options = {
-        "start_step": math.ceil(warm / per_exchange),
+        "warmup_steps": math.ceil(warm / per_exchange),
         "transform": transforms.get(row.adagrad),
     }
     if row.adagrad == "momentum":

@@ -24,8 +24,8 @@ from gradcomp.engine.buckets import (
     poison,
 )
 from gradcomp.engine.controls import Controls
+from gradcomp.engine.delayed import DelayedAverages
 from gradcomp.engine.options import Changes, Options, spell_out
-from gradcomp.engine.rotation import Rotation
 from gradcomp.engine.step import Engine
 from gradcomp.engine.watch import Newcomers
 from gradcomp.errors import GradcompError
@@ -109,7 +109,7 @@ class GradientAverager(Controls):
         self._advise(chosen, optimizer)
         self._bucket_cap_mb = bucket_cap_mb
         self._buckets = fuse(self._sources, bucket_cap_mb)
-        self._rotation: Rotation | None = None
+        self._delayed: DelayedAverages | None = None
         # the parameters, with those of the other ranks
         self._compared = self._engine.comm.world_size == 1
 
@@ -136,7 +136,11 @@ class GradientAverager(Controls):
         for bucket in self._buckets:
             bucket.store()
 
-    def rotate(self) -> bool:
+    def __getattr__(self, name: str) -> Any:
+        more = ": it is called average_delayed()" if name == "rotate" else ""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{more}")
+
+    def average_delayed(self) -> bool:
         """Start averaging what stands in ``p.grad``, and put the averages of the call before in its
         place.
 
@@ -158,23 +162,23 @@ class GradientAverager(Controls):
         """
         if isinstance(self._engine.options.transform, Momentum):
             raise GradcompError(
-                "rotate() hands back averages one step late, and"
+                "average_delayed() hands back averages one step late, and"
                 f" {self._engine.options.transform!r} sends what the momentum becomes in this one:"
                 " call average()"
             )
         if self._scaled:
             raise GradcompError(
-                "rotate() hands back gradients of an earlier loss scale: make the averager"
+                "average_delayed() hands back gradients of an earlier loss scale: make the averager"
                 " without one"
             )
         with self._poisoned_on_failure():
             self._check_gradients()
             self._compare_parameters()
-            if self._rotation is None:
-                self._rotation = Rotation(
+            if self._delayed is None:
+                self._delayed = DelayedAverages(
                     self._engine, self._buckets, fuse(self._sources, self._bucket_cap_mb)
                 )
-            return self._rotation.rotate()
+            return self._delayed.average()
 
     def flush(self) -> bool:
         """Wait for what `rotate` has begun and put the averages into ``p.grad``; return whether
@@ -186,12 +190,12 @@ class GradientAverager(Controls):
         Raises:
             PeerMismatch, PeerLost, CorruptPayload: as `rotate`.
         """
-        return self._rotation is not None and self._rotation.flush()
+        return self._delayed is not None and self._delayed.flush()
 
     @property
-    def rotation(self) -> Rotation | None:
-        """Seconds of the exchanges that `rotate` began; None before its first call."""
-        return self._rotation
+    def delayed(self) -> DelayedAverages | None:
+        """Seconds of the exchanges that `average_delayed` began; None before its first call."""
+        return self._delayed
 
     def state_dict(self) -> dict[str, Any]:
         """As `Controls.state_dict`; GradcompError while an exchange that `rotate` began is under
@@ -203,13 +207,13 @@ class GradientAverager(Controls):
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """As `Controls.load_state_dict`; averages that wait to be handed back are dropped."""
         state = self._engine.accept(state)
-        if self._rotation is not None:
-            self._rotation.drop()
+        if self._delayed is not None:
+            self._delayed.drop()
         super().load_state_dict(state)
 
     def reset(self) -> None:
         """As `Controls.reset`."""
-        self._rotation = None
+        self._delayed = None
         super().reset()
 
     def discard_step(self) -> None:
@@ -220,9 +224,10 @@ class GradientAverager(Controls):
         super().discard_step()
 
     def _refuse_pending(self, what: str) -> None:
-        if self._rotation is not None and self._rotation.pending:
+        if self._delayed is not None and self._delayed.pending:
             raise GradcompError(
-                f"{what} while an exchange that rotate() began is under way: call flush() first"
+                f"{what} while an exchange that average_delayed() began is under way: call flush()"
+                " first"
             )
 
     def _warn_if_alone(self) -> None:

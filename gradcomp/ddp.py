@@ -436,7 +436,7 @@ def register(
             payloads: no averaged gradient is written, and `p.grad` is a NaN placeholder after
             backward (see `CompressionState.materialize_gradients`).
         changes: fields of `gradcomp.Options` to set: ``register(model, "ternary",
-            start_step=100)``.
+            warmup_steps=100)``.
 
     Returns:
         The state, with `stats`, `state_dict`, `discard_step`, `check_replicas`,
@@ -478,12 +478,12 @@ def _kind_of(model: object) -> str:
     if "FSDPModule" in kinds:
         return (
             f"{type(model).__name__}, which fully_shard has wrapped; for FSDP2 use"
-            " gradcomp.fsdp.compress"
+            " gradcomp.fsdp.register"
         )
     if "FullyShardedDataParallel" in kinds:
         return (
             f"{type(model).__name__} of FSDP1; wrap with torch.distributed.fsdp.fully_shard, and"
-            " use gradcomp.fsdp.compress"
+            " use gradcomp.fsdp.register"
         )
     return f"{type(model).__name__}; for a model without DDP use gradcomp.GradientAverager"
 

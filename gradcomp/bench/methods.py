@@ -23,6 +23,7 @@ import gradcomp.fsdp
 from gradcomp.bench.optimizers import exchanging_momentum
 from gradcomp.codecs import Block, Codec, Identity, OneBit, Ternary, TernGrad
 from gradcomp.comm.base import Communicator
+from gradcomp.engine.options import RENAMED
 from gradcomp.fsdp.weights import weights_codec
 from gradcomp.local import DiLoCo
 from gradcomp.local.outer import LR, MOMENTUM
@@ -101,7 +102,7 @@ class Method:
         exempt: which tensors travel in fp32: a key of `PRESETS`.
         options: of `gradcomp.ddp.register`.
         momentum: "" averages gradients; "frozen" (1-bit Adam) and "renewed" (0/1 Adam) average
-            momenta after a warm-up of `start_step` steps.
+            momenta after a warm-up of `warmup_steps` steps.
         feedback: whether residuals are kept; otherwise they are zero again after every step.
         double: half minibatches in turns (`gradcomp.onebit_sgd.DoubleBuffer`) in place of DDP.
         local: options of `gradcomp.DiLoCo`, ``outer_lr`` and ``outer_momentum``; empty: gradients
@@ -133,7 +134,7 @@ class Method:
         """Return the options of `gradcomp.ddp.register` for these parameters."""
         options = dict(self.options)
         if self.momentum:
-            options.pop("start_step", None)
+            options.pop("warmup_steps", None)
         if self.exempt != "none":
             options["exclude"] = [n for n, p in named if PRESETS[self.exempt](n, p)]
         return options
@@ -168,15 +169,15 @@ KNOWN = (
 GRAMMAR = f"""
 methods: {", ".join(name for name in METHODS if name not in (NONE, NOOP))}, {FSDP2},
   module:factory (registers a hook of your own with a DDP model); codecs with options after a
-  colon: onebit:exempt=ends,start_step=100
+  colon: onebit:exempt=ends,warmup_steps=100
   exempt={"|".join(PRESETS)}   tensors that travel in fp32 (ends: vectors, embeddings, head)
   min_numel=N, slice_numel=N   smallest tensor that is compressed; values of a slice
-  start_step=N                 first step that is compressed; steps before it are sent in fp32
-  start=METHOD                 codec of the steps before start_step, in place of fp32
+  warmup_steps=N                 first step that is compressed; steps before it are sent in fp32
+  start=METHOD                 codec of the first warmup_steps steps, in place of fp32
   second=PHASE                 what owners of means send: exact, requantize, block2, block4, block8,
                                bf16, fp32
   precondition                 compress gradients in units of their second moments
-  momentum=frozen|renewed      average momenta, as 1-bit Adam (LAMB) or 0/1 Adam; start_step is
+  momentum=frozen|renewed      average momenta, as 1-bit Adam (LAMB) or 0/1 Adam; warmup_steps is
                                their warm-up
   exchange=all_gather|reduce_scatter
   rotate                       rotate values at random, without bias and residuals (onebit)
@@ -194,7 +195,7 @@ methods: {", ".join(name for name in METHODS if name not in (NONE, NOOP))}, {FSD
 
 def parse(text: str) -> Method:
     """Return the method that the command line names: ``onebit``,
-    ``onebit:exempt=ends,start_step=100``, ``ternary:every=30,delay=5``, ``fsdp2:onebit``, or
+    ``onebit:exempt=ends,warmup_steps=100``, ``ternary:every=30,delay=5``, ``fsdp2:onebit``, or
     ``module:factory`` for a hook of one's own.
 
     Raises:
@@ -213,7 +214,8 @@ def parse(text: str) -> Method:
     for word in filter(None, rest.split(",")):
         key, _, value = word.partition("=")
         if key not in OPTIONS:
-            raise ValueError(f"unknown option {key!r} of {name}: {', '.join(OPTIONS)}")
+            now = f" is called {RENAMED[key]!r}" if key in RENAMED else f": {', '.join(OPTIONS)}"
+            raise ValueError(f"unknown option {key!r} of {name}{now}")
         method = replace(method, **OPTIONS[key](method, value))
     _check(method)
     return method
@@ -257,7 +259,7 @@ def _start(method: Method, value: str) -> dict[str, Any]:
     first = parse(value).codec
     if first is None:
         raise ValueError(f"{method.name}: start= takes a codec, and {value} is not one")
-    return {"options": method.options | {"start_codec": first}}
+    return {"options": method.options | {"warmup_codec": first}}
 
 
 def _rotate(method: Method, value: str) -> dict[str, Any]:
@@ -269,7 +271,7 @@ def _rotate(method: Method, value: str) -> dict[str, Any]:
 
 OPTIONS: dict[str, Change] = {
     "exempt": _one_of("exempt", {name: name for name in PRESETS}),
-    "start_step": _in("options", "start_step", int),
+    "warmup_steps": _in("options", "warmup_steps", int),
     "start": _start,
     "second": _of_codec("second", "second_phase", str),
     "rotate": _rotate,
@@ -295,7 +297,7 @@ OPTIONS: dict[str, Change] = {
 def _check(method: Method) -> None:
     """Refuse options that exclude each other."""
     text, codec, options, momentum = method.name, method.codec, method.options, method.momentum
-    warm, forgets = options.get("start_step"), not method.feedback
+    warm, forgets = options.get("warmup_steps"), not method.feedback
     hooked = method.hook is not None or codec is None
     own = f"{text.partition(':')[0]} takes no options but those of local steps (every=H)"
     refused = (
@@ -303,13 +305,16 @@ def _check(method: Method) -> None:
             forgets and (codec is None or not codec.error_feedback),
             "feedback=off is for codecs that have feedback",
         ),
-        ("start_codec" in options and not warm, "start= packs the steps before start_step=N"),
         (
-            momentum and (codec is None or not warm),
-            "momentum needs a codec and a warm-up, start_step=N",
+            "warmup_codec" in options and not warm,
+            "start= packs the first steps and needs warmup_steps=N",
         ),
         (
-            momentum == "renewed" and "start_codec" in options,
+            momentum and (codec is None or not warm),
+            "momentum needs a codec and a warm-up, warmup_steps=N",
+        ),
+        (
+            momentum == "renewed" and "warmup_codec" in options,
             "gradients and momenta take turns in a renewed warm-up, so start= cannot pack it",
         ),
         (momentum and method.double, "momenta that travel do not wait for half a minibatch"),
@@ -336,7 +341,7 @@ def _renamed(text: str) -> str:
     """Return how ``diloco:CODEC:H[,...]`` is written now."""
     word, _, rest = text.partition(":")[2].partition(":")
     every, *more = rest.split(",")
-    now = ",".join([f"every={every or 'H'}", *more]).replace("start_codec=", "start=")
+    now = ",".join([f"every={every or 'H'}", *more]).replace("warmup_codec=", "start=")
     return f"{text}: local steps are an option of the codec now: {word or 'CODEC'}:{now}"
 
 
@@ -450,10 +455,20 @@ def wrap(
         assert method.hook is not None
         return Ready(method, wrapped, optimizers, method.hook(wrapped))
     if method.momentum:
-        optimizers = exchanging_momentum(optimizers, method.momentum, method.options["start_step"])
+        optimizers = exchanging_momentum(
+            optimizers, method.momentum, method.options["warmup_steps"]
+        )
         options["optimizer"] = optimizers[0]
     state = gradcomp.ddp.register(wrapped, codec, comm=comm, **options)
     return Ready(method, wrapped, optimizers, state)
+
+
+# arguments of `DiLoCo` by the words of a method
+DILOCO = {
+    "fragments": "fragments",
+    "delay": "fragment_sync_delay",
+    "alpha": "fragment_update_alpha",
+}
 
 
 def _outer(local: dict[str, Any]) -> dict[str, Any]:
@@ -464,7 +479,7 @@ def _outer(local: dict[str, Any]) -> dict[str, Any]:
         "outer_optimizer": lambda anchors: torch.optim.SGD(
             anchors, lr=rate, momentum=momentum, nesterov=momentum > 0
         ),
-        **{key: local[key] for key in ("fragments", "delay", "alpha") if key in local},
+        **{name: local[key] for key, name in DILOCO.items() if key in local},
     }
 
 
@@ -491,7 +506,7 @@ def _shard(
     fully_shard(model)
     state = None
     if method.codec is not None:
-        state = gradcomp.fsdp.compress(
+        state = gradcomp.fsdp.register(
             model, method.codec, weights=method.weights, keep_weights=method.keep
         )
     return Ready(method, model, make(model), state)

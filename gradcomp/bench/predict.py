@@ -28,7 +28,7 @@ def planned(name: str, world_size: int, *, over_mpi: bool = False) -> Method | N
     method, codec = parse(name), parse(name).codec
     if codec is None or method.sharded or method.double or method.momentum:
         return None
-    if method.options.get("precondition") or (method.local and "start_step" in method.options):
+    if method.options.get("precondition") or (method.local and "warmup_steps" in method.options):
         return None  # not modelled; two kinds of steps
     strategy = choose(codec, world_size, method.options.get("exchange", "auto"))
     shown = f"{codec.name if method.local else name} {strategy}"

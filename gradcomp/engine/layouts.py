@@ -89,7 +89,7 @@ class Layouts:
         )
         warn_of_thin_groups(self.parameters, codec.form)
         self._plain = (
-            resolve(options.start_codec) if options.start_codec is not None else Identity()
+            resolve(options.warmup_codec) if options.warmup_codec is not None else Identity()
         )
         self.probe = Probe(options.quality_every, self.names)
         self.keeps_packed = self.compressed = False
@@ -193,9 +193,9 @@ class Layouts:
             return (
                 f"gradcomp: {codec!r} is off: all {world} ranks are on one node and average in fp32"
             )
-        start = f", from step {options.start_step} on" if options.start_step else ""
-        if options.start_step and options.start_codec:
-            start += f" ({options.start_codec!r} before it)"
+        start = f", from step {options.warmup_steps} on" if options.warmup_steps else ""
+        if options.warmup_steps and options.warmup_codec:
+            start += f" ({options.warmup_codec!r} before it)"
         trained = [p for p in self.parameters if p.index in self.trained]
         packed, plain = (
             [p.numel for p in trained if p.compressed is kind] for kind in (True, False)

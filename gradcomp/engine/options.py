@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -21,14 +22,22 @@ if TYPE_CHECKING:
 
 MAX_TIMEOUT_S = 1e6  # eleven days
 HIERARCHICAL = "hierarchical"
+# names of earlier versions
+RENAMED = {
+    "start_step": "warmup_steps",
+    "start_codec": "warmup_codec",
+    "transactional": "atomic_steps",
+    "delay": "fragment_sync_delay",
+    "alpha": "fragment_update_alpha",
+}
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Changes(TypedDict, total=False):
     """The fields of `Options` as keyword arguments, for type checkers."""
 
-    start_step: int
-    start_codec: Codec | str | None
+    warmup_steps: int
+    warmup_codec: Codec | str | None
     min_numel: int | None
     exclude: Exempts | Sequence[Exempts]
     exchange: str
@@ -36,7 +45,7 @@ class Changes(TypedDict, total=False):
     transform: Transform | None
     precondition: Precondition | bool | None
     grad_scaler: Any
-    transactional: bool | None
+    atomic_steps: bool | None
     slice_numel: int | None
     quality_every: int
     timeout_s: float | None
@@ -47,10 +56,9 @@ class Options:
     """What may be chosen beside the codec; every rank needs the same.
 
     Args:
-        start_step: steps before this one are averaged in fp32 (a warm start), or packed by
-            `start_codec`.
-        start_codec: codec or name for the steps before `start_step`: `Block(4)`, say, whose warm
-            start loses nothing and takes an eighth of the bytes; its groups are those of the codec.
+        warmup_steps: the first so many steps are averaged in fp32, or packed by `warmup_codec`.
+        warmup_codec: codec or name for the warm-up: `Block(4)`, say, which loses nothing and takes
+            an eighth of the bytes; its groups are those of the codec.
             Also for the warm-up of `gradcomp.optim.OneBitAdam`. None: fp32.
         min_numel: tensors with fewer elements travel as fp32. None: those with fewer than 1024, and
             vectors (norms, biases) of any size.
@@ -62,14 +70,14 @@ class Options:
         nodes: (hierarchical) the ranks of every node, all of one size; by default those with equal
             GRADCOMP_HOST_ID, or else equal host name.
         transform: changes gradients on their way, such as `gradcomp.onebit_sgd.AggregateAdagrad`;
-            not before `start_step`. One for owners of means forces exchange "reduce_scatter".
+            not during `warmup_steps`. One for owners of means forces exchange "reduce_scatter".
         precondition: encode gradients in units of the root of their second moment, which all ranks
             know from the averages: for Adam and its like with codecs of 1 and 2 bits. True, or
             `Precondition` for other settings than its defaults.
         grad_scaler: a `torch.amp.GradScaler` or the like: residuals follow its scale and commit a
             whole step at a time. A step is one backward: to accumulate several, run all but the
             last under ``no_sync()``.
-        transactional: commit residuals only if no bucket of the step held NaN or Inf and every rank
+        atomic_steps: commit residuals only if no bucket of the step held NaN or Inf and every rank
             has ended the step (a round of 16 bytes); on by default with `grad_scaler`.
         slice_numel: elements of a slice, at least: a bucket of twice as many or more goes in
             slices, one of which is encoded while the one before it is on the wire. It changes no
@@ -83,8 +91,8 @@ class Options:
         ValueError: an option out of its range; the message has the value.
     """
 
-    start_step: int = 0
-    start_codec: Codec | str | None = None
+    warmup_steps: int = 0
+    warmup_codec: Codec | str | None = None
     min_numel: int | None = None
     exclude: Exempts | Sequence[Exempts] = ()
     exchange: str = "auto"
@@ -92,14 +100,14 @@ class Options:
     transform: Transform | None = None
     precondition: Precondition | bool | None = None
     grad_scaler: Any = None
-    transactional: bool | None = None
+    atomic_steps: bool | None = None
     slice_numel: int | None = None
     quality_every: int = 100
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "exclude", _entries(self.exclude))
-        for name in ("start_step", "min_numel", "quality_every"):
+        for name in ("warmup_steps", "min_numel", "quality_every"):
             value = getattr(self, name)
             if value is None and name == "min_numel":
                 continue
@@ -114,8 +122,8 @@ class Options:
                 f"slice_numel must be None or an integer of at least {UNIT_NUMEL}, got"
                 f" {self.slice_numel!r}"
             )
-        if self.start_codec is not None:
-            object.__setattr__(self, "start_codec", resolve(self.start_codec))
+        if self.warmup_codec is not None:
+            object.__setattr__(self, "warmup_codec", resolve(self.warmup_codec))
         if self.exchange not in (*EXCHANGES, HIERARCHICAL):
             raise ValueError(
                 f"exchange must be one of {(*EXCHANGES, HIERARCHICAL)}, got {self.exchange!r}"
@@ -150,19 +158,17 @@ class Options:
             )
 
     def _check_scaler(self) -> None:
-        if self.transactional not in (None, True, False):
-            raise ValueError(
-                f"transactional must be None, True or False, got {self.transactional!r}"
-            )
+        if self.atomic_steps not in (None, True, False):
+            raise ValueError(f"atomic_steps must be None, True or False, got {self.atomic_steps!r}")
         if self.grad_scaler is None:
             return
         if not hasattr(self.grad_scaler, "get_scale"):
             raise ValueError(
                 f"grad_scaler must have get_scale(), got {type(self.grad_scaler).__name__}"
             )
-        if self.transactional is False:
+        if self.atomic_steps is False:
             raise ValueError(
-                "transactional=False cannot work with a grad_scaler: a skipped step would lose"
+                "atomic_steps=False cannot work with a grad_scaler: a skipped step would lose"
                 " residuals"
             )
 
@@ -176,6 +182,7 @@ class Options:
         """
         if options is not None and not isinstance(options, Options):
             raise TypeError(f"options must be a gradcomp.Options, got {type(options).__name__}")
+        _refuse_renamed(changes)
         known = [field.name for field in fields(cls)]
         for name in changes.keys() - set(known):
             near = difflib.get_close_matches(name, known, 1, 0.0)[0]
@@ -190,7 +197,7 @@ class Options:
 
         Raises:
             TypeError: no optimizer.
-            ValueError: a `transform` or a `start_step` beside it; a `start_codec` that has no steps
+            ValueError: a `transform` or `warmup_steps` beside it; a `warmup_codec` without a step
                 to pack.
         """
         if optimizer is not None and not hasattr(optimizer, "param_groups"):
@@ -201,7 +208,7 @@ class Options:
         brought = getattr(optimizer, "transform", None)
         mine = self
         if isinstance(brought, Transform) and brought is not self.transform:
-            for name, value in (("transform", self.transform), ("start_step", self.start_step)):
+            for name, value in (("transform", self.transform), ("warmup_steps", self.warmup_steps)):
                 if value:
                     raise ValueError(
                         f"{name}={value!r} does not go with {type(optimizer).__name__}, which"
@@ -210,17 +217,17 @@ class Options:
             mine = replace(self, transform=brought)
         own = mine.transform
         if (
-            mine.start_codec is not None
-            and not mine.start_step
+            mine.warmup_codec is not None
+            and not mine.warmup_steps
             and not (own is not None and own.packs_warm_up)
         ):
-            why = "packs the steps before start_step, which is 0"
+            why = "packs the first warmup_steps steps, and warmup_steps is 0"
             if isinstance(brought, Transform):
                 why = (
                     f"does not go with {type(optimizer).__name__}: gradients and momenta take turns"
                     " there, and residuals of one are none of the other"
                 )
-            raise ValueError(f"start_codec={mine.start_codec!r} {why}")
+            raise ValueError(f"warmup_codec={mine.warmup_codec!r} {why}")
         return mine
 
     @property
@@ -229,19 +236,19 @@ class Options:
         return _entries(self.exclude)
 
     def is_plain(self, step: int) -> bool:
-        """Whether the gradients of this exchange are averaged in fp32, or as `start_codec` says."""
-        return step < self.start_step or (
+        """Whether this exchange belongs to the warm-up: in fp32, or packed by `warmup_codec`."""
+        return step < self.warmup_steps or (
             self.transform is not None and self.transform.pauses(step)
         )
 
     def begins_transform(self, step: int) -> bool:
         """Whether this exchange is the first after the warm-up of a transform's own that
-        `start_codec` packs.
+        `warmup_codec` packs.
         """
         own = self.transform
         return (
             own is not None
-            and self.start_codec is not None
+            and self.warmup_codec is not None
             and step > 0
             and own.pauses(step - 1)
             and not own.pauses(step)
@@ -250,7 +257,7 @@ class Options:
     @property
     def whole_steps(self) -> bool:
         """Whether residuals commit a whole step at a time."""
-        return bool(self.transactional) or self.grad_scaler is not None
+        return bool(self.atomic_steps) or self.grad_scaler is not None
 
     @property
     def loss_scale(self) -> Callable[[], float] | None:
@@ -264,14 +271,35 @@ class Options:
         return {
             "transform": self.transform.compared() if self.transform is not None else UNSET,
             "precondition": self.precondition or UNSET,
-            "start_step": (
-                (self.start_step, repr(self.start_codec)) if self.start_codec else self.start_step
+            "warmup_steps": (
+                (self.warmup_steps, repr(self.warmup_codec))
+                if self.warmup_codec
+                else self.warmup_steps
             ),
             "slice_numel": self.slice_numel or UNSET,
             "min_numel": self.min_numel,
             "exclude": sorted(e if isinstance(e, str) else "a function" for e in self.exempts),
-            "transactional": int(self.whole_steps),
+            "atomic_steps": int(self.whole_steps),
         }
+
+
+def _refuse_renamed(given: Iterable[str]) -> None:
+    """Raise TypeError for a name of earlier versions."""
+    for name in given:
+        if name in RENAMED:
+            raise TypeError(f"there is no option {name!r}: it is called {RENAMED[name]!r}")
+
+
+def _with_renamed_refused(init: _F) -> _F:
+    @functools.wraps(init)
+    def checked(self: Options, *args: Any, **given: Any) -> None:
+        _refuse_renamed(given)
+        init(self, *args, **given)
+
+    return checked  # type: ignore[return-value]
+
+
+Options.__init__ = _with_renamed_refused(Options.__init__)  # type: ignore[method-assign]
 
 
 def spell_out(function: _F) -> _F:

@@ -435,9 +435,9 @@ class Engine:
         ):
             logger.warning(
                 "nothing was compressed: %s exchanges, and all of them belong to the warm start"
-                " (start_step=%s, %s)",
+                " (warmup_steps=%s, %s)",
                 self.stats.steps,
-                self.options.start_step,
+                self.options.warmup_steps,
                 self.options.transform,
             )
         if self.error is not None or self._open:

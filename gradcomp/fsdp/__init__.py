@@ -1,7 +1,7 @@
 """FSDP2: the gradients of `fully_shard` models are reduce-scattered as packed codes, and if asked
 for weights gathered in 8 bits.
 
-`compress` gives every FSDP module a reduce-scatter of its own. Pieces and owners are FSDP's: rank k
+`register` gives every FSDP module a reduce-scatter of its own. Pieces and owners are FSDP's: rank k
 owns chunk k of every parameter. A rank encodes what it has of a chunk and sends it to its owner,
 who averages what has come, in fp32; nothing is sent back. So gradients take one phase here where
 DDP's take two, and gloo's own reduce-scatter, which is a whole all_reduce, sends 2 (N - 1) / N of
@@ -11,7 +11,7 @@ between steps, `state` all of it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -23,10 +23,10 @@ from gradcomp.fsdp.weights import weights_codec
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["FsdpState", "compress"]
+__all__ = ["FsdpState", "register"]
 
 
-def compress(
+def register(
     model: nn.Module,
     codec: Codec | str | None = None,
     options: Options | None = None,
@@ -43,7 +43,7 @@ def compress(
         for block in model.blocks:
             fully_shard(block)
         fully_shard(model)
-        state = gradcomp.fsdp.compress(model)
+        state = gradcomp.fsdp.register(model)
 
     Training goes on as before: gradients come out averaged, a shard a rank. What is packed depends
     on parameters and the number of ranks alone, so another wrapping of the same model gives the
@@ -83,3 +83,8 @@ def compress(
         keep_weights=keep_weights,
         residuals=residuals,
     )
+
+
+def __getattr__(name: str) -> Any:
+    more = ": it is called gradcomp.fsdp.register" if name == "compress" else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{more}")

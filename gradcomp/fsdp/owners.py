@@ -22,7 +22,7 @@ def claim(modules: Iterable[Any], state: Any) -> None:
         owner = _owners[module]() if module in _owners else None
         if owner is not None:
             raise ValueError(
-                f"gradcomp.fsdp.compress has been called for this model ({type(module).__name__})"
+                f"gradcomp.fsdp.register has been called for this model ({type(module).__name__})"
                 f" before, with codec {owner.codec!r}: close() the state that it returned first"
             )
     for module in found:

@@ -55,7 +55,7 @@ IN_FLIGHT = 2  # modules whose averages are on their way at a time
 
 
 class FsdpState:
-    """What `compress` has made of a model: what was sent, what codes have left out, and the steps
+    """What `register` has made of a model: what was sent, what codes have left out, and the steps
     that random numbers depend on.
 
     It is a ``Stateful`` of ``torch.distributed.checkpoint``.
@@ -310,7 +310,7 @@ class FsdpState:
         self._steps.check(optimizer, args, kwargs)
 
     def _check_modules(self) -> None:
-        """Raise GradcompError, at the first step, if modules were sharded after `compress`:
+        """Raise GradcompError, at the first step, if modules were sharded after `register`:
         theirs would travel as torch sends them.
         """
         model = self._model()
@@ -323,7 +323,7 @@ class FsdpState:
         ]
         if late:
             raise GradcompError(
-                f"fully_shard came after gradcomp.fsdp.compress for {len(late)} modules ({late[0]},"
+                f"fully_shard came after gradcomp.fsdp.register for {len(late)} modules ({late[0]},"
                 " ...): shard all of them first"
             )
         self._checked = True
@@ -337,8 +337,8 @@ class FsdpState:
         self._is_told = True
         warnings.warn(
             f"{NOT_CALLED}: FSDP has reduced these gradients without it, as exactly and as slowly"
-            " as ever. Somebody has called set_custom_reduce_scatter after gradcomp.fsdp.compress:"
-            f" call compress last. {OR_TWICE}",
+            " as ever. Somebody has called set_custom_reduce_scatter after gradcomp.fsdp.register:"
+            f" call register last. {OR_TWICE}",
             stacklevel=6,
         )
 
@@ -540,13 +540,13 @@ def _parts(
 def _check(options: Options) -> None:
     defaults = Options()
     for name in (
-        "start_step",
-        "start_codec",
+        "warmup_steps",
+        "warmup_codec",
         "exchange",
         "transform",
         "precondition",
         "grad_scaler",
-        "transactional",
+        "atomic_steps",
         "slice_numel",
     ):
         if getattr(options, name) != getattr(defaults, name):
@@ -582,6 +582,6 @@ def _agree(
         "min_numel": options.min_numel,
         "parameters": [(p.name, p.shape, p.compressed) for p in described.values()],
     }
-    called = "gradcomp.fsdp.compress"
+    called = "gradcomp.fsdp.register"
     with comm.lease(called) as lease:
         agree(lease, values, comm.timeout_s, called=called, phase="setup")

@@ -62,7 +62,7 @@ def restore(state: Stateful, comm: Communicator, found: Any, where: str, remedy:
         if comm.rank == 0:
             warnings.warn(
                 f"{where} has no gradcomp state: residuals begin at zero, and a warm start"
-                " (start_step) begins again. Nothing to do if it was made without gradcomp",
+                " (warmup_steps) begins again. Nothing to do if it was made without gradcomp",
                 stacklevel=3,
             )
         return False

@@ -46,7 +46,7 @@ class CompressedDDPStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning is 
         codec: codec or name; "auto" for a module with one optimizer.
         options: see `gradcomp.Options`.
         others: fields of `gradcomp.Options` to set, and arguments of Lightning's DDPStrategy and of
-            DistributedDataParallel: ``CompressedDDPStrategy("onebit", start_step=100,
+            DistributedDataParallel: ``CompressedDDPStrategy("onebit", warmup_steps=100,
             find_unused_parameters=True)``.
 
     Raises:

@@ -76,7 +76,7 @@ def register(
         wrapper="ray.train.torch.prepare_model",
         alone=("Ray Train runs one worker", "ScalingConfig(num_workers=2) or more"),
         hint=(
-            ". For fully_shard there is gradcomp.fsdp.compress, for local steps, without"
+            ". For fully_shard there is gradcomp.fsdp.register, for local steps, without"
             " prepare_model, gradcomp.DiLoCo"
         ),
     )

@@ -109,7 +109,7 @@ class Fragment:
         if wait:
             self.averager.average()
         else:
-            self.averager.rotate()
+            self.averager.average_delayed()
         self.sent, self.held = True, wait
 
     def arrive(self) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 STATE_VERSION = 2
 KEYS = (
     "kind",
-    "start_step",
+    "warmup_steps",
     "inner_steps",
     "sync_every",
     "round",
@@ -45,7 +45,7 @@ class Checks(Protocol):
 def check(
     states: Sequence[Any],
     kind: str,
-    start_step: int,
+    warmup_steps: int,
     turns: Turns,
     fragments: Sequence[Checks],
     *,
@@ -55,13 +55,13 @@ def check(
     nothing in them is odd.
 
     Args:
-        kind, start_step, turns, fragments: of the local steps that are to go on.
-        has_gradients: whether they still average gradients, before start_step.
+        kind, warmup_steps, turns, fragments: of the local steps that are to go on.
+        has_gradients: whether they still average gradients, in the warm-up.
     """
     if not states:
         raise ValueError("no states: a list of those of all ranks is needed")
     for one in states:
-        _check_head(one, kind, start_step, len(fragments))
+        _check_head(one, kind, warmup_steps, len(fragments))
         _check_length(one, turns.length(one["round"]))
         for fragment, theirs in zip(fragments, one["fragments"], strict=True):
             fragment.check(theirs)
@@ -73,7 +73,7 @@ def check(
                 )
     if states[0]["gradients"] is not None and not has_gradients:
         raise ValueError(
-            "the state is of before start_step, where gradients are averaged; this is beyond it:"
+            "the state is of the warm-up, where gradients are averaged; this is beyond it:"
             " make it anew"
         )
 
@@ -89,7 +89,7 @@ def accept(averager: GradientAverager, everyone: list[Any], *, single: bool) -> 
     return averager._engine.accept(everyone[0] if single else everyone)
 
 
-def _check_head(state: Any, kind: str, start_step: int, fragments: int) -> None:
+def _check_head(state: Any, kind: str, warmup_steps: int, fragments: int) -> None:
     """Raise ValueError unless what a state says beside its fragments can be of this class, start
     and number of fragments.
     """
@@ -102,16 +102,16 @@ def _check_head(state: Any, kind: str, start_step: int, fragments: int) -> None:
             f" {STATE_VERSION}, {fragments} fragments"
         )
     _check_mapping(state, "this state", KEYS)
-    for name, mine in (("kind", kind), ("start_step", start_step)):
+    for name, mine in (("kind", kind), ("warmup_steps", warmup_steps)):
         if type(state[name]) is not type(mine) or state[name] != mine:
             raise ValueError(f"the state has {name} {state[name]!r}, this has {mine!r}")
     for name in ("inner_steps", "sync_every", "round", "done"):
         check_integer(state[name], name)
-    begun, gradients = state["inner_steps"] >= start_step, state["gradients"]
+    begun, gradients = state["inner_steps"] >= warmup_steps, state["gradients"]
     if begun and gradients is not None:
         raise ValueError(
-            f"the state has gradients of before start_step, but inner_steps {state['inner_steps']}"
-            f" of start_step {start_step}"
+            f"the state has gradients of the warm-up, but inner_steps {state['inner_steps']} of"
+            f" warmup_steps {warmup_steps}"
         )
     if not begun:
         _check_mapping(gradients, "gradients of this state", ())

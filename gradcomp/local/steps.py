@@ -50,7 +50,7 @@ class DiLoCo:
 
     The pseudo-gradient anchor - parameter (fp32, on the CPU wherever the model is) is averaged as
     gradients are, with residuals; all ranks decode the same bytes, so anchors and outer state are
-    the same bits everywhere, and after a sync without `delay` so are the parameters. Buffers
+    the same bits everywhere, and after a sync without delay so are the parameters. Buffers
     (running statistics) stay each rank's own. In a ``with`` block the inner optimizer's steps count
     by themselves: do not call `step` there.
 
@@ -67,15 +67,15 @@ class DiLoCo:
         outer_optimizer: makes the optimizer of the anchors; None: SGD, 0.7, Nesterov momentum 0.9.
             For less than some hundred syncs try 1.0, 0.8.
         fragments: parts of the model that sync in turns, H / fragments steps apart (streaming).
-        delay: inner steps that go on while a fragment is exchanged; less than H.
-        alpha: share of a rank's own parameters that is kept when averages arrive `delay` steps
+        fragment_sync_delay: inner steps that go on while a fragment is exchanged; less than H.
+        fragment_update_alpha: share of a rank's own parameters that is kept when averages arrive
             late.
         shard_outer: every rank keeps the outer momentum of what it owns alone, 1/N of it, and what
             the others get is the outer step, packed; for SGD outside, whose rate stays, and
             ``exchange="reduce_scatter"``.
         comm: the ranks; torch.distributed's default group when None. Closed with this.
-        options: see `gradcomp.Options`. `start_step`: inner steps whose gradients are averaged
-            every step first, in fp32 or by `start_codec`, by `average_gradients`.
+        options: see `gradcomp.Options`. `warmup_steps`: inner steps whose gradients are averaged
+            every step first, in fp32 or by `warmup_codec`, by `average_gradients`.
         changes: fields of `gradcomp.Options` to set.
 
     Attributes:
@@ -100,8 +100,8 @@ class DiLoCo:
         sync_every: SyncEvery,
         outer_optimizer: Outer | None = None,
         fragments: int = 1,
-        delay: int = 0,
-        alpha: float = 0.5,
+        fragment_sync_delay: int = 0,
+        fragment_update_alpha: float = 0.5,
         shard_outer: bool = False,
         **changes: Unpack[Changes],
     ) -> None:
@@ -112,22 +112,25 @@ class DiLoCo:
             raise ValueError(
                 "grad_scaler and transform are of gradients; what travels here are weights' changes"
             )
-        if options.start_codec is not None and not options.start_step:
+        if options.warmup_codec is not None and not options.warmup_steps:
             raise ValueError(
-                f"start_codec={options.start_codec!r} packs the steps before start_step, which is 0"
+                f"warmup_codec={options.warmup_codec!r} packs the first warmup_steps steps, and"
+                " warmup_steps is 0"
             )
         codec = resolve(codec)
         self._turns = Turns(sync_every, fragments)
+        delay, alpha = fragment_sync_delay, fragment_update_alpha
         if (
             isinstance(delay, bool)
             or not isinstance(delay, int)
             or not 0 <= delay < self._turns.length(0)
         ):
             raise ValueError(
-                f"delay must be an integer of at least 0 and less than sync_every, got {delay!r}"
+                "fragment_sync_delay must be an integer of at least 0 and less than sync_every, got"
+                f" {delay!r}"
             )
         if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 <= alpha <= 1:
-            raise ValueError(f"alpha must be in [0, 1], got {alpha!r}")
+            raise ValueError(f"fragment_update_alpha must be in [0, 1], got {alpha!r}")
         if shard_outer and options.exchange not in ("auto", "reduce_scatter"):
             raise ValueError(
                 "shard_outer needs exchange='auto' or 'reduce_scatter', whose means have owners,"
@@ -135,7 +138,7 @@ class DiLoCo:
             )
         self._inner = Inner(inner_optimizer, [p for _, p in named])
         parts = cut([p.numel() for _, p in named], fragments)
-        self._start, self._delay, self._alpha = options.start_step, delay, alpha
+        self._start, self._delay, self._alpha = options.warmup_steps, delay, alpha
         self._comm = comm if comm is not None else torch_communicator(options.timeout_s)
         self._timeout_s = options.timeout_s or self._comm.timeout_s
         self._fragments: list[Fragment] = []
@@ -152,14 +155,18 @@ class DiLoCo:
             outer_words = options_of(outer([nn.Parameter(torch.zeros(1))]))
             if shard_outer:
                 transform, outer = at_owners(outer, len(named))
-            settings = {"delay": delay, "alpha": alpha, "codec": codec} | {
-                "start_step": options.start_step,
+            settings = {
+                "fragment_sync_delay": delay,
+                "fragment_update_alpha": alpha,
+                "codec": codec,
+            } | {
+                "warmup_steps": options.warmup_steps,
                 "outer_optimizer": repr(outer_words),
                 "shard_outer": shard_outer,
             }
             self._compare_settings(settings)
             plain = replace(
-                options, start_step=0, start_codec=None, transactional=True, transform=transform
+                options, warmup_steps=0, warmup_codec=None, atomic_steps=True, transform=transform
             )
             for part in parts:
                 self._fragments.append(
@@ -176,7 +183,7 @@ class DiLoCo:
             self._hooks += self._inner.watch()
             if self._start:
                 plain = replace(plain, precondition=None, transform=None)
-                first = options.start_codec or Identity()
+                first = options.warmup_codec or Identity()
                 self._gradients = GradientAverager(named, first, self._duplicate(), plain)
                 self._hooks += self._inner.before_step(self._before_inner_step)
         except BaseException:
@@ -206,7 +213,7 @@ class DiLoCo:
         self._count()
 
     def average_gradients(self) -> None:
-        """Average gradients over the ranks, before `start_step`; later do nothing.
+        """Average gradients over the ranks during `warmup_steps`; later do nothing.
 
         Call it between backward and what looks at gradients, such as clipping. The inner
         optimizer's ``step()`` calls it if nobody has.
@@ -220,7 +227,7 @@ class DiLoCo:
             return
         if kwargs.get("closure") is not None or len(args) > 1:
             raise GradcompError(
-                "step(closure) before start_step: gradients that the closure makes would not be"
+                "step(closure) during warmup_steps: gradients that the closure makes would not be"
                 " averaged"
             )
         self.average_gradients()
@@ -271,7 +278,7 @@ class DiLoCo:
         """Bring parameters back to what all ranks agreed on at the last sync, as after `NotFinite`;
         averages under way are waited for.
 
-        Before `start_step`, where all ranks hold the same weights, nothing is done.
+        Before `warmup_steps`, where all ranks hold the same weights, nothing is done.
         """
         if self._gradients is not None:
             return
@@ -312,7 +319,7 @@ class DiLoCo:
 
     @property
     def start_stats(self) -> Stats:
-        """Bytes and seconds of the gradients that were averaged before `start_step`, which
+        """Bytes and seconds of the gradients that were averaged during `warmup_steps`, which
         `stats` leaves out.
         """
         return self._gradients.stats if self._gradients is not None else self._start_stats
@@ -370,7 +377,7 @@ class DiLoCo:
         return {
             "version": STATE_VERSION,
             "kind": type(self).__name__,
-            "start_step": self._start,
+            "warmup_steps": self._start,
             "inner_steps": self.inner_steps,
             "sync_every": self._turns.length(self._turns.round),
             "round": self._turns.round,

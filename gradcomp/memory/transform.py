@@ -51,7 +51,7 @@ class Transform(ABC):
         """
 
     def pauses(self, step: int) -> bool:
-        """Whether the gradients of this exchange are averaged as before `start_step` and nothing
+        """Whether the gradients of this exchange are averaged as during `warmup_steps` and nothing
         is done to them, on all ranks.
         """
         return False

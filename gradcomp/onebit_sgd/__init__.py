@@ -29,5 +29,5 @@ def warm_start_steps(*arguments: object, **options: object) -> NoReturn:
     """Raise RuntimeError: it was one division, which a script writes itself."""
     raise RuntimeError(
         "gradcomp.onebit_sgd.warm_start_steps was removed: write"
-        " start_step=math.ceil(samples / samples_per_exchange)"
+        " warmup_steps=math.ceil(samples / samples_per_exchange)"
     )

@@ -229,7 +229,7 @@ class DoubleBuffer:
         and put everything back. Collective.
 
         It takes memory for one more copy of weights and state. `stats` counts its exchanges,
-        `report` does not. Before `start_step` exchanges are fp32.
+        `report` does not. Before `warmup_steps` exchanges are fp32.
 
         Args:
             loss_fn, batch: as of `step`.
@@ -268,8 +268,8 @@ class DoubleBuffer:
                 rounds = [[seconds(way, steps) for way in ways] for _ in range(ROUNDS)]
         finally:
             self._minibatches, self._update_s, self._compute_s = own
-            if self._averager.rotation is not None:
-                self._averager.rotation.set_counters(counted)
+            if self._averager.delayed is not None:
+                self._averager.delayed.set_counters(counted)
         mine = struct.pack("<dd", *map(min, zip(*rounds, strict=True)))
         everyone = [struct.unpack("<dd", theirs) for theirs in self._gather("compare", mine)]
         return OverlapComparison(*map(max, zip(*everyone, strict=True)))
@@ -387,7 +387,7 @@ class DoubleBuffer:
 
     def _rotate(self) -> None:
         sent = read_options(self._optimizer)
-        handed = self._guarded(self._averager.rotate)
+        handed = self._guarded(self._averager.average_delayed)
         before, self._sent = self._sent, sent
         if handed:
             self._update(before)
@@ -416,8 +416,8 @@ class DoubleBuffer:
         return gather(comm, mine, phase, timeout_s, called=f"{phase}()")
 
     def _counters(self) -> tuple[Any, ...]:
-        rotation = self._averager.rotation
-        return rotation.counters() if rotation is not None else (0, 0.0, 0.0, 0.0, 0.0)
+        delayed = self._averager.delayed
+        return delayed.counters() if delayed is not None else (0, 0.0, 0.0, 0.0, 0.0)
 
 
 class _DrainBeforeEvaluation:

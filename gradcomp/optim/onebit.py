@@ -30,7 +30,7 @@ class OneBitAdam(MomentumExchange, SplitAdamW):
 
     Give it to ``gradcomp.ddp.register(model, codec, optimizer=)`` or
     ``gradcomp.GradientAverager(..., optimizer=)``. Exchanges before `freeze_step` are fp32 (or as
-    `Options.start_codec` says); later ones send momenta with `codec` and residuals. ``p.grad``
+    `Options.warmup_codec` says); later ones send momenta with `codec` and residuals. ``p.grad``
     holds the averaged momentum then, so clipping it clips the momentum. A byte GPT ended 0.034 nats
     below AdamW's fp32 with `OneBit`, ``precondition=True`` and 4 bits in the warm-up, 0.006 above
     its own fp32 (docs/explanation/accuracy.md). Weights are split or fp32, as in `SplitAdamW`,

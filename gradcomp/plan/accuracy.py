@@ -77,9 +77,9 @@ class Measured:
         bits: per value and phase, scales included, after a warm start.
         got: what the training ended at, in the same unit as its `fp32`.
         precondition: whether with ``precondition=True``.
-        start: share of the steps that were averaged in fp32, or by `start_codec`, first
-            (``start_step``).
-        start_codec: of these steps; None: fp32.
+        start: share of the steps that were averaged in fp32, or by `warmup_codec`, first
+            (``warmup_steps``).
+        warmup_codec: of these steps; None: fp32.
         every: inner steps from one exchange to the next (`gradcomp.DiLoCo`); 1: gradients, every
             step.
         doubt: why a figure decides nothing although it has seeds enough; "" for no reason.
@@ -91,7 +91,7 @@ class Measured:
     got: float
     precondition: bool = False
     start: float = 0.0
-    start_codec: Codec | None = None
+    warmup_codec: Codec | None = None
     every: int = 1
     doubt: str = ""
 
@@ -148,10 +148,10 @@ class Measured:
         if self.start and start:
             share = Fraction(self.start).limit_denominator(20)
             times = f" * {share.numerator}" if share.numerator > 1 else ""
-            name = "freeze_step" if self.training.family in OWN_WARM_UP else "start_step"
+            name = "freeze_step" if self.training.family in OWN_WARM_UP else "warmup_steps"
             words.append(f"{name}=steps{times} // {share.denominator}")
-            if self.start_codec is not None:
-                words.append(f"start_codec={written(self.start_codec)}")
+            if self.warmup_codec is not None:
+                words.append(f"warmup_codec={written(self.warmup_codec)}")
         return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
@@ -199,7 +199,7 @@ _DIGITS = replace(
 )
 _LARGE_RATES = "a perceptron diverges with it at a learning rate at which fp32 trains"
 _SHORT_RUNS = "runs of 600 steps lose more with it than with Block(4) (one seed)"
-_SIXTH: dict[str, Any] = {"precondition": True, "start": 1 / 6, "start_codec": Block(4)}
+_SIXTH: dict[str, Any] = {"precondition": True, "start": 1 / 6, "warmup_codec": Block(4)}
 _RARE: dict[str, Any] = {"start": 1 / 10, "every": 30}
 TABLE = (
     Measured(_GPT, Block(8), 8.2, 1.3424),

@@ -57,8 +57,8 @@ def settle(
     """
     family = None if optimizer is None else family_of(optimizer)
     mine = Options.of(options, **changes).under(optimizer)
-    if mine.start_codec is not None:
-        mine = Options.of(mine, start_codec=decayed(resolve(mine.start_codec), optimizer))
+    if mine.warmup_codec is not None:
+        mine = Options.of(mine, warmup_codec=decayed(resolve(mine.warmup_codec), optimizer))
     name = type(optimizer).__name__
     if not (isinstance(codec, str) and codec == AUTO):
         known = resolve(codec)
@@ -119,7 +119,7 @@ def warning_of(
     return (
         f"{codec!r} under {type(optimizer).__name__} without precondition=True: {done.who} lost"
         f" {worst.loss:.2f} {unit} over fp32's {done.fp32:.2f} after {done.steps:,} steps."
-        f" {best.given(start=not options.start_step)} keeps all but {best.loss:.3f} {unit}{more}"
+        f" {best.given(start=not options.warmup_steps)} keeps all but {best.loss:.3f} {unit}{more}"
         f" ({done.source})"
     )
 
@@ -140,8 +140,8 @@ def _with(row: Measured, mine: Options, given: set[str]) -> Options | None:
         if not row.precondition or "precondition" in given:
             return None
         wanted["precondition"] = True
-    if row.training.family in OWN_WARM_UP and "start_codec" not in given:
-        wanted["start_codec"] = row.start_codec
+    if row.training.family in OWN_WARM_UP and "warmup_codec" not in given:
+        wanted["warmup_codec"] = row.warmup_codec
     try:
         return Options.of(mine, **wanted)
     except ValueError:

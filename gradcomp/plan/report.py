@@ -232,7 +232,7 @@ def _losses(found: Prediction, method: Method) -> dict[str, Any]:
             "precondition": row.precondition,
             "every": row.every,
             "start": row.start,
-            "start_codec": row.start_codec.name if row.start_codec is not None else None,
+            "warmup_codec": row.warmup_codec.name if row.warmup_codec is not None else None,
             "measured": str(row.training),
             "seeds": row.training.seeds,
         }

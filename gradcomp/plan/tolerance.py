@@ -132,9 +132,11 @@ class Tolerance:
         measured, and which of `methods` they are then averaged by; None: by fp32.
         """
         row = self.cost(method)
-        if row is None or row.start_codec is None:
+        if row is None or row.warmup_codec is None:
             return (row.start if row is not None else 0.0), None
-        alike = [m for m in methods if m.codec is not None and m.codec.name == row.start_codec.name]
+        alike = [
+            m for m in methods if m.codec is not None and m.codec.name == row.warmup_codec.name
+        ]
         same = [m for m in alike if m.name.split()[1:] == method.name.split()[1:]]
         return row.start, next(iter((*same, *alike)), None)
 

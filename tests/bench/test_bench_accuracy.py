@@ -181,9 +181,9 @@ def test_a_method_whose_bytes_are_not_known_has_a_row():
 def test_the_largest_h_that_costs_little_is_printed():
     means = {
         "fp32": 1.0,
-        "terngrad:every=30,start_step=5": 1.03,
-        "terngrad:every=45,start_step=5": 1.05,
-        "terngrad:every=60,start_step=5": 1.2,
+        "terngrad:every=30,warmup_steps=5": 1.03,
+        "terngrad:every=45,warmup_steps=5": 1.05,
+        "terngrad:every=60,warmup_steps=5": 1.2,
         "fp32:every=30": 1.5,
     }
     runs = [result(name, mean, workload="low") for name, mean in means.items()]
@@ -192,7 +192,7 @@ def test_the_largest_h_that_costs_little_is_printed():
     lines = accuracy.longest(accuracy.summarize(runs), workloads, 0.06)
     for line, name in zip(lines[::2], workloads, strict=True):
         assert line.startswith(
-            f"terngrad:every=H,start_step=5, {name} under o, 4 workers, 10 steps: largest H within"
-            " 0.06 of fp32 every step: 45 (30 costs 0.030, "
+            f"terngrad:every=H,warmup_steps=5, {name} under o, 4 workers, 10 steps: largest H"
+            " within 0.06 of fp32 every step: 45 (30 costs 0.030, "
         )
     assert all(line.endswith(": none (30 costs 0.500)") for line in lines[1::2]) and len(lines) == 4

@@ -350,7 +350,7 @@ def train_quietly(task):
 
 def test_momenta_that_travel_are_clipped_as_others_are(gloo, tmp_path):
     (tmp_path / "prose.txt").write_bytes(bytes(range(97, 123)) * (25 * (1 << 15) // 26))
-    method = "onebit:momentum,start_step=2"
+    method = "onebit:momentum,warmup_steps=2"
     task = trainer.Task(
         "gpt-1m", "adamw", method, 2, 5, batch=1, data=str(tmp_path), points=1, cores=(0,)
     )

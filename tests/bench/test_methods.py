@@ -27,7 +27,7 @@ from gradcomp.plan.models import find_model
         "block2:precondition",
         "ternary:step=1.5,decay=0.25,group=128",
         "onebit:rotate,exchange=all_gather,min_numel=5,slice_numel=512",
-        "onebit:double,start_step=2",
+        "onebit:double,warmup_steps=2",
         "json:dumps",
         "fsdp2",
         "fsdp2:bf16",
@@ -45,7 +45,7 @@ def test_a_method_is_read(name):
         ("twobit", "no method named 'twobit'; there are none, noop, fp32"),
         ("json:nothing", "module 'json' has no attribute 'nothing'"),
         ("json:__name__", "is not a function"),
-        ("onebit:x=1", "unknown option 'x' of onebit: exempt, start_step"),
+        ("onebit:x=1", "unknown option 'x' of onebit: exempt, warmup_steps"),
         ("onebit:exempt=all", "exempt must be one of none, vectors, ends"),
         ("terngrad:step=2", "terngrad has no step="),
         ("terngrad:feedback=off", "for codecs that have"),
@@ -53,13 +53,13 @@ def test_a_method_is_read(name):
         ("block2:rotate", "rotate is for onebit"),
         ("bf16:second=block4", "bf16 has no second="),
         ("onebit:second=exact", "integer sums"),
-        ("onebit:start=bf16,start_step=3", "bf16 is not one"),
-        ("onebit:start=block4", "start_step=N"),
+        ("onebit:start=bf16,warmup_steps=3", "bf16 is not one"),
+        ("onebit:start=block4", "warmup_steps=N"),
         ("onebit:momentum", "needs a codec and a warm-up"),
-        ("bf16:momentum,start_step=3", "needs a codec"),
-        ("onebit:momentum=moving,start_step=3", "must be one of frozen"),
-        ("onebit:momentum=renewed,start=block4,start_step=3", "take turns"),
-        ("onebit:momentum,double,start_step=3", "do not wait for half a minibatch"),
+        ("bf16:momentum,warmup_steps=3", "needs a codec"),
+        ("onebit:momentum=moving,warmup_steps=3", "must be one of frozen"),
+        ("onebit:momentum=renewed,start=block4,warmup_steps=3", "take turns"),
+        ("onebit:momentum,double,warmup_steps=3", "do not wait for half a minibatch"),
         ("onebit:precondition,feedback=off", "forgotten"),
         ("onebit:double,feedback=off", "double buffering has neither"),
         ("onebit:double,every=3", "double buffering has neither"),
@@ -80,7 +80,10 @@ def test_a_method_is_read(name):
         ("fsdp2:terngrad:precondition", "under FSDP2 a codec takes"),
         ("fsdp2:onebit:every=3", "under FSDP2 a codec takes"),
         ("diloco:onebit:30,delay=5", "now: onebit:every=30,delay=5"),
-        ("diloco:terngrad:3,start_step=9,start_codec=block4", "every=3,start_step=9,start=block4"),
+        (
+            "diloco:terngrad:3,warmup_steps=9,warmup_codec=block4",
+            "every=3,warmup_steps=9,start=block4",
+        ),
         ("diloco", "now: CODEC:every=H"),
     ],
 )
@@ -91,33 +94,33 @@ def test_a_wrong_method_is_refused(name, said):
 
 def test_options_reach_the_codec_and_the_entry_point():
     method = parse(
-        "onebit:every=30,fragments=2,delay=5,outer_momentum=0.5,start_step=9,start=block4"
+        "onebit:every=30,fragments=2,delay=5,outer_momentum=0.5,warmup_steps=9,start=block4"
     )
     assert method.local == {"every": 30, "fragments": 2, "delay": 5, "outer_momentum": 0.5}
-    assert method.options["start_step"] == 9
-    assert repr(method.options["start_codec"]) == repr(Block(4))
+    assert method.options["warmup_steps"] == 9
+    assert repr(method.options["warmup_codec"]) == repr(Block(4))
     assert parse("terngrad:second=block4").codec.second_phase == "block4"
     assert parse("ternary:step=1.5,group=128").codec.options() | {"step": 1.5, "group": 128} == (
         parse("ternary:step=1.5,group=128").codec.options()
     )
     named = list(ByteGPT(8, 1, 1, 4).named_parameters())
     assert parse("onebit").options_for(named) == {}
-    ends = parse("onebit:exempt=ends,start_step=3").options_for(named)
+    ends = parse("onebit:exempt=ends,warmup_steps=3").options_for(named)
     assert {"head.weight", "embedding.weight", "norm.bias"} <= set(ends["exclude"])
-    assert "blocks.0.up.weight" not in ends["exclude"] and ends["start_step"] == 3
+    assert "blocks.0.up.weight" not in ends["exclude"] and ends["warmup_steps"] == 3
 
 
 def test_optimizers_whose_momentum_travels():
     parameters = [nn.Parameter(torch.zeros(3))]
     for value, kind in {"": OneBitAdam, "=frozen": OneBitAdam, "=renewed": ZeroOneAdam}.items():
-        method = parse(f"block4:momentum{value},start_step=7")
+        method = parse(f"block4:momentum{value},warmup_steps=7")
         adam = torch.optim.AdamW(parameters, lr=0.25, betas=(0.5, 0.75), eps=1e-3)
-        (made,) = exchanging_momentum([adam], method.momentum, method.options["start_step"])
+        (made,) = exchanging_momentum([adam], method.momentum, method.options["warmup_steps"])
         group = made.param_groups[0]
         assert type(made) is kind
         assert (group["lr"], group["betas"], group["eps"]) == (0.25, (0.5, 0.75), 1e-3)
         assert made.wants_gradients(6) and not made.wants_gradients(7)
-        assert "start_step" not in method.options_for([])
+        assert "warmup_steps" not in method.options_for([])
     (lamb,) = exchanging_momentum([SplitLAMB(parameters)], "frozen", 7)
     assert type(lamb) is OneBitLamb
     with pytest.raises(ValueError, match="there is no SGD whose momentum travels"):
@@ -149,7 +152,7 @@ def test_the_planner_knows_the_method_as_it_travels(
 
 @pytest.mark.parametrize(
     "name",
-    ["powersgd1", "block2:precondition", "onebit:double", "terngrad:every=30,start_step=9"],
+    ["powersgd1", "block2:precondition", "onebit:double", "terngrad:every=30,warmup_steps=9"],
 )
 def test_the_planner_does_not_know(name):
     assert planned(name, 2) is None

@@ -206,11 +206,11 @@ def layers(rank):
 
 
 def two_users(comm):
-    """all_reduce while an exchange that rotate() began is under way."""
+    """all_reduce while an exchange that average_delayed() began is under way."""
     averager = gradcomp.GradientAverager(
         layers(comm.rank), "terngrad", comm, bucket_cap_mb=0.01, min_numel=0
     )
-    averager.rotate()
+    averager.average_delayed()
     x, y = (torch.full((64,), float(comm.rank)) for _ in range(2))
     begun = time.monotonic()
     refusal = r"all_reduce\(key=7\).*the averaging of 3.*duplicate\(\)"

@@ -28,7 +28,7 @@ def main(rank, store, how):
         state = gradcomp.ddp.register(model, "terngrad", timeout_s=60)  # noqa: F841 - it lives as long as the program
 
     def step():
-        averager.rotate() if how == "rotate" else model(torch.ones(2, 64)).sum().backward()
+        averager.average_delayed() if how == "rotate" else model(torch.ones(2, 64)).sum().backward()
 
     for _ in range(3):
         step()

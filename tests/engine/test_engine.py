@@ -25,7 +25,7 @@ import gradcomp.ddp
 from gradcomp import GradcompError, GradientAverager, Options, PeerLost, PeerMismatch
 from gradcomp.comm import LocalCommunicator
 from gradcomp.engine.buckets import fuse
-from gradcomp.engine.options import Changes
+from gradcomp.engine.options import RENAMED, Changes
 from gradcomp.engine.step import Engine
 from gradcomp.exchange.agree import EXCHANGE_FIELDS
 from gradcomp.onebit_sgd import AggregateAdagrad, DoubleBuffer
@@ -36,16 +36,16 @@ DOORS = [gradcomp.ddp.register, gradcomp.ddp.CompressionState, GradientAverager,
 
 
 def test_options_are_the_same_by_name_and_as_one():
-    given = {"start_step": 3, "exclude": "a*", "exchange": "all_gather", "timeout_s": 5}
+    given = {"warmup_steps": 3, "exclude": "a*", "exchange": "all_gather", "timeout_s": 5}
     assert (
         Options.of(None, **given)
         == Options(**given)
-        == Options.of(Options(start_step=9, timeout_s=5), **given)
+        == Options.of(Options(warmup_steps=9, timeout_s=5), **given)
     )
-    assert Options.of(Options(start_step=9), min_numel=0).start_step == 9
+    assert Options.of(Options(warmup_steps=9), min_numel=0).warmup_steps == 9
     assert Options(exclude="a*").exclude == Options(exclude=["a*"]).exclude == ("a*",)
     with pytest.raises(AttributeError):
-        Options().start_step = 1
+        Options().warmup_steps = 1
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -65,10 +65,10 @@ def test_type_checkers_know_the_same_options():
 
 
 WRONG_OPTIONS = {
-    "start_step": (
-        {"start_step": -1},
+    "warmup_steps": (
+        {"warmup_steps": -1},
         ValueError,
-        "start_step must be an integer of at least 0, got -1",
+        "warmup_steps must be an integer of at least 0, got -1",
     ),
     "min_numel": (
         {"min_numel": 2.5},
@@ -121,15 +121,15 @@ WRONG_OPTIONS = {
         ValueError,
         r"grad_scaler must have get_scale\(\), got object",
     ),
-    "transactional": (
-        {"transactional": "yes"},
+    "atomic_steps": (
+        {"atomic_steps": "yes"},
         ValueError,
-        "transactional must be None, True or False, got 'yes'",
+        "atomic_steps must be None, True or False, got 'yes'",
     ),
     "both": (
-        {"grad_scaler": torch.amp.GradScaler("cpu"), "transactional": False},
+        {"grad_scaler": torch.amp.GradScaler("cpu"), "atomic_steps": False},
         ValueError,
-        "transactional=False cannot work with a grad_scaler",
+        "atomic_steps=False cannot work with a grad_scaler",
     ),
     "timeout": (
         {"timeout_s": 0},
@@ -139,7 +139,7 @@ WRONG_OPTIONS = {
     "typing error": (
         {"start_steps": 3},
         TypeError,
-        "there is no option 'start_steps'; did you mean 'start_step'?",
+        "there is no option 'start_steps'; did you mean 'warmup_steps'?",
     ),
     "guess": ({"timeout": 3}, TypeError, "no option 'timeout'; did you mean 'timeout_s'?"),
 }
@@ -160,7 +160,7 @@ def test_an_averager_takes_options_and_keywords_win():
     comm, named = LocalCommunicator.group(2)[0], list(nn.Linear(2, 2).named_parameters())
     comm.timeout_s = 7.0
     averager = GradientAverager(
-        named, "onebit", comm, Options(start_step=3, min_numel=5), min_numel=0
+        named, "onebit", comm, Options(warmup_steps=3, min_numel=5), min_numel=0
     )
     assert (
         "on 2 tensors (6 values)" in averager.describe() and "from step 3 on" in averager.describe()
@@ -179,13 +179,13 @@ def test_ranks_compare_every_option_that_could_make_them_differ():
         "grad_scaler",
         "timeout_s",
         "quality_every",
-        "start_codec",
-    }  # the last with start_step
+        "warmup_codec",
+    }  # the last with warmup_steps
     assert set(Options().compared()) == set(inspect.signature(Options).parameters) - own
     assert set(Options().compared()) <= set(EXCHANGE_FIELDS)
     assert (
         Options(grad_scaler=torch.amp.GradScaler("cpu")).compared()
-        == Options(transactional=True).compared()
+        == Options(atomic_steps=True).compared()
     )
 
 
@@ -260,23 +260,21 @@ def test_a_step_counts_on_all_ranks_or_on_none():
     ahead = threading.Event()
     (first, second), (before, after) = run_local(2, fail_in_step_one, (0,), ahead)
     assert ahead.is_set() and same(first, second) and after["step"] == before["step"] + 1
-    for before, after in run_local(
-        2, lambda comm: fail_in_step_one(comm, (0,), transactional=True)
-    ):
+    for before, after in run_local(2, lambda comm: fail_in_step_one(comm, (0,), atomic_steps=True)):
         assert same(before, after) and after["step"] == 1
 
 
 def test_steps_that_rotate_count_on_all_ranks_or_on_none():
     def run(comm):
-        _, averager, fill = averager_of(comm, transactional=True)
+        _, averager, fill = averager_of(comm, atomic_steps=True)
         fill(0)
-        averager.rotate()
+        averager.average_delayed()
         averager.flush()
         before = averager.state_dict()
         if comm.rank == 0:
             fails_in_its_last_stage(averager, 1, KeyError("mine"))
         fill(1)
-        averager.rotate()
+        averager.average_delayed()
         with pytest.raises((KeyError, PeerLost)):
             averager.flush()
         return same(before, averager.state_dict())
@@ -447,10 +445,10 @@ def test_anything_with_a_name_can_be_averaged():
     assert run_local(2, run) == [[1 - 1.5, 1 - 3.0, 5 - 4.5]] * 2
 
 
-@pytest.mark.parametrize("transactional", [False, True])
-def test_reset_goes_on_from_before_the_step_that_failed(transactional):
+@pytest.mark.parametrize("atomic_steps", [False, True])
+def test_reset_goes_on_from_before_the_step_that_failed(atomic_steps):
     def run(comm, fails):
-        params, averager, fill = averager_of(comm, transactional=transactional)
+        params, averager, fill = averager_of(comm, atomic_steps=atomic_steps)
         fill(0)
         averager.average()
         if fails:
@@ -461,7 +459,7 @@ def test_reset_goes_on_from_before_the_step_that_failed(transactional):
             assert all(p.grad.isnan().all() for p in params)
             averager.reset()
         fill(1)
-        averager.rotate()
+        averager.average_delayed()
         averager.flush()
         state = averager.state_dict()
         return [p.grad.clone() for p in params], state["step"], state["residual"]
@@ -477,7 +475,7 @@ def ddp_fails_and_goes_on():
     model = DistributedDataParallel(nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 3)))
     rank = torch.distributed.get_rank()
     with gradcomp.ddp.register(
-        model, "onebit", min_numel=0, transactional=True, timeout_s=20
+        model, "onebit", min_numel=0, atomic_steps=True, timeout_s=20
     ) as state:
 
         def backward():
@@ -534,7 +532,7 @@ def test_reset_says_so_where_the_failure_left_ranks_at_different_steps():
 
 
 @pytest.mark.parametrize(
-    "options", [{"exchange": "all_gather"}, {"exchange": "reduce_scatter", "transactional": True}]
+    "options", [{"exchange": "all_gather"}, {"exchange": "reduce_scatter", "atomic_steps": True}]
 )
 @pytest.mark.parametrize("seed", range(3))
 def test_delays_anywhere_change_no_bit(seed, options):
@@ -558,7 +556,7 @@ def test_delays_anywhere_change_no_bit(seed, options):
             fill(step)
             if delays:
                 time.sleep(draw.choice((0, 0.003)))
-            averager.average() if step % 2 else (averager.rotate(), averager.flush())
+            averager.average() if step % 2 else (averager.average_delayed(), averager.flush())
             found += [p.grad.clone() for p in params]
         return [*found, *averager.state_dict()["residual"].values()]
 
@@ -590,10 +588,10 @@ def test_what_is_dropped_without_close_gives_everything_back(fails):
     before = stage_threads()
 
     def run(comm):
-        _, averager, fill = averager_of(comm, transactional=True)
+        _, averager, fill = averager_of(comm, atomic_steps=True)
         fill(0)
         averager.average()
-        averager.rotate()
+        averager.average_delayed()
         averager.flush()
         if fails:
             fails_in_its_last_stage(averager, 1, KeyError("mine"))
@@ -685,3 +683,24 @@ def test_a_program_ends_at_once_with_an_exchange_under_way_and_without(how, stat
         for rank in ranks:
             rank.kill()
     assert max(took) < 14, took  # about 1.3 s where nobody else computes; the timeout is 60 s
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_an_option_of_an_earlier_version_says_how_it_is_called(name):
+    wanted = f"there is no option '{name}': it is called '{RENAMED[name]}'"
+    comm = LocalCommunicator.group(1)[0]
+    for call in (
+        lambda: Options(**{name: 1}),
+        lambda: GradientAverager(torch.nn.Linear(2, 2), "onebit", comm, **{name: 1}),
+    ):
+        with pytest.raises(TypeError, match=wanted):
+            call()
+
+
+def test_functions_of_an_earlier_version_say_how_they_are_called():
+    averager = GradientAverager(torch.nn.Linear(2, 2), "onebit", LocalCommunicator.group(1)[0])
+    with pytest.raises(AttributeError, match=r"'rotate': it is called average_delayed\(\)"):
+        averager.rotate  # noqa: B018
+    with pytest.raises(AttributeError, match="'compress': it is called gradcomp.fsdp.register"):
+        gradcomp.fsdp.compress  # noqa: B018
+    assert not hasattr(averager, "others") and not hasattr(gradcomp.fsdp, "others")

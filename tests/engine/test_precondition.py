@@ -320,7 +320,7 @@ def test_a_warm_start_takes_moments_in():
     """Steps in fp32 are exact; the first packed one already has units."""
 
     def run(comm):
-        got, averager = averages(comm, Block(2), 2, start_step=2)
+        got, averager = averages(comm, Block(2), 2, warmup_steps=2)
         return got, averager.state_dict()["second_moment"]["v"]
 
     for got, moments in run_local(2, run):
@@ -403,8 +403,8 @@ def what_register_says(codec, kind, options):
 @pytest.mark.parametrize(
     ("codec", "kind", "options", "says"),
     [
-        ("onebit", torch.optim.AdamW, {}, "0.41 nats.* precondition=True, start_step="),
-        ("onebit", torch.optim.NAdam, {"start_step": 10}, "precondition=True keeps"),
+        ("onebit", torch.optim.AdamW, {}, "0.41 nats.* precondition=True, warmup_steps="),
+        ("onebit", torch.optim.NAdam, {"warmup_steps": 10}, "precondition=True keeps"),
         ("block2", SplitAdamW, {}, r"Block\(bits=2.*under SplitAdamW.* 0.09 nats"),
         ("block2", torch.optim.Adam, {"precondition": True}, None),
         ("block4", torch.optim.Adam, {}, None),

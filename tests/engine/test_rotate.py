@@ -235,7 +235,7 @@ def sharded():
     model = fully_shard(model)
     x = torch.randn(16, 128, generator=torch.Generator().manual_seed(dist.get_rank()))
     total = 0
-    with gradcomp.fsdp.compress(model, CODEC) as state:
+    with gradcomp.fsdp.register(model, CODEC) as state:
         for _ in range(60):
             model.zero_grad()
             model(x).square().mean().backward()

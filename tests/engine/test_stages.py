@@ -16,7 +16,7 @@ NODES = {"exchange": "hierarchical", "nodes": [[0, 1], [2, 3]]}
 # codec, number of ranks, options; the same with another value, which ranks must not mix
 STAGES = {
     "none": ((OneBit(), 3, {}), {"min_numel": 7}),
-    "decay": ((Ternary(residual_decay=0.25), 3, {}), {"start_step": 9}),
+    "decay": ((Ternary(residual_decay=0.25), 3, {}), {"warmup_steps": 9}),
     "aggregate": (
         (OneBit(), 3, {"transform": AggregateAdagrad()}),
         {"transform": AggregateAdagrad(eps=1e-8)},
@@ -25,13 +25,13 @@ STAGES = {
     "precondition": ((Block(2), 3, {"precondition": True}), {"precondition": None}),
     "precondition-nodes": ((Block(2), 4, {"precondition": True, **NODES}), {"precondition": None}),
     "warm start": (
-        (OneBit(), 3, {"start_step": 2, "start_codec": Block(4)}),
-        {"start_step": 2, "start_codec": Block(8)},
+        (OneBit(), 3, {"warmup_steps": 2, "warmup_codec": Block(4)}),
+        {"warmup_steps": 2, "warmup_codec": Block(8)},
     ),
     "rotate": ((OneBit(rotate=True), 3, {}), {"min_numel": 7}),
     "nodes": ((OneBit(), 4, NODES), {"nodes": [[0, 2], [1, 3]]}),
     "nodes-ternary": (
-        (TernGrad(second_phase="requantize"), 4, {**NODES, "start_step": 1}),
+        (TernGrad(second_phase="requantize"), 4, {**NODES, "warmup_steps": 1}),
         {"nodes": [[0, 2], [1, 3]]},
     ),
 }
@@ -86,7 +86,7 @@ WAYS = [
     {},
     {"bucket_cap_mb": 0.004},
     {"slice_numel": 300, "quality_every": 2},
-    {"slice_numel": 300, "transactional": True},
+    {"slice_numel": 300, "atomic_steps": True},
 ]
 
 
@@ -107,13 +107,13 @@ def test_all_ranks_have_the_same_averages_whatever_the_buckets_and_slices(stage,
 
 
 @each_stage
-@pytest.mark.parametrize("transactional", [False, True])
-def test_a_value_that_is_not_finite_leaves_no_trace(stage, transactional):
+@pytest.mark.parametrize("atomic_steps", [False, True])
+def test_a_value_that_is_not_finite_leaves_no_trace(stage, atomic_steps):
     """Of a whole step nothing stays, in whatever bucket the value is; else, of its bucket."""
 
     def work(comm, stage):
-        cap = 0.004 if transactional else 25
-        run = Run(comm, stage, transactional=transactional, bucket_cap_mb=cap)
+        cap = 0.004 if atomic_steps else 25
+        run = Run(comm, stage, atomic_steps=atomic_steps, bucket_cap_mb=cap)
         run.step(0), run.step(1), run.step(2)
         before = run.held()
         spoilt = run.step(3, bad=True)
@@ -206,5 +206,5 @@ def test_ranks_with_other_options_are_a_mismatch(stage):
             Run(comm, stage, **(changes if comm.rank == 1 else {})).step(0)
         return caught.value.field, caught.value.rank
 
-    field = "start_step" if "start_step" in changes else next(iter(changes))
+    field = "warmup_steps" if "warmup_steps" in changes else next(iter(changes))
     assert over_ranks(stage, work) == [(field, 1)] * STAGES[stage][0][1]

@@ -145,7 +145,7 @@ def logged(kind):
         state = gradcomp.ddp.register(model, "onebit", quality_every=2)
     elif kind == "fsdp":
         model = fully_shard(model)
-        state = gradcomp.fsdp.compress(model, "terngrad")
+        state = gradcomp.fsdp.register(model, "terngrad")
     elif kind == "averager":
         state = gradcomp.GradientAverager(model, "terngrad")
     else:

@@ -349,7 +349,7 @@ def test_what_is_owed_is_owed_by_the_new_ranks(old, new):
 
 
 def test_warm_start_leaves_everything_clean():
-    """Before start_step gradients are plain averages; from there on it is a run that begins."""
+    """Before warmup_steps gradients are plain averages; from there on it is a run that begins."""
 
     def run(comm, start, steps):
         named = parameters()
@@ -358,7 +358,7 @@ def test_warm_start_leaves_everything_clean():
             OneBit(),
             comm,
             transform=AggregateAdagrad(),
-            start_step=start,
+            warmup_steps=start,
             min_numel=1024,
         )
         out = []

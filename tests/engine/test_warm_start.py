@@ -21,7 +21,7 @@ def gradient(name, step, rank):
 def run(comm, codec, steps=8, first=0, state=None, **options):
     """Return sums of averages and of own gradients, bytes of every step, and the averager."""
     named = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
-    options = {"start_step": START, "start_codec": Block(4), "min_numel": 0, **options}
+    options = {"warmup_steps": START, "warmup_codec": Block(4), "min_numel": 0, **options}
     averager = GradientAverager(named.items(), codec, comm, **options)
     if state is not None:
         averager.load_state_dict(state)
@@ -82,8 +82,8 @@ def test_it_goes_with_other_options_and_replicas_stay_equal(codec, options):
 def test_a_warm_start_in_identity_is_that_in_fp32():
     def one(comm):
         return (
-            run(comm, OneBit(), start_codec=Identity())[0],
-            run(comm, OneBit(), start_codec=None)[0],
+            run(comm, OneBit(), warmup_codec=Identity())[0],
+            run(comm, OneBit(), warmup_codec=None)[0],
         )
 
     for packed, plain in run_local(2, one):
@@ -99,7 +99,7 @@ def test_the_warm_up_of_an_optimizer_whose_momentum_travels(kind):
     def one(comm, codec):
         p = nn.Parameter(torch.ones(40, 60))
         optimizer = kind([p], lr=0.01, freeze_step=40)
-        options = {"start_codec": codec, "min_numel": 0, "precondition": True}
+        options = {"warmup_codec": codec, "min_numel": 0, "precondition": True}
         averager = GradientAverager([("w", p)], OneBit(), comm, optimizer=optimizer, **options)
         sent = []
         for step in range(60):
@@ -117,18 +117,18 @@ def test_the_warm_up_of_an_optimizer_whose_momentum_travels(kind):
 
 
 def test_what_is_refused():
-    with pytest.raises(ValueError, match=r"start_codec=Block\(bits=4.* start_step, which is 0"):
-        Options(start_codec=Block(4)).under(None)
+    with pytest.raises(ValueError, match=r"warmup_codec=Block\(bits=4.* warmup_steps, which is 0"):
+        Options(warmup_codec=Block(4)).under(None)
     with pytest.raises(ValueError, match="unknown codec 'block5'"):
-        Options(start_codec="block5", start_step=3)
+        Options(warmup_codec="block5", warmup_steps=3)
     with pytest.raises(TypeError, match="codec must be"):
-        Options(start_codec=3, start_step=3)
+        Options(warmup_codec=3, warmup_steps=3)
     optimizer = OneBitAdam([nn.Parameter(torch.zeros(3))], freeze_step=2)
-    with pytest.raises(ValueError, match="start_step=3 does not go with OneBitAdam"):
-        Options(start_codec="block4", start_step=3).under(optimizer)
+    with pytest.raises(ValueError, match="warmup_steps=3 does not go with OneBitAdam"):
+        Options(warmup_codec="block4", warmup_steps=3).under(optimizer)
     optimizer = ZeroOneAdam([nn.Parameter(torch.zeros(3))], var_freeze_step=2)
     with pytest.raises(
         ValueError, match="does not go with ZeroOneAdam: gradients and momenta take turns"
     ):
-        Options(start_codec="block4").under(optimizer)
-    assert repr(Options(start_codec="block4", start_step=3).start_codec) == repr(Block(4))
+        Options(warmup_codec="block4").under(optimizer)
+    assert repr(Options(warmup_codec="block4", warmup_steps=3).warmup_codec) == repr(Block(4))

@@ -254,7 +254,7 @@ def test_wrong_arguments():
     for options in (
         {"bucket_cap_mb": 0},
         {"min_numel": -1},
-        {"start_step": -2},
+        {"warmup_steps": -2},
         {"exchange": "ring"},
         {"timeout_s": -1},
     ):

@@ -140,7 +140,7 @@ class Fsdp(Entry):
         return fully_shard(model)
 
     def open(self, codec, **options):
-        return gradcomp.fsdp.compress(self.model, codec, **options)
+        return gradcomp.fsdp.register(self.model, codec, **options)
 
 
 class Local(Entry):

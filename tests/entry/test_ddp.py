@@ -616,7 +616,7 @@ REFUSED = {
     ),
     "FSDP2": (
         lambda model: gradcomp.ddp.register(fully_shard(small_model()), "terngrad"),
-        "TypeError: .*for FSDP2 use gradcomp.fsdp.compress$",
+        "TypeError: .*for FSDP2 use gradcomp.fsdp.register$",
     ),
     "a class": (
         lambda model: gradcomp.ddp.register(model, OneBit),

@@ -104,12 +104,12 @@ def fails_in_averager(comm, way):
         return all_nan(model)
 
 
-@pytest.mark.parametrize("way", ["average", "rotate"])
+@pytest.mark.parametrize("way", ["average", "average_delayed"])
 def test_a_failed_average_leaves_no_local_gradient(way):
     assert run_local(2, fails_in_averager, way) == [True, True]
 
 
-@pytest.mark.parametrize("way", ["average", "rotate"])
+@pytest.mark.parametrize("way", ["average", "average_delayed"])
 def test_a_refused_gradient_leaves_no_local_gradient(way):
     """All ranks refuse alike before anything is sent: a step that is taken nevertheless must not
     be one of each rank's own.
@@ -156,7 +156,7 @@ def goes_on_after_an_exception():
     """
     module = copy.deepcopy(MODEL)
     model = DDP(module, bucket_cap_mb=0.005)
-    state = gradcomp.ddp.register(model, "onebit", min_numel=0, timeout_s=20, transactional=True)
+    state = gradcomp.ddp.register(model, "onebit", min_numel=0, timeout_s=20, atomic_steps=True)
     backward(model)
     before = state.state_dict()
     handle = module[0].weight.register_hook(lambda grad: 1 / 0)
@@ -174,7 +174,7 @@ def goes_on_after_an_exception():
     state.close()
     del model
     model = DDP(module, bucket_cap_mb=0.005)
-    state = gradcomp.ddp.register(model, "onebit", min_numel=0, timeout_s=20, transactional=True)
+    state = gradcomp.ddp.register(model, "onebit", min_numel=0, timeout_s=20, atomic_steps=True)
     state.load_state_dict(saved)
     model.zero_grad()
     backward(model, 1)
@@ -234,7 +234,7 @@ def unequal(comm, way):
         return caught.value.field, caught.value.rank, all_nan(model)
 
 
-@pytest.mark.parametrize("way", ["average", "rotate"])
+@pytest.mark.parametrize("way", ["average", "average_delayed"])
 def test_unequal_initial_parameters_are_named(way):
     assert run_local(3, unequal, way) == [("parameter 0.weight", 2, True)] * 3
 
@@ -593,7 +593,7 @@ def other_calls(what):
         )
     if what == "average":
         return told(GradientAverager(model, "terngrad", comm).average)
-    return told(lambda: gradcomp.fsdp.compress(shards, "terngrad", timeout_s=20))
+    return told(lambda: gradcomp.fsdp.register(shards, "terngrad", timeout_s=20))
 
 
 @pytest.mark.parametrize(
@@ -613,7 +613,7 @@ def other_calls(what):
             r"rank 0 has 100 values \(key=0, .*rank 1 has 70000 values \(key=1, ",
         ),
         ("average", "call", r"rank 0 has DiLoCo, rank 1 has average\(\)"),
-        ("compress", "call", r"rank 0 has DiLoCo, rank 1 has gradcomp.fsdp.compress"),
+        ("compress", "call", r"rank 0 has DiLoCo, rank 1 has gradcomp.fsdp.register"),
     ],
 )
 def test_ranks_that_do_other_things_are_told_and_live(gloo, what, field, said):
@@ -664,8 +664,8 @@ HASH = re.compile(r"\d{12,}|[0-9a-f]{16,}")
             ("None", "Precondition(beta=0.95, floor=0.01)"),
         ),
         (
-            ({"start_step": 3}, {"start_step": 3, "start_codec": "block4"}),
-            "start_step",
+            ({"warmup_steps": 3}, {"warmup_steps": 3, "warmup_codec": "block4"}),
+            "warmup_steps",
             ("3", '(3, "Block(bits=4'),
         ),
         (({"min_numel": 5}, {}), "min_numel", ("5", "None")),
@@ -683,7 +683,7 @@ HASH = re.compile(r"\d{12,}|[0-9a-f]{16,}")
             "transform",
             ("AggregateAdagrad(eps=1e-05", "AggregateAdagrad(eps=1e-06"),
         ),
-        (({"transactional": True}, {}), "transactional", ("1", "0")),
+        (({"atomic_steps": True}, {}), "atomic_steps", ("1", "0")),
         (
             ({"exchange": "all_gather"}, {"exchange": "reduce_scatter"}),
             "exchange",

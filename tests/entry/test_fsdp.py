@@ -1,4 +1,4 @@
-"""`gradcomp.fsdp.compress`: shards against the reference, wrappings, accumulation, dtypes, bad
+"""`gradcomp.fsdp.register`: shards against the reference, wrappings, accumulation, dtypes, bad
 days.
 """
 
@@ -168,7 +168,7 @@ def trained(codec, steps, finely, wrapping=None, settings=None, bad=None):
     """Return the shards of every step's gradients, what `describe` and `stats` say."""
     model = wrap(fresh(), finely, **(wrapping or {}))
     rank = dist.get_rank()
-    with gradcomp.fsdp.compress(model, codec, min_numel=MIN_NUMEL, **(settings or {})) as state:
+    with gradcomp.fsdp.register(model, codec, min_numel=MIN_NUMEL, **(settings or {})) as state:
         out = []
         for step in range(steps):
             model.zero_grad()
@@ -199,7 +199,7 @@ def test_shards_are_the_references(gloo, name, world, finely):
 
 def sent(codec):
     model = fully_shard(nn.Linear(1024, 512, bias=False))
-    with gradcomp.fsdp.compress(model, codec) as state:
+    with gradcomp.fsdp.register(model, codec) as state:
         model(torch.randn(4, 1024)).sum().backward()
         return state.stats.bytes_sent, state.stats.baseline_bytes
 
@@ -237,7 +237,7 @@ def in_half(dtype):
         dist.get_rank(),
         dist.get_world_size(),
     )
-    with gradcomp.fsdp.compress(model, Identity(), min_numel=0) as state:
+    with gradcomp.fsdp.register(model, Identity(), min_numel=0) as state:
         loss_of(model, 0, rank).backward()
         assert state.plain == 0
     worst = 0.0
@@ -265,7 +265,7 @@ def test_a_value_that_is_not_finite_leaves_residuals_alone(gloo):
 
 def accumulated():
     model, rank = wrap(fresh(), True), dist.get_rank()
-    with gradcomp.fsdp.compress(model, TernGrad(seed=3), min_numel=MIN_NUMEL) as state:
+    with gradcomp.fsdp.register(model, TernGrad(seed=3), min_numel=MIN_NUMEL) as state:
         for micro in range(3):
             model.set_requires_gradient_sync(micro == 2)
             loss_of(model, micro, rank).backward()
@@ -287,7 +287,7 @@ def test_gradients_that_accumulate_are_exchanged_once(gloo):
 def without_some(finely):
     model, rank = wrap(fresh(), finely), dist.get_rank()
     with (
-        gradcomp.fsdp.compress(model, TernGrad(), min_numel=MIN_NUMEL) as state,
+        gradcomp.fsdp.register(model, TernGrad(), min_numel=MIN_NUMEL) as state,
         warnings.catch_warnings(record=True) as said,
     ):
         warnings.simplefilter("always")
@@ -318,7 +318,7 @@ def with_frozen():
     """
     out, rank = [], dist.get_rank()
     model = wrap(fresh(), False)
-    with gradcomp.fsdp.compress(model, TernGrad(seed=3), min_numel=MIN_NUMEL) as state:
+    with gradcomp.fsdp.register(model, TernGrad(seed=3), min_numel=MIN_NUMEL) as state:
         for step, frozen in enumerate((False, True, False)):
             model.second.weight.requires_grad_(not frozen)
             model.zero_grad()
@@ -356,7 +356,7 @@ def resumed(codec, residuals, folder):
     """
     options = {"residuals": residuals, "min_numel": 0}
     model = wrap(fresh(), True)
-    with gradcomp.fsdp.compress(model, codec, **options) as state:
+    with gradcomp.fsdp.register(model, codec, **options) as state:
         run(model, range(2))
         saved = copy.deepcopy(state.state_dict())
         dcp.save({"model": model.state_dict(), "gradcomp": state}, checkpoint_id=folder)
@@ -371,7 +371,7 @@ def resumed(codec, residuals, folder):
         lambda state, _: state.load(folder),
     ):
         model = wrap(fresh(), False)
-        with gradcomp.fsdp.compress(model, codec, **options) as state:
+        with gradcomp.fsdp.register(model, codec, **options) as state:
             load(state, model)
             later = run(model, range(2, 4))
             out.append(all(torch.equal(a, b) for a, b in zip(whole, later, strict=True)))
@@ -394,7 +394,7 @@ def partly_frozen(frozen):
 
 def saved_by(folder, frozen=False):
     model = wrap(partly_frozen(frozen), True)
-    with gradcomp.fsdp.compress(model, "onebit", min_numel=MIN_NUMEL) as state:
+    with gradcomp.fsdp.register(model, "onebit", min_numel=MIN_NUMEL) as state:
         run(model, range(2))
         dcp.save({"gradcomp": state}, checkpoint_id=folder)
         return state.state_dict()
@@ -407,7 +407,7 @@ def goes_on_with(folder, states):
     states = [{**one, "codec": one["codec"].replace(", residual_decay=1.0", "")} for one in states]
     for load in (lambda state: state.load(folder), lambda state: state.load_state_dict(states)):
         model = wrap(fresh(), False)
-        with gradcomp.fsdp.compress(model, "onebit", min_numel=MIN_NUMEL) as state:
+        with gradcomp.fsdp.register(model, "onebit", min_numel=MIN_NUMEL) as state:
             load(state)
             after = state.state_dict()
             out.append(after["residual"][str(dist.get_rank())])
@@ -443,7 +443,7 @@ def goes_on_alone(folder, states, frozen):
     out, exact = [], {name: grads[0] for name, grads in gradients(2, 1).items()}
     for load in (lambda state: state.load(folder), lambda state: state.load_state_dict(states)):
         model = wrap(partly_frozen(frozen), False)
-        with gradcomp.fsdp.compress(model, "onebit", min_numel=MIN_NUMEL) as state:
+        with gradcomp.fsdp.register(model, "onebit", min_numel=MIN_NUMEL) as state:
             single = state.state_dict()
             with pytest.raises(
                 ValueError,
@@ -467,7 +467,7 @@ def goes_on_alone(folder, states, frozen):
 
 def takes(single):
     model = wrap(fresh(), False)
-    with gradcomp.fsdp.compress(model, "onebit", min_numel=MIN_NUMEL) as state:
+    with gradcomp.fsdp.register(model, "onebit", min_numel=MIN_NUMEL) as state:
         run(model, range(2))
         state.load_state_dict(single)
         after = state.state_dict()
@@ -578,7 +578,7 @@ REFUSED_STATES = [
 
 def misloaded(residuals):
     model = wrap(fresh(), True)
-    with gradcomp.fsdp.compress(model, "onebit", min_numel=MIN_NUMEL, residuals=residuals) as state:
+    with gradcomp.fsdp.register(model, "onebit", min_numel=MIN_NUMEL, residuals=residuals) as state:
         good, rank = state.state_dict(), str(dist.get_rank())
         tracemalloc.start()
         for make, said in REFUSED_STATES:
@@ -609,7 +609,7 @@ def test_states_that_are_refused(gloo, residuals):
 def in_two_dimensions():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model, rank = fully_shard(fresh(), mesh=mesh), dist.get_rank()
-    with gradcomp.fsdp.compress(model, TernGrad(seed=3), min_numel=MIN_NUMEL):
+    with gradcomp.fsdp.register(model, TernGrad(seed=3), min_numel=MIN_NUMEL):
         loss_of(model, 0, rank).backward()
         return {name: p.grad.to_local().numpy().copy() for name, p in model.named_parameters()}
 
@@ -646,7 +646,7 @@ def squared_error(replicas):
     )
     model = fully_shard(nn.Linear(128, 128, bias=False), **({"mesh": mesh} if mesh else {}))
     x = torch.randn(16, 128)
-    with gradcomp.fsdp.compress(model, TernGrad(clip_sigma=None)) as state:
+    with gradcomp.fsdp.register(model, TernGrad(clip_sigma=None)) as state:
         model(x).square().mean().backward()
         noisy = model.weight.grad.full_tensor()
         assert state.plain == 0
@@ -774,7 +774,7 @@ def beside_tensor_parallelism(codec):
     x = torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(7))[
         mesh["data"].get_local_rank()
     ]
-    with gradcomp.fsdp.compress(model, codec) if codec else contextlib.nullcontext() as state:
+    with gradcomp.fsdp.register(model, codec) if codec else contextlib.nullcontext() as state:
         for _ in range(2):
             model.zero_grad()
             model(x).square().mean().backward()
@@ -807,43 +807,43 @@ def test_beside_tensor_parallelism_a_ranks_part_is_a_tensor_of_its_own(gloo):
 # the call, and what it says
 REFUSED_CALLS = [
     (
-        lambda model: gradcomp.fsdp.compress(model, Block(4), residuals="fp8"),
+        lambda model: gradcomp.fsdp.register(model, Block(4), residuals="fp8"),
         "ValueError: residuals must be one of .*fp32.*, got 'fp8'",
     ),
     (
-        lambda model: gradcomp.fsdp.compress(model, weights="terngrad"),
+        lambda model: gradcomp.fsdp.register(model, weights="terngrad"),
         "ValueError: weights='terngrad': weights are gathered as 'block8'",
     ),
     (
-        lambda model: gradcomp.fsdp.compress(model, weights=Block(2)),
+        lambda model: gradcomp.fsdp.register(model, weights=Block(2)),
         "ValueError: weights=Block.bits=2.*are gathered as 'block8'",
     ),
     (
-        lambda model: gradcomp.fsdp.compress(model, keep_weights=True),
+        lambda model: gradcomp.fsdp.register(model, keep_weights=True),
         "ValueError: keep_weights=True keeps packed weights: say how they are packed",
     ),
     (
-        lambda model: gradcomp.fsdp.compress(fresh(), "terngrad"),
+        lambda model: gradcomp.fsdp.register(fresh(), "terngrad"),
         "TypeError: no module of this model is wrapped by .*fully_shard; for DDP",
     ),
     (
-        lambda model: gradcomp.fsdp.compress(model.parameters(), "terngrad"),
+        lambda model: gradcomp.fsdp.register(model.parameters(), "terngrad"),
         "TypeError: model must be a torch.nn.Module, got generator",
     ),
     (
-        lambda model: gradcomp.fsdp.compress(model, "terngrad", precondition=True),
+        lambda model: gradcomp.fsdp.register(model, "terngrad", precondition=True),
         "ValueError: precondition=.* is of exchanges of whole gradients",
     ),
     (
-        lambda model: gradcomp.fsdp.compress(model, "terngrad", Options(start_step=3)),
-        "ValueError: start_step=3 is of exchanges",
+        lambda model: gradcomp.fsdp.register(model, "terngrad", Options(warmup_steps=3)),
+        "ValueError: warmup_steps=3 is of exchanges",
     ),
     (
-        lambda model: gradcomp.fsdp.compress(model, "terngrad", exclude="nothing"),
+        lambda model: gradcomp.fsdp.register(model, "terngrad", exclude="nothing"),
         "ValueError: exclude='nothing' matches no parameter",
     ),
     (
-        lambda model: gradcomp.fsdp.compress(model, "terngrad" if dist.get_rank() else Identity()),
+        lambda model: gradcomp.fsdp.register(model, "terngrad" if dist.get_rank() else Identity()),
         "PeerMismatch: .*codec",
     ),
     (
@@ -863,16 +863,16 @@ def refusals():
             call(model)
         assert re.search(said, f"{caught.type.__name__}: {caught.value}"), caught.value
     loss_of(model, 0, 0).backward()  # torch's own still
-    with gradcomp.fsdp.compress(model, "onebit") as first:
+    with gradcomp.fsdp.register(model, "onebit") as first:
         for again in (model, model.second):
             with pytest.raises(
                 ValueError,
                 match=r"has been called for this model .* codec OneBit.*: close\(\) the state",
             ):
-                gradcomp.fsdp.compress(again, "terngrad")
+                gradcomp.fsdp.register(again, "terngrad")
         loss_of(model, 0, 0).backward()
         assert first.stats.steps > 0, "the first one goes on"
-    gradcomp.fsdp.compress(model, "terngrad").close()
+    gradcomp.fsdp.register(model, "terngrad").close()
 
 
 def test_what_is_refused(gloo):
@@ -883,7 +883,7 @@ def misused():
     inner = nn.Sequential(nn.Linear(4, 32), nn.Linear(32, 4))
     fully_shard(inner[0])
     said = []
-    with gradcomp.fsdp.compress(inner, "terngrad"):
+    with gradcomp.fsdp.register(inner, "terngrad"):
         fully_shard(inner[1])
         fully_shard(inner)
         try:
@@ -891,7 +891,7 @@ def misused():
         except gradcomp.GradcompError as error:
             said.append(str(error))
     try:
-        gradcomp.fsdp.compress(
+        gradcomp.fsdp.register(
             FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
         )
     except TypeError as error:
@@ -901,7 +901,7 @@ def misused():
 
 def test_models_that_are_sharded_too_late_or_by_fsdp1(gloo):
     for late, first in gloo(2, misused):
-        assert "fully_shard came after gradcomp.fsdp.compress for 1 modules (FSDPLinear" in late
+        assert "fully_shard came after gradcomp.fsdp.register for 1 modules (FSDPLinear" in late
         assert (
             "FullyShardedDataParallel is FSDP1: wrap with torch.distributed.fsdp.fully_shard"
             in first
@@ -916,7 +916,7 @@ def dropped(door):
     opened = (
         ReplicaAverage(model, mesh["replica"].get_group())
         if door == "replicas"
-        else gradcomp.fsdp.compress(model, "terngrad")
+        else gradcomp.fsdp.register(model, "terngrad")
     )
     del opened  # who registers in a function keeps nothing
     with warnings.catch_warnings(record=True) as warned:
@@ -965,7 +965,7 @@ def stateful(door):
         model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     fully_shard(model, mesh=mesh["shard" if door == "replicas" else "replica"])
     if door == "compress":
-        opened = gradcomp.fsdp.compress(model, "terngrad")
+        opened = gradcomp.fsdp.register(model, "terngrad")
         model.to_empty(device="cpu")
     else:
         model.to_empty(device="cpu")
@@ -1006,7 +1006,7 @@ def with_packed_weights(finely, weights, policy, prefetched):
     model, rank = fresh(), dist.get_rank()
     whole = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
     model = wrap(model, finely, **({"mp_policy": policy} if policy else {}))
-    with gradcomp.fsdp.compress(
+    with gradcomp.fsdp.register(
         model, TernGrad(seed=3), weights=weights, min_numel=MIN_NUMEL
     ) as state:
         if prefetched:
@@ -1080,7 +1080,7 @@ def test_weights_that_arrive_early_are_the_same(gloo):
 
 def bytes_of_weights(weights):
     model = fully_shard(nn.Linear(1024, 512, bias=False))
-    with gradcomp.fsdp.compress(model, "terngrad", weights=weights) as state:
+    with gradcomp.fsdp.register(model, "terngrad", weights=weights) as state:
         with torch.no_grad():
             model(torch.randn(4, 1024))
         return state.weights_stats.bytes_sent, state.weights_stats.compression_ratio
@@ -1096,7 +1096,7 @@ def test_what_weights_send(gloo):
 def with_a_weight_that_is_nan():
     model, rank = wrap(fresh(), True), dist.get_rank()
     with (
-        gradcomp.fsdp.compress(model, "terngrad", weights="block8", min_numel=0) as state,
+        gradcomp.fsdp.register(model, "terngrad", weights="block8", min_numel=0) as state,
         torch.no_grad(),
     ):
         if rank == 1:
@@ -1135,7 +1135,7 @@ def twice(hooked):
     if hooked:
         for p in model.parameters():
             p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.to_local().clone()))
-    with gradcomp.fsdp.compress(model, Identity(), min_numel=0):
+    with gradcomp.fsdp.register(model, Identity(), min_numel=0):
         for step in range(2):  # gradients add up
             model(
                 torch.randn(
@@ -1190,7 +1190,7 @@ def with_kept_weights(keep, recompute=None, between="", reshard=None):
     for layer in model.layers:
         fully_shard(layer, reshard_after_forward=reshard)
     fully_shard(model)
-    with gradcomp.fsdp.compress(
+    with gradcomp.fsdp.register(
         model, Identity(), weights="block8", keep_weights=keep, min_numel=0
     ) as state:
         assert (", which backward takes from forward" in state.describe()) == keep
@@ -1272,7 +1272,7 @@ def test_weights_kept_by_a_forward_without_backward_are_not_the_next_steps(gloo)
 
 def with_a_weight_that_is_nan_kept():
     model, rank = wrap(fresh(), True, reshard_after_forward=True), dist.get_rank()
-    with gradcomp.fsdp.compress(
+    with gradcomp.fsdp.register(
         model, "terngrad", weights="block8", keep_weights=True, min_numel=0
     ) as state:
         if rank == 1:
@@ -1310,7 +1310,7 @@ def in_another_order(codec, weights, trains):
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = wrap(Either(), True)
-    with gradcomp.fsdp.compress(model, codec, weights=weights, min_numel=0, timeout_s=20) as state:
+    with gradcomp.fsdp.register(model, codec, weights=weights, min_numel=0, timeout_s=20) as state:
         model(torch.randn(8, 40), False).square().mean().backward()
         draws = state.stats.steps
         try:
@@ -1354,7 +1354,7 @@ def going_on_alone(codec, weights):
     """
     rank, said = dist.get_rank(), []
     model = wrap(Either(), True, reshard_after_forward=weights is not None)
-    state = gradcomp.fsdp.compress(model, codec, weights=weights, min_numel=0, timeout_s=20)
+    state = gradcomp.fsdp.register(model, codec, weights=weights, min_numel=0, timeout_s=20)
     model.left.set_modules_to_backward_prefetch([model.left])  # gathers nothing by torch later on
     out = model(torch.randn(8, 40), False)
     if rank == 1:
@@ -1409,7 +1409,7 @@ def lost_in_backward(folder, weights):
     fully_shard(model)
     for layer in model.layers:  # none is gathered for backward before its turn
         layer.set_modules_to_backward_prefetch([layer])
-    state = gradcomp.fsdp.compress(model, OneBit(), weights=weights, min_numel=0, timeout_s=20)
+    state = gradcomp.fsdp.register(model, OneBit(), weights=weights, min_numel=0, timeout_s=20)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
 
     def die(_):
@@ -1599,7 +1599,7 @@ def in_flight(count, scenario, codec, wrapping, replicas=False):
         mock.patch("gradcomp.fsdp.state.IN_FLIGHT", count),
         mock.patch.object(ReduceScatter, "start", starts),
         mock.patch.object(ReduceScatter, "finish", finishes),
-        gradcomp.fsdp.compress(model, codec, min_numel=MIN_NUMEL) as state,
+        gradcomp.fsdp.register(model, codec, min_numel=MIN_NUMEL) as state,
     ):
         found = scenario(state, model)
         saved = state.state_dict()
@@ -1661,7 +1661,7 @@ def in_another_order_everywhere(count):
     model, out = wrap(Either(), True), []
     with (
         mock.patch("gradcomp.fsdp.state.IN_FLIGHT", count),
-        gradcomp.fsdp.compress(model, OneBit(), min_numel=0) as state,
+        gradcomp.fsdp.register(model, OneBit(), min_numel=0) as state,
     ):
         for step in range(4):
             model.zero_grad()
@@ -1677,7 +1677,7 @@ def test_modules_may_come_in_another_order_on_every_rank(gloo):
 
 def loaded_after_an_error(fails):
     model = wrap(fresh(), True)
-    with gradcomp.fsdp.compress(model, OneBit(), min_numel=MIN_NUMEL) as state:
+    with gradcomp.fsdp.register(model, OneBit(), min_numel=MIN_NUMEL) as state:
         run(model, range(2))
         saved = copy.deepcopy(state.state_dict())
         if fails:
@@ -1706,7 +1706,7 @@ def lost_with_two_under_way():
         fully_shard(layer, reshard_after_forward=False)
     fully_shard(model)
     model.set_reshard_after_backward(False)  # nothing is gathered again
-    state = gradcomp.fsdp.compress(model, OneBit(), min_numel=0, timeout_s=20)
+    state = gradcomp.fsdp.register(model, OneBit(), min_numel=0, timeout_s=20)
 
     def leave(_):
         time.sleep(0.5)  # what it has begun to send arrives

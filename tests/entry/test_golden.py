@@ -128,7 +128,7 @@ def averager(
             p.grad = gradient(shape, step, comm.rank, tag, dtype) * (scaler.value if scaler else 1)
         if bad is not None and (comm.rank, step) == (1, 2):
             getattr(model, bad[0]).grad.view(-1)[bad[1]] = float("nan")
-        run.rotate() if delayed else run.average()
+        run.average_delayed() if delayed else run.average()
         averages += [bytes_of(p.grad) for p in model.parameters() if p.grad is not None]
         if discard == step:
             run.discard_step()
@@ -266,7 +266,7 @@ def fsdp(
         sharded["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for module in (model.first, model.second, model):
         fully_shard(module, **sharded)
-    run = gradcomp.fsdp.compress(model, codec, **LIMITS | options)
+    run = gradcomp.fsdp.register(model, codec, **LIMITS | options)
     if states:
         run.load_state_dict(states)
     averages, begun = [], STEPS if states else 0
@@ -346,7 +346,7 @@ for name in ("all_gather", "reduce_scatter"):
     way = {"exchange": name}
     row(f"precondition, {name}", averager, 3, Ternary(), precondition=True, **way)
     row(f"precondition, slices, {name}", averager, 3, Block(2), precondition=True, **SLICED, **way)
-    row(f"warm start, {name}", averager, 3, OneBit(), start_step=2, **way)
+    row(f"warm start, {name}", averager, 3, OneBit(), warmup_steps=2, **way)
     row(f"local adagrad, {name}", averager, 3, OneBit(), transform=LocalAdagrad(), **way)
     row(f"buckets, {name}", averager, 3, Ternary(), bucket_cap_mb=0.004, **way)
     row(f"resharded, {name}", resharded, 2, OneBit(), **way)
@@ -380,13 +380,13 @@ row("adagrad, slices", averager, 3, OneBit(), transform=AggregateAdagrad(), **SL
 row("adagrad, loss scale", averager, 3, OneBit(), transform=AggregateAdagrad(), scaled=True)
 row("precondition, bf16", averager, 3, Ternary(), precondition=True, dtype=torch.bfloat16)
 row("precondition, nodes", averager, 4, Block(2), precondition=True, **NODES)
-row("warm start, packed", averager, 3, OneBit(), start_step=2, start_codec=Block(4))
+row("warm start, packed", averager, 3, OneBit(), warmup_steps=2, warmup_codec=Block(4))
 row("aggregate adagrad", averager, 3, OneBit(), transform=AggregateAdagrad())
 row("1-bit adam", averager, 3, OneBit(), optimizer=partial(OneBitAdam, lr=0.01, freeze_step=2))
 row("not finite, first slice", averager, 3, Ternary(), bad=("w", 3), **SLICED)
 row("not finite, last slice", averager, 3, OneBit(), bad=("v", 1100), **SLICED)
 row("not finite, excluded tensor", averager, 2, Ternary(), bad=("b", 2))
-row("not finite, transactional", averager, 2, Ternary(), bad=("v", 7), transactional=True)
+row("not finite, atomic_steps", averager, 2, Ternary(), bad=("v", 7), atomic_steps=True)
 row("discarded", averager, 3, OneBit(), discard=2)
 row("loss scale", averager, 3, OneBit(), scaled=True)
 row("local adagrad, loss scale", averager, 3, OneBit(), transform=LocalAdagrad(), scaled=True)
@@ -395,13 +395,30 @@ row("terngrad, resumed", averager, 3, TernGrad(), resumes=2)
 row("loss scale, resumed", averager, 3, OneBit(), scaled=True, resumes=3)
 row("delayed, flushed", averager, 2, OneBit(), delayed=True, flushes=True)
 row("local steps, fragments", local_steps, 2, Ternary(), fragments=2)
-row("local steps, fragments, delay", local_steps, 2, OneBit(), fragments=2, delay=1, sync_every=4)
+row(
+    "local steps, fragments, delay",
+    local_steps,
+    2,
+    OneBit(),
+    fragments=2,
+    fragment_sync_delay=1,
+    sync_every=4,
+)
 row("local steps, owners", local_steps, 3, OneBit(), shard_outer=True)
-row("local steps, warm start", local_steps, 2, OneBit(), start_step=2, start_codec=Ternary())
+row("local steps, warm start", local_steps, 2, OneBit(), warmup_steps=2, warmup_codec=Ternary())
 row("local steps, fragments, draws", local_steps, 2, TernGrad(), fragments=2)
 row("local steps, precondition", local_steps, 2, Block(2), precondition=True)
 row("local steps, not finite", local_steps, 2, OneBit(), bad=3)
-row("local steps, resumed", local_steps, 2, OneBit(), fragments=2, delay=1, sync_every=4, resumes=6)
+row(
+    "local steps, resumed",
+    local_steps,
+    2,
+    OneBit(),
+    fragments=2,
+    fragment_sync_delay=1,
+    sync_every=4,
+    resumes=6,
+)
 row("all_reduce, own steps", all_reduce, 3, TernGrad(), feedback=False, first=7)
 row("all_reduce, own scales", all_reduce, 3, TernGrad(scale="own"), feedback=False)
 row("local sgd", local_steps, 2, Ternary(), kind=gradcomp.LocalSGD)

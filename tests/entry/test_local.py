@@ -159,7 +159,13 @@ def test_diloco_is_its_formula(world, h, fragments, delay):
     found = run_local(
         world,
         lambda comm: train(
-            comm, "identity", 17, sync_every=h, fragments=fragments, delay=delay, alpha=0.25
+            comm,
+            "identity",
+            17,
+            sync_every=h,
+            fragments=fragments,
+            fragment_sync_delay=delay,
+            fragment_update_alpha=0.25,
         ),
     )
     for rank in range(world):
@@ -261,12 +267,12 @@ def test_two_savings_multiply():
 
 
 def test_start_averages_gradients_every_step():
-    """Until `start_step` ranks hold the same bits after every step, as under DDP; then they
+    """Until `warmup_steps` ranks hold the same bits after every step, as under DDP; then they
     part.
     """
 
     def rank(comm):
-        model, optimizer, local = made(comm, "terngrad", sync_every=5, start_step=4)
+        model, optimizer, local = made(comm, "terngrad", sync_every=5, warmup_steps=4)
         seen = []
         for step in range(9):
             optimizer.zero_grad()
@@ -371,8 +377,13 @@ def part_of(comm, codec, options, first, steps, saved):
         for codec in ("ternary", "terngrad", "onebit", "block2")
         for options in (
             {"sync_every": 5},
-            {"sync_every": 6, "fragments": 2, "delay": 3, "alpha": 0.3},
-            {"sync_every": 4, "start_step": 6},
+            {
+                "sync_every": 6,
+                "fragments": 2,
+                "fragment_sync_delay": 3,
+                "fragment_update_alpha": 0.3,
+            },
+            {"sync_every": 4, "warmup_steps": 6},
             {"sync_every": 5, "shard_outer": True},
         )
     ],
@@ -460,14 +471,14 @@ def loaded_wrongly(comm, what, live, options):
     return found[0], found[1], bits(model.parameters()) == wanted
 
 
-LATE = {"sync_every": 6, "delay": 3, "alpha": 0.3}
+LATE = {"sync_every": 6, "fragment_sync_delay": 3, "fragment_update_alpha": 0.3}
 
 
 @pytest.mark.parametrize(
     ("what", "live", "options"),
     [
         ("parameter 2.bias", True, {"sync_every": 5}),
-        ("parameter 2.bias", False, {"sync_every": 6, "fragments": 2, "delay": 3}),
+        ("parameter 2.bias", False, {"sync_every": 6, "fragments": 2, "fragment_sync_delay": 3}),
         ("outer momentum_buffer of 0.bias", True, {"sync_every": 5}),
         ("options of outer group 0", False, {"sync_every": 5}),
         ("syncs", True, {"sync_every": 5}),
@@ -576,7 +587,7 @@ def trained_alone(kind=DiLoCo, **options):
     """Return local steps of one rank after 8 inner steps, by default while the averages of the
     second sync are under way.
     """
-    options = {"sync_every": 4, "delay": 2, **options}
+    options = {"sync_every": 4, "fragment_sync_delay": 2, **options}
     model, optimizer, local = alone("onebit", kind=kind, **options)
     take_steps(model, optimizer, local, range(8), 0)
     return local
@@ -631,7 +642,7 @@ FIRST, GROUP = ("fragments", 0), ("fragments", 0, "outer", "param_groups", 0)
         (("kind",), ["DiLoCo"], "kind"),
         (("version",), 1, "version 1"),
         (("kind",), "LocalSGD", "kind 'LocalSGD'"),
-        (("start_step",), 3, "start_step 3"),
+        (("warmup_steps",), 3, "warmup_steps 3"),
         (("fragments",), [], "0 fragments"),
         ((*FIRST, "anchors"), {}, "other parameters"),
         (("gradients",), {}, "gradients"),
@@ -722,8 +733,8 @@ def paths_of(state, here=()):
     "options",
     [
         {"fragments": 2},
-        {"start_step": 12, "delay": 0},
-        {"outer_optimizer": lambda ps: torch.optim.AdamW(ps, lr=0.1), "delay": 1},
+        {"warmup_steps": 12, "fragment_sync_delay": 0},
+        {"outer_optimizer": lambda ps: torch.optim.AdamW(ps, lr=0.1), "fragment_sync_delay": 1},
     ],
 )
 def test_any_value_of_a_state_replaced_is_refused_or_harmless(options):
@@ -759,7 +770,7 @@ def test_any_value_of_a_state_replaced_is_refused_or_harmless(options):
 def test_weights_that_are_not_finite_are_committed_nowhere(codec, delay, shard_outer):
     def rank(comm):
         model, optimizer, local = made(
-            comm, codec, sync_every=3, delay=delay, shard_outer=shard_outer
+            comm, codec, sync_every=3, fragment_sync_delay=delay, shard_outer=shard_outer
         )
         take_steps(model, optimizer, local, range(3 + delay), comm.rank)
         before = copy.deepcopy(local.state_dict()["fragments"][0])
@@ -820,9 +831,9 @@ def test_a_rank_that_is_gone_costs_the_others_their_sync_alone():
         ("sync_every", {"sync_every": 4}, {"sync_every": 5}),
         ("sync_every", {"sync_every": lambda n: 4}, {"sync_every": lambda n: 4 + n}),
         ("fragments", {"fragments": 1}, {"fragments": 2}),
-        ("delay", {"delay": 1}, {"delay": 2}),
-        ("alpha", {"alpha": 0.5}, {"alpha": 0.25}),
-        ("start_step", {"start_step": 0}, {"start_step": 3}),
+        ("fragment_sync_delay", {"fragment_sync_delay": 1}, {"fragment_sync_delay": 2}),
+        ("fragment_update_alpha", {"fragment_update_alpha": 0.5}, {"fragment_update_alpha": 0.25}),
+        ("warmup_steps", {"warmup_steps": 0}, {"warmup_steps": 3}),
         ("outer_optimizer", {}, {"outer_optimizer": lambda ps: torch.optim.SGD(ps, lr=0.5)}),
         ("shard_outer", {}, {"shard_outer": True}),
         (
@@ -879,11 +890,11 @@ def test_models_that_differ_are_named():
         ({"sync_every": 4, "fragments": 0}, ValueError, "fragments must be"),
         ({"sync_every": 4, "fragments": 5}, ValueError, "5 fragments need"),
         ({"sync_every": 9, "fragments": 7}, ValueError, "7 fragments of 6 tensors"),
-        ({"sync_every": 4, "delay": 4}, ValueError, "less than sync_every, got 4"),
-        ({"sync_every": 4, "delay": -1}, ValueError, "got -1"),
-        ({"sync_every": 4, "alpha": 1.5}, ValueError, "alpha"),
+        ({"sync_every": 4, "fragment_sync_delay": 4}, ValueError, "less than sync_every, got 4"),
+        ({"sync_every": 4, "fragment_sync_delay": -1}, ValueError, "got -1"),
+        ({"sync_every": 4, "fragment_update_alpha": 1.5}, ValueError, "alpha"),
         ({"sync_every": 4, "grad_scaler": torch.amp.GradScaler("cpu")}, ValueError, "grad_scaler"),
-        ({"sync_every": 4, "start_codec": "block4"}, ValueError, "start_codec"),
+        ({"sync_every": 4, "warmup_codec": "block4"}, ValueError, "warmup_codec"),
         (
             {"sync_every": 4, "shard_outer": True, "outer_optimizer": torch.optim.Adam},
             ValueError,
@@ -976,7 +987,7 @@ def test_a_start_that_is_interrupted_goes_on_from_where_it_was():
     """
 
     def rank(comm, saved):
-        model, optimizer, local = made(comm, "onebit", sync_every=3, start_step=6)
+        model, optimizer, local = made(comm, "onebit", sync_every=3, warmup_steps=6)
         if saved is not None:
             local.load_state_dict(saved)
             found = bits(model.parameters())
@@ -1009,7 +1020,9 @@ def test_an_exchange_that_fails_behind_steps_is_not_half_there():
     """The first error is the peer's, and so is every later one; states are those of before."""
 
     def rank(comm):
-        model, optimizer, local = made(comm, "onebit", sync_every=4, delay=2, timeout_s=60.0)
+        model, optimizer, local = made(
+            comm, "onebit", sync_every=4, fragment_sync_delay=2, timeout_s=60.0
+        )
         take_steps(model, optimizer, local, range(6), comm.rank)
         if comm.rank == 1:
             local.close()
@@ -1036,7 +1049,7 @@ def test_an_exchange_that_fails_behind_steps_is_not_half_there():
 
 def test_averages_that_have_arrived_survive_a_reset():
     def rank(comm):
-        model, optimizer, local = made(comm, "onebit", sync_every=4, delay=3)
+        model, optimizer, local = made(comm, "onebit", sync_every=4, fragment_sync_delay=3)
         take_steps(model, optimizer, local, range(5), comm.rank)
         if comm.rank == 0:
             local.state_dict()
@@ -1046,7 +1059,9 @@ def test_averages_that_have_arrived_survive_a_reset():
         local.close()
         return found, local.syncs
 
-    whole = run_local(2, lambda comm: train(comm, "onebit", 16, sync_every=4, delay=3))
+    whole = run_local(
+        2, lambda comm: train(comm, "onebit", 16, sync_every=4, fragment_sync_delay=3)
+    )
     assert run_local(2, rank) == [(bits(whole[0][1]), 3)] * 2
 
 
@@ -1099,14 +1114,14 @@ def pair(model, rest=torch.optim.AdamW):
 
 @pytest.mark.parametrize("rest", [torch.optim.AdamW, SplitSGD])
 def test_two_optimizers_share_a_model(rest):
-    """Which of them steps first does not matter, and gradients before start_step are averaged
+    """Which of them steps first does not matter, and gradients before warmup_steps are averaged
     once, by the first.
     """
 
     def run(comm, first, counts):
         model = fresh()
         optimizers = pair(model, rest)
-        local = DiLoCo(model, optimizers, "terngrad", comm, sync_every=2, start_step=2)
+        local = DiLoCo(model, optimizers, "terngrad", comm, sync_every=2, warmup_steps=2)
         with local if counts else contextlib.nullcontext():
             for step in range(6):
                 x = torch.randn(
@@ -1374,7 +1389,7 @@ def test_a_sync_takes_little_more_than_its_exchange():
         found = {}
         local = DiLoCo(model, sgd(model), "terngrad", comm.duplicate(60.0), sync_every=1)
         other = copy.deepcopy(model)
-        averager = GradientAverager(other, "terngrad", comm, transactional=True)
+        averager = GradientAverager(other, "terngrad", comm, atomic_steps=True)
         noise = torch.randn(2048, 2048, generator=torch.Generator().manual_seed(comm.rank))
         for what in ["sync", "exchange"] * 7:
             with torch.no_grad():

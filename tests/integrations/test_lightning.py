@@ -17,7 +17,7 @@ def refused():
 
     for error, match, arguments in (
         (ValueError, "unknown codec 'ternari'", {"codec": "ternari"}),
-        (ValueError, "start_step must be an integer of at least 0, got -1", {"start_step": -1}),
+        (ValueError, "warmup_steps must be an integer of at least 0, got -1", {"warmup_steps": -1}),
         (
             TypeError,
             "no.* argument 'find_unused'; did you mean find_unused_parameters",

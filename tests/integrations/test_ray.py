@@ -142,7 +142,7 @@ def test_the_example_goes_on_where_it_was(tmp_path):
 
 
 def refusals(folder):
-    wrapped = "must be what ray.train.torch.prepare_model returns.*got Linear.*fsdp.compress"
+    wrapped = "must be what ray.train.torch.prepare_model returns.*got Linear.*fsdp.register"
     with pytest.raises(TypeError, match=wrapped):
         packed().register(nn.Linear(4, 4))
     on_gpu = r"this model is on meta: ScalingConfig\(use_gpu=False\)"

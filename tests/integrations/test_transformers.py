@@ -48,7 +48,7 @@ def other_days(folder):
         with pytest.raises(ValueError, match="unknown codec 'ternari'"):
             trainer_of(folder, codec="ternari")
         with pytest.raises(TypeError, match="options must be a gradcomp.Options, got dict"):
-            trainer_of(folder, compression={"start_step": 3})
+            trainer_of(folder, compression={"warmup_steps": 3})
         forget()
         saves = {"save_strategy": "steps", "save_steps": 1, "save_only_model": True}
         trainer = trainer_of(folder, codec="auto", max_steps=1, kind=Own, **saves)

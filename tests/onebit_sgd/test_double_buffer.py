@@ -354,17 +354,17 @@ def rotated(comm):
         return net.weight.grad.unique().tolist(), net.bias.grad.unique().tolist()
 
     put(1.0)
-    assert averager.rotate() is False
+    assert averager.average_delayed() is False
     # no local gradient that a step could take
     assert net.weight.grad is None and net.bias.grad is None
     for call in (averager.average, averager.state_dict, averager.discard_step):
         with pytest.raises(GradcompError, match="flush"):
             call()
     put(2.0)
-    assert averager.rotate() is True
+    assert averager.average_delayed() is True
     assert got() == ([1.5], [0.5])
     put(4.0)
-    assert averager.rotate() is True
+    assert averager.average_delayed() is True
     assert got() == ([3.0], [1.0])
     assert averager.flush() is True
     assert got() == ([6.0], [2.0])
@@ -383,7 +383,7 @@ def test_rotate_takes_no_loss_scale():
         net.named_parameters(), Identity(), LocalCommunicator.group(1)[0], grad_scaler=scaler
     )
     with pytest.raises(GradcompError, match="loss scale"):
-        averager.rotate()
+        averager.average_delayed()
 
 
 # ---- what it refuses, what it takes --------------------------------------------------------------
@@ -521,9 +521,9 @@ def test_an_exception_closes_without_waiting_for_peers():
             pytest.raises(ZeroDivisionError),
             DoubleBuffer(net, sgd(net), "onebit", comm, timeout_s=60) as buffer,
         ):
-            buffer._averager.rotate(), buffer._averager.flush()
+            buffer._averager.average_delayed(), buffer._averager.flush()
             if comm.rank == 0:
-                buffer._averager.rotate()  # nobody will answer
+                buffer._averager.average_delayed()  # nobody will answer
             raise ZeroDivisionError
         return time.monotonic() - begun
 

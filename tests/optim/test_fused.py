@@ -194,8 +194,8 @@ RUNS = {  # ranks, codec, optimizer, options, tensors that are packed at each of
             [
                 ({"uses_step": True, "ddp": {"find_unused_parameters": True}}, 6),
                 ({"ddp": {"static_graph": True}}, 8),
-                ({"start_step": 2}, 6),
-                ({"transactional": True}, 8),
+                ({"warmup_steps": 2}, 6),
+                ({"atomic_steps": True}, 8),
                 ({"exclude": ["first.weight"]}, 8),
                 ({"accumulate": True}, 8),
                 ({"accumulate": True, "ddp": VIEW}, 8),

@@ -354,7 +354,7 @@ def loads_nvlamb(comm):
 def late(comm):
     net, _, averager = begin(comm, "adam", OneBit())
     backward(net, 0, comm.rank)
-    averager.rotate()
+    averager.average_delayed()
 
 
 def buffered(comm):
@@ -386,7 +386,7 @@ REFUSED = [
     (one(OneBitLamb, freeze_step=1, coeff_beta=1.0), "coeff_beta"),
     (one(OneBitLamb, freeze_step=1, variant="nvlamb"), "variant must be 'lamb', got 'nvlamb'"),
     (loads_nvlamb, "nvlamb"),
-    (averager(start_step=5), "start_step=5 does not go with OneBitAdam"),
+    (averager(warmup_steps=5), "warmup_steps=5 does not go with OneBitAdam"),
     (averager(transform=AggregateAdagrad()), "AggregateAdagrad.* does not go with OneBitAdam"),
     (averager(exchange="hierarchical"), "hierarchical"),
     *((averager(optimizer=bad), "optimizer must be an optimizer") for bad in (5, "adam", [])),

@@ -214,11 +214,11 @@ def test_auto_keeps_the_momentum_that_travels():
     """What was measured under it needs a warm-up, which the optimizer brings."""
     codec, options, why = choose(one_bit_adam)
     assert isinstance(codec, OneBit) and options.precondition is not None
-    assert options.start_codec.name == "block4" and type(options.transform).__name__ == "Momentum"
-    assert "freeze_step=steps // 6 and start_codec=Block(4) for OneBitAdam: -0.0" in why
-    assert choose(one_bit_adam, start_codec=Block(8))[1].start_codec.name == "block8"
-    with pytest.raises(ValueError, match="start_step=3 does not go with OneBitAdam"):
-        choose(one_bit_adam, start_step=3)
+    assert options.warmup_codec.name == "block4" and type(options.transform).__name__ == "Momentum"
+    assert "freeze_step=steps // 6 and warmup_codec=Block(4) for OneBitAdam: -0.0" in why
+    assert choose(one_bit_adam, warmup_codec=Block(8))[1].warmup_codec.name == "block8"
+    with pytest.raises(ValueError, match="warmup_steps=3 does not go with OneBitAdam"):
+        choose(one_bit_adam, warmup_steps=3)
 
 
 @pytest.mark.parametrize(
@@ -230,14 +230,14 @@ def test_auto_keeps_the_momentum_that_travels():
         (Options(precondition=True), {"precondition": False}, 4, False),
         (None, {"exchange": "hierarchical"}, 2, True),
         (None, {"transform": AggregateAdagrad()}, 4, False),
-        (Options(start_step=3), {"min_numel": 7, "exclude": "0.weight"}, 2, True),
+        (Options(warmup_steps=3), {"min_numel": 7, "exclude": "0.weight"}, 2, True),
     ],
 )
 def test_explicit_options_win(options, changes, bits, preconditioned):
     codec, chosen, _ = choose("AdamW", options, BETTER, **changes)
     assert codec.bits == bits and (chosen.precondition is not None) is preconditioned
     given = Options.of(options, **changes)
-    for name in ("start_step", "min_numel", "exclude", "exchange", "transform"):
+    for name in ("warmup_steps", "min_numel", "exclude", "exchange", "transform"):
         assert getattr(chosen, name) == getattr(given, name)
     assert given.precondition is None or chosen.precondition == given.precondition
 
@@ -245,17 +245,17 @@ def test_explicit_options_win(options, changes, bits, preconditioned):
 @pytest.mark.parametrize("optimizer", [None, torch.optim.Rprop(NET.parameters())])
 def test_a_codec_that_is_named_is_left_alone(optimizer):
     for codec in ("onebit", OneBit()):
-        found, options, said = settle(codec, None, {"start_step": 2}, optimizer, [], 2)
-        assert (repr(found), options, said) == (repr(OneBit()), Options(start_step=2), "")
+        found, options, said = settle(codec, None, {"warmup_steps": 2}, optimizer, [], 2)
+        assert (repr(found), options, said) == (repr(OneBit()), Options(warmup_steps=2), "")
 
 
 @pytest.mark.parametrize(
     "codec", [OneBit(), Block(2), "ternary", OneBit(second_phase="block4")], ids=str
 )
 def test_a_residual_decay_that_nobody_named_is_the_optimizers(codec):
-    changes = {"start_step": 2, "start_codec": "block4"}
+    changes = {"warmup_steps": 2, "warmup_codec": "block4"}
     found, options, said = settle(codec, None, changes, ADAM, [], 2)
-    assert found.decay == options.start_codec.decay == DECAYS["adam"] < 1
+    assert found.decay == options.warmup_codec.decay == DECAYS["adam"] < 1
     assert said == f"residual_decay={found.decay:g} for AdamW"
     for optimizer in (SGD, None):
         found, _, said = settle(codec, None, {}, optimizer, [], 2)
@@ -339,7 +339,7 @@ STRAIGHT = "; updates go straight from payloads to weights"
         (SplitSGD, {}, f"auto: Block.4. for SplitSGD: not measured.*{STRAIGHT}"),
         (
             torch.optim.SGD,
-            {"start_step": 1, "min_numel": 0},
+            {"warmup_steps": 1, "min_numel": 0},
             "from step 1 on; .*auto: Block.4. for",
         ),
         (Muon, {}, r"auto: Block\(4\) for Muon: not measured"),

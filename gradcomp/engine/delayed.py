@@ -15,7 +15,7 @@ from gradcomp.engine.buckets import Bucket
 from gradcomp.engine.step import Engine
 
 
-class Rotation:
+class DelayedAverages:
     """Two sets of buckets that take turns: one is exchanged, the other takes the next gradients.
 
     Args:
@@ -51,7 +51,7 @@ class Rotation:
         """Whether an exchange is under way, or its averages have not been handed back."""
         return self._pending
 
-    def rotate(self) -> bool:
+    def average(self) -> bool:
         """Start averaging ``p.grad``; put the averages of the call before in its place, or None if
         there are none.
 
@@ -86,7 +86,7 @@ class Rotation:
         there was one.
 
         Raises:
-            GradcompError: as `rotate`.
+            GradcompError: as `average`.
         """
         handed = self._finish()
         if handed:
