@@ -264,7 +264,31 @@ def sharded_modules(model: Any) -> list[Sharded]:
     return out
 
 
-def storage_uses(tensor: torch.Tensor) -> int:
+class ReusedTensors:
+    """Flat tensors that are handed out again once nobody holds them or a view of them: as many
+    as there are at a time, of each size.
+
+    torch asks for new memory for whole modules in every step, whose pages the system then makes
+    one by one.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, torch.dtype, torch.device], list[tuple[torch.Tensor, int]]] = {}
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return ``(numel,)``, whatever is in it; an `Allocate`."""
+        made = self._made.setdefault((numel, dtype, device), [])
+        for tensor, idle in made:
+            if _storage_uses(tensor) <= idle:
+                return tensor.view(-1)
+        tensor = torch.empty(numel, dtype=dtype, device=device)
+        uses = _storage_uses(tensor)
+        if uses:
+            made.append((tensor, uses))
+        return tensor.view(-1)
+
+
+def _storage_uses(tensor: torch.Tensor) -> int:
     """Return how many tensors and views share the memory; 0 where torch does not tell."""
     count = getattr(torch._C, "_storage_Use_Count", None)
     return 0 if count is None else int(count(tensor.untyped_storage()._cdata))

@@ -21,18 +21,19 @@ from gradcomp.payload.rng import STREAM_SECOND, RngKey
 
 
 class BufferPool:
-    """Memory for gathers that are under way: as many buffers as there are gathers at a time."""
+    """Memory for what is under way, used again: as many buffers as are needed at a time."""
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
 
     def take(self, nbytes: int) -> Tensor:
-        """Return ``(nbytes,)`` uint8 or more of it."""
+        """Return ``(nbytes,)`` uint8 or more of it: the smallest buffer that is large enough."""
+        self._free.sort(key=Tensor.numel)
         for n, buffer in enumerate(self._free):
             if buffer.numel() >= nbytes:
                 return self._free.pop(n)
         if self._free:
-            self._free.pop()  # too small: replaced by what is made now
+            self._free.pop(0)  # too small: replaced by what is made now
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def give(self, buffer: Tensor) -> None:

@@ -4,6 +4,8 @@ owner, who averages.
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -21,17 +23,22 @@ from gradcomp.fsdp.residuals import Carried, Kept
 from gradcomp.kernels.tables import DTYPES
 from gradcomp.payload.pieces import BySlots
 
+IN_FLIGHT = 2  # modules whose averages are on their way at a time
+
 
 class ReduceScatter:
     """Averages of one FSDP module's gradients, a chunk a rank.
 
     Args:
-        module, parts: see below.
-        codec, comm, stats: as they say.
+        module, name, parts: see below.
+        codec: of the gradients.
+        comm: the ranks that share the module out.
+        stats: counts bytes and seconds.
         kept: residuals of the model, for codecs that leave some.
 
     Attributes:
         module: as torch has it.
+        name: of the module, for messages.
         parts: its parameters, in the order in which their gradients stand.
         steps: reduce-scatters so far.
     """
@@ -39,18 +46,17 @@ class ReduceScatter:
     def __init__(
         self,
         module: object,
+        name: str,
         parts: Sequence[Part],
         codec: Codec,
         comm: TorchCommunicator,
         stats: Stats,
         kept: Kept | None = None,
     ) -> None:
-        self.module, self.parts, self.steps = module, list(parts), 0
+        self.module, self.name, self.parts, self.steps = module, name, list(parts), 0
         self._codec, self._comm, self._stats, self._kept = codec, comm, stats, kept
         if kept is not None:
-            for part in parts:
-                if part.parameter.compressed:
-                    kept.add(part)
+            kept.add(parts)
         self._exchanges: dict[tuple[object, ...], BucketExchange] = {}
         self._pending: tuple[BucketExchange, Tensor, int] | None = None
         self._failed: GradcompError | None = None
@@ -185,6 +191,54 @@ class ReduceScatter:
             ownership=BySlots(world),
             stays=True,
         )
+
+
+class InFlight:
+    """Modules whose averages are on their way, in order.
+
+    Args:
+        stats: counts the seconds that are waited for them.
+    """
+
+    def __init__(self, stats: Stats) -> None:
+        self._stats = stats
+        self._modules: deque[ReduceScatter] = deque()
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def start(self, module: ReduceScatter, output: Tensor, given: Tensor, factor: int) -> None:
+        """Start the reduce-scatter of a module, and wait for as many of those before it as
+        `IN_FLIGHT` asks for; for this one, too, if torch reads `output` at once.
+        """
+        self.finish(all_but=0 if module in self._modules else IN_FLIGHT - 1)
+        module.start(output, given, factor)
+        self._modules.append(module)
+        if factor != 1 or not module.comes_late(given.dtype):
+            self.finish()
+
+    def finish(self, all_but: int = 0) -> None:
+        """Wait for averages, but for those of the last `all_but` modules.
+
+        After an error none is waited for any more, and all modules under way raise it from now on.
+        """
+        if len(self._modules) <= all_but:
+            return
+        begun = time.perf_counter()
+        try:
+            while len(self._modules) > all_but:
+                self._modules.popleft().finish()
+        except GradcompError as error:
+            for module in self._modules:
+                module.abandon(error)
+            self._modules.clear()
+            raise
+        self._stats.add_seconds("exposed", time.perf_counter() - begun)
+
+    def discard_residuals(self) -> None:
+        """Leave residuals as they are now when averages arrive."""
+        for module in self._modules:
+            module.discard_residuals()
 
 
 def _discard(exchange: BucketExchange) -> None:

@@ -13,9 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from gradcomp.exchange.gather import BufferPool
 from gradcomp.fsdp.parts import Part
 from gradcomp.memory.residuals import Feedback
 
+FLOAT_NBYTES = 4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -26,6 +28,10 @@ class Kept:
     Args:
         dtype: "fp32" or "bf16".
 
+    Attributes:
+        dtype: as given.
+        pool: memory for the planes of modules under way.
+
     Raises:
         ValueError: another dtype.
     """
@@ -33,34 +39,16 @@ class Kept:
     def __init__(self, dtype: str) -> None:
         if dtype not in DTYPES:
             raise ValueError(f"residuals must be one of {sorted(DTYPES)}, got {dtype!r}")
-        self._free: list[tuple[Tensor, Tensor]] = []
-        self._dtype = DTYPES[dtype]
+        self.dtype, self._dtype = dtype, DTYPES[dtype]
+        self.pool = BufferPool()
         self._known: dict[str, tuple[Part, Tensor]] = {}
 
-    def take(self, numel: int) -> tuple[Tensor, Tensor]:
-        """Return a plane to read and one to write, ``(numel,)`` float32 or more each, for a module
-        under way.
-
-        As many pairs are made as are under way at a time.
-        """
-        self._free.sort(key=lambda pair: pair[0].numel())
-        for n, (old, _) in enumerate(self._free):
-            if old.numel() >= numel:
-                return self._free.pop(n)
-        if self._free:
-            self._free.pop()  # too small: replaced by what is made now
-        return torch.zeros(numel), torch.zeros(numel)
-
-    def give(self, pair: tuple[Tensor, Tensor]) -> None:
-        """Take planes back."""
-        self._free.append(pair)
-
-    def add(self, part: Part) -> None:
-        """Keep residuals of a parameter from now on, zero at first."""
-        self._known[part.parameter.name] = (
-            part,
-            torch.zeros(len(part.chunks), part.room, dtype=self._dtype),
-        )
+    def add(self, parts: Iterable[Part]) -> None:
+        """Keep residuals of those parameters that are compressed from now on, zero at first."""
+        for part in parts:
+            if part.parameter.compressed:
+                rows = torch.zeros(len(part.chunks), part.room, dtype=self._dtype)
+                self._known[part.parameter.name] = part, rows
 
     def of(self, part: Part) -> Tensor:
         """Return those of a parameter, a row for every rank's chunk, padded."""
@@ -136,7 +124,7 @@ class Carried(Feedback):
     def __init__(self, parts: Sequence[Part], kept: Kept) -> None:
         super().__init__({})
         self._kept = kept
-        self._planes: tuple[Tensor, Tensor] | None = None  # while a step is under way
+        self._buffer: Tensor | None = None  # both planes, while a step is under way
         self._rows = len(parts[0].chunks)
         self._each = sum(part.room for part in parts)
         self._places = []
@@ -147,27 +135,31 @@ class Carried(Feedback):
             offset += part.room
 
     def tensors(self, indices: Iterable[int]) -> tuple[Tensor, Tensor]:
-        numel = self._rows * self._each
-        if self._planes is None:
-            self._planes = self._kept.take(numel)
-        old, new = (plane[:numel] for plane in self._planes)
+        if self._buffer is None:
+            self._buffer = self._kept.pool.take(2 * FLOAT_NBYTES * self._rows * self._each)
+        old, new = self._pair(self._buffer)
         for part, offset in self._places:
             self._cut(old, part, offset).copy_(self._kept.of(part))
         return old, new
 
     def commit(self, indices: Iterable[int]) -> None:
-        if self._planes is None:  # discarded
+        if self._buffer is None:  # discarded
             return
-        new = self._planes[1][: self._rows * self._each]
+        _, new = self._pair(self._buffer)
         for part, offset in self._places:
             self._kept.of(part).copy_(self._cut(new, part, offset))
         self.discard()
 
     def discard(self) -> None:
         """Leave what is kept as it is, whatever the step under way has written."""
-        if self._planes is not None:
-            self._kept.give(self._planes)
-            self._planes = None
+        if self._buffer is not None:
+            self._kept.pool.give(self._buffer)
+            self._buffer = None
+
+    def _pair(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
+        numel = self._rows * self._each
+        old, new = buffer.view(torch.float32)[: 2 * numel].view(2, numel)
+        return old, new
 
     def _cut(self, plane: Tensor, part: Part, offset: int) -> Tensor:
         return plane.view(self._rows, self._each)[:, offset : offset + part.room]

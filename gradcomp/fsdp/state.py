@@ -6,11 +6,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 import warnings
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -36,11 +34,9 @@ from gradcomp.exchange.agree import agree
 from gradcomp.exchange.gather import BufferPool
 from gradcomp.exchange.stats import Stats
 from gradcomp.exchange.telemetry import Telemetry
-from gradcomp.fsdp.owners import claim, release
 from gradcomp.fsdp.parts import Part, number_of
-from gradcomp.fsdp.reduce import ReduceScatter
+from gradcomp.fsdp.reduce import InFlight, ReduceScatter
 from gradcomp.fsdp.residuals import Kept
-from gradcomp.fsdp.reused import Reused
 from gradcomp.fsdp.saved import STATE_VERSION, check_all_of_one_run, check_state
 from gradcomp.fsdp.weights import AllGather, Forward
 from gradcomp.kernels import of as kernels_of
@@ -51,7 +47,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("gradcomp")
 
-IN_FLIGHT = 2  # modules whose averages are on their way at a time
+# which state packs what an FSDP module sends
+_owners: MutableMapping[nn.Module, weakref.ref[FsdpState]] = weakref.WeakKeyDictionary()
 
 
 class FsdpState:
@@ -87,104 +84,27 @@ class FsdpState:
                 "keep_weights=True keeps packed weights: say how they are packed, weights='block8'"
             )
         self.codec, self.weights = codec, weights
-        self._kept, self._keeps = Kept(residuals), keep_weights
         self.stats, self.weights_stats, self.plain = Stats(), Stats(), 0
-        sharded = torch_private.sharded_modules(model)
-        if not sharded:
-            kinds = {type(module).__name__ for module in model.modules()}
-            first = (
-                "FullyShardedDataParallel is FSDP1: wrap with"
-                if "FullyShardedDataParallel" in kinds
-                else "no module of this model is wrapped by"
-            )
-            raise TypeError(
-                f"{first} torch.distributed.fsdp.fully_shard; for DDP there is"
-                " gradcomp.ddp.register"
-            )
-        for device in {p.device for one in sharded for p in one.parameters} - {
-            torch.device("meta")
-        }:
-            kernels_of(device)
-        self._model, self._known = weakref.ref(model), {id(one.module) for one in sharded}
-        self._checked, self._split = False, any(one.is_split for one in sharded)
-        names = {id(p): name for name, p in model.named_parameters()}
-        called = {id(module): name for name, module in model.named_modules()}
-        wholes = [
-            (names[id(p)], shape)
-            for one in sharded
-            for p, shape in zip(one.parameters, one.shapes, strict=True)
-        ]
-        order = {name: n for n, name in enumerate(sorted(name for name, _ in wholes))}
-        self._module_names: dict[object, str] = {}
-        self._residuals = residuals
-        self._alone: list[Part] = []  # parameters that this rank shares with none
-        self._unpaid: set[str] = set()  # of these, those whose next gradient gets a loaded residual
-        gradients = _described(wholes, codec, options)
-        values = _described(wholes, weights, options) if weights is not None else {}
-        self._comms: list[TorchCommunicator] = []
+        self._kept = Kept(residuals)
+        self._model = weakref.ref(model)
+        self._comms: dict[int, TorchCommunicator] = {}  # by process group
         self._reduces: list[ReduceScatter] = []
         self._gathers: list[AllGather] = []
-        self._pending: deque[ReduceScatter] = deque()  # modules in flight, in order
-        # number of the backward pass at whose end pending averages are waited for
+        self._in_flight = InFlight(self.stats)
+        # number of the backward pass at whose end averages are waited for
         self._called_back = -1
+        self._alone: list[Part] = []  # parameters that this rank shares with none
+        self._unpaid: set[str] = set()  # of these, those whose next gradient gets a loaded residual
         self._reports: list[Telemetry] = []
         self._hooks: list[Any] = []
         self._backwards = self._calls = 0
         self._closed = self._is_told = False
-        groups: dict[int, TorchCommunicator] = {}
-        pool, reused, self._forward = BufferPool(), Reused(), Forward()
-        claim((one.module for one in sharded), self)
+        sharded = _sharded_modules(model)
+        self._split = any(one.is_split for one in sharded)
+        self._forward = Forward() if keep_weights else None
+        _claim(sharded, self)
         try:
-            for one in sharded:
-                if one.group.size() == 1:  # FSDP itself sends nothing then
-                    self._alone += _parts(
-                        one, [names[id(p)] for p in one.parameters], order, gradients
-                    )
-                    continue
-                comm = groups.get(id(one.group))
-                if comm is None:
-                    comm = groups[id(one.group)] = TorchCommunicator(
-                        one.group, timeout_s=options.timeout_s
-                    )
-                    self._comms.append(comm)
-                    _agree(
-                        comm,
-                        {
-                            "codec": codec,
-                            "weights": weights,
-                            "keep_weights": keep_weights,
-                            "residuals": repr(residuals),
-                        },
-                        options,
-                        gradients,
-                    )
-                own = [names[id(p)] for p in one.parameters]
-                self._module_names[number_of(_parts(one, own, order, gradients))] = (
-                    called[id(one.module)] or "(the model)"
-                )
-                self._reduces.append(
-                    self._reduce_scatter(one.module, _parts(one, own, order, gradients), comm)
-                )
-                torch_private.reduce_scatter_by(
-                    one.module,
-                    self._reduce_by(self._reduces[-1]),
-                    _unless_shards(reused, self._reduces[-1]),
-                )
-                if weights is not None:
-                    self._gathers.append(
-                        AllGather(
-                            one.module,
-                            _parts(one, own, order, values),
-                            weights,
-                            comm,
-                            self.weights_stats,
-                            pool,
-                            self._forward if keep_weights else None,
-                        )
-                    )
-                    torch_private.all_gather_by(
-                        one.module, self._gather_by(self._gathers[-1]), reused.take
-                    )
+            self._replace_collectives(model, sharded, options)
         except BaseException:
             self.close()
             raise
@@ -202,17 +122,69 @@ class FsdpState:
                 self._kept.nbytes / 1e6,
             )
 
-    def _reduce_scatter(
-        self, module: object, parts: Sequence[Part], comm: TorchCommunicator
-    ) -> ReduceScatter:
-        return ReduceScatter(
-            module,
-            parts,
-            self.codec,
-            comm,
-            self.stats,
-            self._kept if self.codec.error_feedback else None,
-        )
+    def _replace_collectives(
+        self, model: nn.Module, sharded: Sequence[torch_private.Sharded], options: Options
+    ) -> None:
+        """Put this state's collectives in place of torch's, module by module."""
+        names = {id(p): name for name, p in model.named_parameters()}
+        called = {id(module): name for name, module in model.named_modules()}
+        wholes = [
+            (names[id(p)], shape)
+            for one in sharded
+            for p, shape in zip(one.parameters, one.shapes, strict=True)
+        ]
+        gradients = _described(wholes, self.codec, options)
+        values = _described(wholes, self.weights, options) if self.weights is not None else {}
+        pool, reused = BufferPool(), torch_private.ReusedTensors()
+        for one in sharded:
+            own = [names[id(p)] for p in one.parameters]
+            parts = _parts(one, own, gradients)
+            if one.group.size() == 1:  # FSDP itself sends nothing then
+                self._alone += parts
+                continue
+            comm = self._comms.get(id(one.group))
+            if comm is None:
+                comm = TorchCommunicator(one.group, timeout_s=options.timeout_s)
+                self._comms[id(one.group)] = comm
+                self._agree(comm, options, gradients)
+            kept = self._kept if self.codec.error_feedback else None
+            name = called[id(one.module)] or "(the model)"
+            reduce = ReduceScatter(one.module, name, parts, self.codec, comm, self.stats, kept)
+            self._reduces.append(reduce)
+            torch_private.reduce_scatter_by(
+                one.module, self._reduce_by(reduce), _unless_shards(reused, reduce)
+            )
+            if self.weights is None:
+                continue
+            if self._forward is not None:
+                self._hooks.append(self._forward.watch(one.module))
+            gather = AllGather(
+                one.module,
+                _parts(one, own, values),
+                self.weights,
+                comm,
+                self.weights_stats,
+                pool,
+                self._forward,
+            )
+            self._gathers.append(gather)
+            torch_private.all_gather_by(one.module, self._gather_by(gather), reused.take)
+
+    def _agree(
+        self, comm: TorchCommunicator, options: Options, described: dict[str, Parameter]
+    ) -> None:
+        """Raise PeerMismatch unless all ranks of a group have the same parameters and options."""
+        values = {
+            "codec": self.codec,
+            "weights": self.weights,
+            "keep_weights": self._forward is not None,
+            "residuals": repr(self._kept.dtype),
+            "min_numel": options.min_numel,
+            "parameters": [(p.name, p.shape, p.compressed) for p in described.values()],
+        }
+        called = "gradcomp.fsdp.register"
+        with comm.lease(called) as lease:
+            agree(lease, values, comm.timeout_s, called=called, phase="setup")
 
     def _reduce_by(self, module: ReduceScatter) -> Any:
         def call(output: Tensor, given: Tensor, group: Any, op: Any) -> None:
@@ -220,7 +192,7 @@ class FsdpState:
             self._check_modules()
             factor = divisor(op, group.size())
             if factor is None or not module.fits(given.numel()):
-                self._finish()
+                self._in_flight.finish()
                 self._say_plain(
                     "is divided by a factor of its own"
                     if factor is None
@@ -229,13 +201,11 @@ class FsdpState:
                 self.plain += 1
                 reduce_scatter(output, given, group, op)
                 return
-            # averages have the backward of as many modules to arrive as are in flight
-            self._finish(all_but=0 if module in self._pending else IN_FLIGHT - 1)
-            module.start(output, given, factor)
-            self._pending.append(module)
-            self._after_backward()
-            if factor != 1 or not module.comes_late(given.dtype):
-                self._finish()
+            self._in_flight.start(module, output, given, factor)
+            number = torch_private.graph_task()
+            if number != self._called_back:
+                self._called_back = number
+                torch_private.after_backward(self._end_backward)
 
         return self._poisoned_on_failure()(call)
 
@@ -254,30 +224,9 @@ class FsdpState:
         """
         self._reports.append(Telemetry(target, lambda: self.stats, None, every, prefix))
 
-    def _after_backward(self) -> None:
-        number = torch_private.graph_task()
-        if number != self._called_back:
-            self._called_back = number
-            torch_private.after_backward(self._end_backward)
-
-    def _finish(self, all_but: int = 0) -> None:
-        """Wait for averages that are on their way, but for those of the last `all_but` modules."""
-        if len(self._pending) <= all_but:
-            return
-        begun = time.perf_counter()
-        try:
-            while len(self._pending) > all_but:
-                self._pending.popleft().finish()
-        except GradcompError as error:
-            for module in self._pending:
-                module.abandon(error)
-            self._pending.clear()
-            raise
-        self.stats.add_seconds("exposed", time.perf_counter() - begun)
-
     def _end_backward(self) -> None:
         with self._poisoned_on_failure():
-            self._finish()
+            self._in_flight.finish()
         self._backwards += 1
         for report in self._reports:
             report.step(self._backwards)
@@ -292,8 +241,9 @@ class FsdpState:
         except BaseException as error:
             self._poison()
             if isinstance(error, PeerMismatch) and error.field == "module":
+                names: dict[object, str] = {number_of(one.parts): one.name for one in self._reduces}
                 expected, got = (
-                    self._module_names.get(number, number) for number in (error.expected, error.got)
+                    names.get(number, number) for number in (error.expected, error.got)
                 )
                 raise PeerMismatch("module", error.rank, expected, got) from error
             raise
@@ -305,7 +255,7 @@ class FsdpState:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         # torch itself has ended the backward pass with an error
-        if self._pending and torch_private.graph_task() < 0:
+        if len(self._in_flight) and torch_private.graph_task() < 0:
             self._poison()
         self._steps.check(optimizer, args, kwargs)
 
@@ -314,19 +264,18 @@ class FsdpState:
         theirs would travel as torch sends them.
         """
         model = self._model()
-        if self._checked or model is None:
+        if self.stats.steps + self.plain > 0 or model is None:
             return
         late = [
             type(one.module).__name__
             for one in torch_private.sharded_modules(model)
-            if id(one.module) not in self._known
+            if _owner_of(one.module) is not self
         ]
         if late:
             raise GradcompError(
                 f"fully_shard came after gradcomp.fsdp.register for {len(late)} modules ({late[0]},"
                 " ...): shard all of them first"
             )
-        self._checked = True
 
     def _hold(self, *_: Any) -> None:
         """Keep this alive with the model, whatever becomes of what its modules call."""
@@ -354,14 +303,14 @@ class FsdpState:
         parts = [part for module in self._reduces for part in module.parts]
         packed = sum(part.parameter.compressed for part in parts)
         ranks = (
-            " and ".join(str(size) for size in sorted({comm.world_size for comm in self._comms}))
+            " and ".join(map(str, sorted({comm.world_size for comm in self._comms.values()})))
             or "1"
         )
         said = (
             f"{self.codec!r}: {packed} of {len(parts)} parameters of {len(self._reduces)} FSDP"
             f" modules packed, over {ranks} ranks"
         )
-        kept = ", which backward takes from forward" if self._keeps else ""
+        kept = ", which backward takes from forward" if self._forward is not None else ""
         return (
             said if self.weights is None else f"{said}; weights gathered as {self.weights!r}{kept}"
         )
@@ -433,10 +382,8 @@ class FsdpState:
         exchanged = bool(state["steps"] or ranks)
         pays = exchanged and bool(self._alone) and not self._reduces and self.codec.error_feedback
         if pays:
-            kept = Kept(self._residuals)
-            for part in self._alone:
-                if part.parameter.compressed:
-                    kept.add(part)
+            kept = Kept(self._kept.dtype)
+            kept.add(self._alone)
         if kept.nbytes:
             old = state["world_size"]
             if self._split and old != group_size():
@@ -454,8 +401,7 @@ class FsdpState:
                     " load() a checkpoint of torch.distributed.checkpoint"
                 )
             kept.load(residual(str(rank)) for rank in wanted)
-        for module in self._pending:  # of a backward pass that ended with an error
-            module.discard_residuals()
+        self._in_flight.discard_residuals()  # of a backward pass that ended with an error
         steps = dict(state["steps"])
         for module in self._reduces:
             module.steps = max(steps.get(part.parameter.name, 0) for part in module.parts)
@@ -481,7 +427,7 @@ class FsdpState:
         owed.zero_()
         self._unpaid.remove(part.parameter.name)
         if not self._unpaid:
-            self._kept = Kept(self._residuals)
+            self._kept = Kept(self._kept.dtype)
 
     def _check_state(self, state: Any) -> None:
         check_state(
@@ -499,14 +445,13 @@ class FsdpState:
         """
         if not self._closed:
             self._closed = True
-            release(self)
+            _release(self)
             remove(self._hooks)
             for reduce in self._reduces:
                 torch_private.reduce_scatter_as_before(reduce.module)
             for gather in self._gathers:
                 torch_private.all_gather_as_before(gather.module)
-            self._forward.close()
-            for comm in self._comms:
+            for comm in self._comms.values():
                 comm.close()
 
     def __enter__(self) -> Self:
@@ -514,6 +459,49 @@ class FsdpState:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _sharded_modules(model: nn.Module) -> list[torch_private.Sharded]:
+    """Return what `fully_shard` has wrapped in a model; TypeError if that is nothing."""
+    sharded = torch_private.sharded_modules(model)
+    if not sharded:
+        kinds = {type(module).__name__ for module in model.modules()}
+        first = (
+            "FullyShardedDataParallel is FSDP1: wrap with"
+            if "FullyShardedDataParallel" in kinds
+            else "no module of this model is wrapped by"
+        )
+        raise TypeError(
+            f"{first} torch.distributed.fsdp.fully_shard; for DDP there is gradcomp.ddp.register"
+        )
+    devices = {p.device for one in sharded for p in one.parameters}
+    for device in devices - {torch.device("meta")}:
+        kernels_of(device)
+    return sharded
+
+
+def _owner_of(module: nn.Module) -> FsdpState | None:
+    return _owners[module]() if module in _owners else None
+
+
+def _claim(sharded: Sequence[torch_private.Sharded], state: FsdpState) -> None:
+    """Note that `state` packs what these modules send; ValueError if another state does."""
+    for one in sharded:
+        owner = _owner_of(one.module)
+        if owner is not None:
+            raise ValueError(
+                f"gradcomp.fsdp.register has been called for this model"
+                f" ({type(one.module).__name__}) before, with codec {owner.codec!r}: close() the"
+                " state that it returned first"
+            )
+    for one in sharded:
+        _owners[one.module] = weakref.ref(state)
+
+
+def _release(state: FsdpState) -> None:
+    """Forget what `_claim` has noted for a state."""
+    for module in [module for module, owner in _owners.items() if owner() is state]:
+        del _owners[module]
 
 
 def _described(
@@ -526,11 +514,9 @@ def _described(
 
 
 def _parts(
-    one: torch_private.Sharded,
-    names: Sequence[str],
-    order: dict[str, int],
-    known: dict[str, Parameter],
+    one: torch_private.Sharded, names: Sequence[str], known: dict[str, Parameter]
 ) -> list[Part]:
+    order = {name: n for n, name in enumerate(sorted(known))}
     return [
         Part(known[name], order[name], p, chunks, dim)
         for name, p, chunks, dim in zip(names, one.parameters, one.chunks, one.dims, strict=True)
@@ -556,7 +542,9 @@ def _check(options: Options) -> None:
             )
 
 
-def _unless_shards(reused: Reused, module: ReduceScatter) -> torch_private.Allocate:
+def _unless_shards(
+    reused: torch_private.ReusedTensors, module: ReduceScatter
+) -> torch_private.Allocate:
     """Return what gives memory for whole gradients again, and new memory for shards: these are
     somebody's ``.grad`` afterwards.
     """
@@ -569,19 +557,3 @@ def _unless_shards(reused: Reused, module: ReduceScatter) -> torch_private.Alloc
         )
 
     return allocate
-
-
-def _agree(
-    comm: TorchCommunicator,
-    given: dict[str, object],
-    options: Options,
-    described: dict[str, Parameter],
-) -> None:
-    values = {
-        **given,
-        "min_numel": options.min_numel,
-        "parameters": [(p.name, p.shape, p.compressed) for p in described.values()],
-    }
-    called = "gradcomp.fsdp.register"
-    with comm.lease(called) as lease:
-        agree(lease, values, comm.timeout_s, called=called, phase="setup")

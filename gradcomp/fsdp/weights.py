@@ -49,20 +49,16 @@ class Forward:
 
     def __init__(self) -> None:
         self.with_gradients = False
-        self._handles: list[Any] = []
 
-    def watch(self, module: Any) -> None:
-        """Look whenever `module` is called, before it gathers its weights."""
+    def watch(self, module: Any) -> Any:
+        """Look whenever `module` is called, before it gathers its weights, until what is returned
+        is removed.
+        """
         look = torch.compiler.disable(self._look)  # type: ignore[no-untyped-call]
-        self._handles.append(module.register_forward_pre_hook(look, prepend=True))
+        return module.register_forward_pre_hook(look, prepend=True)
 
     def _look(self, *_: object) -> None:
         self.with_gradients = torch.is_grad_enabled()
-
-    def close(self) -> None:
-        """Look no more."""
-        for handle in self._handles:
-            handle.remove()
 
 
 class AllGather:
@@ -86,8 +82,6 @@ class AllGather:
         self.module, self.count = module, 0
         self._forward = forward
         self._kept: tuple[ShardGather, Tensor] | None = None
-        if forward is not None:
-            forward.watch(module)
         self._parts, self._codec, self._comm, self._stats, self._pool = (
             list(parts),
             codec,

@@ -117,7 +117,7 @@ def test_the_warm_up_of_an_optimizer_whose_momentum_travels(kind):
 
 
 def test_what_is_refused():
-    with pytest.raises(ValueError, match=r"warmup_codec=Block\(bits=4.* warmup_steps, which is 0"):
+    with pytest.raises(ValueError, match=r"warmup_codec=Block\(bits=4.* warmup_steps is 0"):
         Options(warmup_codec=Block(4)).under(None)
     with pytest.raises(ValueError, match="unknown codec 'block5'"):
         Options(warmup_codec="block5", warmup_steps=3)

@@ -40,7 +40,6 @@ from gradcomp.exchange.gather import BufferPool, ShardGather
 from gradcomp.exchange.sizing import Strategy, choose
 from gradcomp.exchange.stats import Stats
 from gradcomp.fsdp.reduce import ReduceScatter
-from gradcomp.fsdp.reused import Reused
 from gradcomp.integrations import torchtitan
 from gradcomp.integrations.torchtitan import ReplicaAverage
 from gradcomp.payload.pieces import Slot
@@ -1483,7 +1482,7 @@ def test_bytes_of_weights_do_not_depend_on_the_memory_used(bad):
 
 
 def test_memory_is_used_again_when_nobody_holds_a_part_of_it(monkeypatch):
-    reused, like = Reused(), (torch.float32, torch.device("cpu"))
+    reused, like = torch_private.ReusedTensors(), (torch.float32, torch.device("cpu"))
     first = reused.take(100, *like)
     at, part = first.data_ptr(), first[20:30].view(2, 5)
     del first
@@ -1493,7 +1492,7 @@ def test_memory_is_used_again_when_nobody_holds_a_part_of_it(monkeypatch):
     assert reused.take(100, *like).data_ptr() == at and reused.take(101, *like).numel() == 101
     # a torch that does not tell: new memory always
     monkeypatch.delattr(torch._C, "_storage_Use_Count")
-    blind = Reused()
+    blind = torch_private.ReusedTensors()
     held = [blind.take(100, *like) for _ in range(3)]
     del held[0]
     assert blind.take(100, *like).data_ptr() not in {one.data_ptr() for one in held}
@@ -1596,7 +1595,7 @@ def in_flight(count, scenario, codec, wrapping, replicas=False):
         finish(self)
 
     with (
-        mock.patch("gradcomp.fsdp.state.IN_FLIGHT", count),
+        mock.patch("gradcomp.fsdp.reduce.IN_FLIGHT", count),
         mock.patch.object(ReduceScatter, "start", starts),
         mock.patch.object(ReduceScatter, "finish", finishes),
         gradcomp.fsdp.register(model, codec, min_numel=MIN_NUMEL) as state,
@@ -1660,7 +1659,7 @@ def in_another_order_everywhere(count):
     torch.manual_seed(0)
     model, out = wrap(Either(), True), []
     with (
-        mock.patch("gradcomp.fsdp.state.IN_FLIGHT", count),
+        mock.patch("gradcomp.fsdp.reduce.IN_FLIGHT", count),
         gradcomp.fsdp.register(model, OneBit(), min_numel=0) as state,
     ):
         for step in range(4):
