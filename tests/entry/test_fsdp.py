@@ -952,7 +952,7 @@ def test_a_hook_that_somebody_replaces_is_found(gloo, door):
                 "not called in this step" in told[0][1] and "Make ReplicaAverage last" in told[0][1]
             )
         else:
-            assert not told and len(warned) == 1 and "call compress last" in warned[0]
+            assert not told and len(warned) == 1 and "call register last" in warned[0]
 
 
 def stateful(door):
