@@ -128,9 +128,7 @@ class ReduceScatter:
             output.mul_(factor)
 
     def abandon(self, error: GradcompError) -> None:
-        """Do not wait for what is under way, and raise `error` from now on: the memory it comes to
-        is not free.
-        """
+        """Do not wait for what is under way, and raise `error` from now on."""
         if self._pending is not None:
             (exchange, _, _), self._pending = self._pending, None
             self._fail(exchange, error)
@@ -151,6 +149,7 @@ class ReduceScatter:
     def _fail(self, exchange: BucketExchange, error: GradcompError) -> None:
         self._failed = error
         _discard(exchange)
+        self._exchanges.clear()  # collectives under way keep their connections, and their buffers
 
     def _trained(self) -> list[Part]:
         return [part for part in self.parts if part.sharded.requires_grad]
@@ -218,9 +217,8 @@ class InFlight:
             self.finish()
 
     def finish(self, all_but: int = 0) -> None:
-        """Wait for averages, but for those of the last `all_but` modules.
-
-        After an error none is waited for any more, and all modules under way raise it from now on.
+        """Wait for averages, but for those of the last `all_but` modules; after an error `abandon`
+        them.
         """
         if len(self._modules) <= all_but:
             return
@@ -229,11 +227,14 @@ class InFlight:
             while len(self._modules) > all_but:
                 self._modules.popleft().finish()
         except GradcompError as error:
-            for module in self._modules:
-                module.abandon(error)
-            self._modules.clear()
+            self.abandon(error)
             raise
         self._stats.add_seconds("exposed", time.perf_counter() - begun)
+
+    def abandon(self, error: GradcompError) -> None:
+        """Wait for nothing any more: all modules under way raise `error` from now on."""
+        while self._modules:
+            self._modules.popleft().abandon(error)
 
     def discard_residuals(self) -> None:
         """Leave residuals as they are now when averages arrive."""

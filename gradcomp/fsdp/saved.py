@@ -67,3 +67,21 @@ def check_all_of_one_run(states: Sequence[dict[str, Any]]) -> None:
         raise ValueError(f"states of {sizes} ranks: those of one run are needed")
     if any(one["steps"] != states[0]["steps"] for one in states):
         raise ValueError("states of different steps: those of one run at one step are needed")
+
+
+def ranks_to_load(saved: Collection[str], old: int, new: int, rank: int) -> range:
+    """Return whose residuals a rank takes: its own, or the mean of all where the number of ranks
+    has changed from `old` to `new`.
+
+    Raises:
+        ValueError: one of them is not among those that were saved.
+    """
+    wanted = range(rank, rank + 1) if old == new else range(old)
+    missing = next((one for one in wanted if str(one) not in saved), None)
+    if missing is not None:
+        raise ValueError(
+            f"residuals of rank {missing} are missing: the run had {old} ranks, this one has {new};"
+            " give load_state_dict a list of all ranks' states, or load() a checkpoint of"
+            " torch.distributed.checkpoint"
+        )
+    return wanted

@@ -37,7 +37,7 @@ from gradcomp.exchange.telemetry import Telemetry
 from gradcomp.fsdp.parts import Part, number_of
 from gradcomp.fsdp.reduce import InFlight, ReduceScatter
 from gradcomp.fsdp.residuals import Kept
-from gradcomp.fsdp.saved import STATE_VERSION, check_all_of_one_run, check_state
+from gradcomp.fsdp.saved import STATE_VERSION, check_all_of_one_run, check_state, ranks_to_load
 from gradcomp.fsdp.weights import AllGather, Forward
 from gradcomp.kernels import of as kernels_of
 from gradcomp.payload.parameters import Parameter, describe_parameters
@@ -385,21 +385,13 @@ class FsdpState:
             kept = Kept(self._kept.dtype)
             kept.add(self._alone)
         if kept.nbytes:
-            old = state["world_size"]
-            if self._split and old != group_size():
+            old, size = state["world_size"], group_size()
+            if self._split and old != size:
                 raise ValueError(
-                    f"residuals of {old} ranks with tensor parallelism do not fit {group_size()}:"
-                    " resume with as many, on the same mesh"
+                    f"residuals of {old} ranks with tensor parallelism do not fit {size}: resume"
+                    " with as many, on the same mesh"
                 )
-            wanted = range(group_rank(), group_rank() + 1) if old == group_size() else range(old)
-            wanted = wanted if exchanged else range(0)
-            missing = next((rank for rank in wanted if str(rank) not in ranks), None)
-            if missing is not None:
-                raise ValueError(
-                    f"residuals of rank {missing} are missing: the run had {old} ranks, this one"
-                    f" has {group_size()}; give load_state_dict a list of all ranks' states, or"
-                    " load() a checkpoint of torch.distributed.checkpoint"
-                )
+            wanted = ranks_to_load(ranks, old, size, group_rank()) if exchanged else range(0)
             kept.load(residual(str(rank)) for rank in wanted)
         self._in_flight.discard_residuals()  # of a backward pass that ended with an error
         steps = dict(state["steps"])
@@ -409,10 +401,8 @@ class FsdpState:
             trained: list[tuple[Part, Any]] = [
                 (part, part.sharded) for part in self._alone if part.sharded.requires_grad
             ]
-            self._kept, self._unpaid = (
-                kept,
-                {part.parameter.name for part, _ in trained if part.parameter.compressed},
-            )
+            self._kept = kept
+            self._unpaid = {part.parameter.name for part, _ in trained if part.parameter.compressed}
             self._hooks += [
                 sharded.register_post_accumulate_grad_hook(partial(self._pay, part))
                 for part, sharded in trained
@@ -445,6 +435,7 @@ class FsdpState:
         """
         if not self._closed:
             self._closed = True
+            self._in_flight.abandon(GradcompError("this state is closed"))
             _release(self)
             remove(self._hooks)
             for reduce in self._reduces:

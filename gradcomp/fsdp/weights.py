@@ -82,13 +82,8 @@ class AllGather:
         self.module, self.count = module, 0
         self._forward = forward
         self._kept: tuple[ShardGather, Tensor] | None = None
-        self._parts, self._codec, self._comm, self._stats, self._pool = (
-            list(parts),
-            codec,
-            comm,
-            stats,
-            pool,
-        )
+        self._parts, self._codec, self._comm = list(parts), codec, comm
+        self._stats, self._pool = stats, pool
         self._each = sum(part.room for part in parts)
         self._gathers: dict[tuple[torch.dtype, torch.device], ShardGather] = {}
         self._failed: GradcompError | None = None

@@ -1645,12 +1645,10 @@ def test_modules_in_flight_change_no_gradient_and_no_residual(
     replicas = wrapping == "replicas"
     world = 4 if replicas else 2
     wrapping = {} if replicas else wrapping
-    one, two, four = (
-        gloo(world, in_flight, count, scenario, codec, wrapping, replicas) for count in (1, 2, 4)
+    one, two = (
+        gloo(world, in_flight, count, scenario, codec, wrapping, replicas) for count in (1, 2)
     )
-    assert (
-        [found for found, _ in one] == [found for found, _ in two] == [found for found, _ in four]
-    )
+    assert [found for found, _ in one] == [found for found, _ in two]
     assert [(a, b) for (_, a), (_, b) in zip(one, two, strict=True)] == [(1, most)] * world
 
 
@@ -1721,7 +1719,7 @@ def lost_with_two_under_way():
         try:
             part(x).square().mean().backward()
         except (RuntimeError, gradcomp.GradcompError) as error:
-            said.append(type(error).__name__)
+            said.append(f"{type(error).__name__}: {error}")
         if rank == 1:
             break
     left = any(bool(p.isfinite().any()) for p in shards_of(model) if p is not None)
@@ -1730,5 +1728,8 @@ def lost_with_two_under_way():
     return said, left
 
 
-def test_a_lost_rank_ends_all_modules_under_way(gloo):
-    assert gloo(2, lost_with_two_under_way)[0] == (["PeerLost"] * 4, False)
+def test_a_closed_state_ends_all_modules_under_way(gloo):
+    """Its peer waited for timeout_s: averages under way kept the connections."""
+    said, left = gloo(2, lost_with_two_under_way)[0]
+    assert len(said) == 4 and not left
+    assert all(re.search("PeerLost: lost a peer in .* rank 1 closed", one) for one in said), said
