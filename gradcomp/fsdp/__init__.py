@@ -55,8 +55,9 @@ def register(
         codec: codec or name; None: `Ternary(error_feedback=False)`, which needs no memory.
             Residuals of `Ternary()`, `OneBit` and `Block` are on every rank as large as whole
             gradients, which FSDP is there to avoid: how large is logged.
-        options: see `gradcomp.Options`; `min_numel`, `exclude`, `timeout_s` count here, of
-            parameters as they were before they were sharded.
+        options: see `gradcomp.Options`; here `min_numel`, `exclude` (of parameters as they were
+            before they were sharded), `warmup_steps`, `warmup_codec` and `timeout_s` count. A step
+            of the warm-up is one reduce-scatter of a module.
         weights: what the weights are gathered in for forward and backward: "block8", "block4",
             "bfloat16", or `Block` with a group of its own; as they are when None. Shards and what
             optimizers do stay exact (Wang et al. 2023, ZeRO++, section 3.1).

@@ -31,7 +31,8 @@ class ReduceScatter:
 
     Args:
         module, name, parts: see below.
-        codec: of the gradients.
+        codecs: of the gradients, in the warm-up and after it.
+        warmup_steps: the first so many reduce-scatters belong to the warm-up.
         comm: the ranks that share the module out.
         stats: counts bytes and seconds.
         kept: residuals of the model, for codecs that leave some.
@@ -48,13 +49,15 @@ class ReduceScatter:
         module: object,
         name: str,
         parts: Sequence[Part],
-        codec: Codec,
+        codecs: tuple[Codec, Codec],
+        warmup_steps: int,
         comm: TorchCommunicator,
         stats: Stats,
         kept: Kept | None = None,
     ) -> None:
         self.module, self.name, self.parts, self.steps = module, name, list(parts), 0
-        self._codec, self._comm, self._stats, self._kept = codec, comm, stats, kept
+        self._codecs, self._warmup_steps = codecs, warmup_steps
+        self._comm, self._stats, self._kept = comm, stats, kept
         if kept is not None:
             kept.add(parts)
         self._exchanges: dict[tuple[object, ...], BucketExchange] = {}
@@ -161,28 +164,32 @@ class ReduceScatter:
             raise GradcompError(
                 f"gradients of {dtype} are not packed; float32, bfloat16 and float16 are"
             )
-        kind = dtype, device, tuple(part.number for part in trained)
+        codec = self._codecs[self.steps >= self._warmup_steps]
+        kind = codec, dtype, device, tuple(part.number for part in trained)
         if kind not in self._exchanges:
+            if self.steps == self._warmup_steps:
+                self._exchanges.clear()  # those of the warm-up
+            kept = self._kept if codec.error_feedback else None
             self._exchanges[kind] = BucketExchange(
-                self._plan(trained),
+                self._plan(codec, trained),
                 self._comm,
                 dtype,
                 self._stats,
-                seed=self._codec.seed,
+                seed=codec.seed,
                 timeout_s=self._comm.timeout_s,
                 device=device,
                 module=number_of(self.parts),
                 draw_rank=group_rank(),  # replicas of a shard draw other numbers
-                feedback=Carried(trained, self._kept) if self._kept is not None else None,
+                feedback=Carried(trained, kept) if kept is not None else None,
             )
         return self._exchanges[kind]
 
-    def _plan(self, trained: Sequence[Part]) -> BucketPlan:
+    def _plan(self, codec: Codec, trained: Sequence[Part]) -> BucketPlan:
         world = self._comm.world_size
         slots = [slot for one in slots_of(trained, world) for slot in one]
         strategy = Strategy("reduce_scatter", "fp32")
         return BucketPlan(
-            self._codec,
+            codec,
             slots,
             strategy,
             world,

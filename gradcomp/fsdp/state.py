@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from gradcomp.codecs import Codec
+from gradcomp.codecs import Codec, Identity, resolve
 from gradcomp.comm import torch_private
 from gradcomp.comm.torchdist import (
     TorchCommunicator,
@@ -83,7 +83,7 @@ class FsdpState:
             raise ValueError(
                 "keep_weights=True keeps packed weights: say how they are packed, weights='block8'"
             )
-        self.codec, self.weights = codec, weights
+        self.codec, self.weights, self._options = codec, weights, options
         self.stats, self.weights_stats, self.plain = Stats(), Stats(), 0
         self._kept = Kept(residuals)
         self._model = weakref.ref(model)
@@ -134,6 +134,7 @@ class FsdpState:
             for p, shape in zip(one.parameters, one.shapes, strict=True)
         ]
         gradients = _described(wholes, self.codec, options)
+        warm_up = Identity() if options.warmup_codec is None else resolve(options.warmup_codec)
         values = _described(wholes, self.weights, options) if self.weights is not None else {}
         pool, reused = BufferPool(), torch_private.ReusedTensors()
         for one in sharded:
@@ -147,9 +148,19 @@ class FsdpState:
                 comm = TorchCommunicator(one.group, timeout_s=options.timeout_s)
                 self._comms[id(one.group)] = comm
                 self._agree(comm, options, gradients)
-            kept = self._kept if self.codec.error_feedback else None
+            feeds_back = self.codec.error_feedback or warm_up.error_feedback
+            kept = self._kept if feeds_back else None
             name = called[id(one.module)] or "(the model)"
-            reduce = ReduceScatter(one.module, name, parts, self.codec, comm, self.stats, kept)
+            reduce = ReduceScatter(
+                one.module,
+                name,
+                parts,
+                (warm_up, self.codec),
+                options.warmup_steps,
+                comm,
+                self.stats,
+                kept,
+            )
             self._reduces.append(reduce)
             torch_private.reduce_scatter_by(
                 one.module, self._reduce_by(reduce), _unless_shards(reused, reduce)
@@ -180,6 +191,7 @@ class FsdpState:
             "keep_weights": self._forward is not None,
             "residuals": repr(self._kept.dtype),
             "min_numel": options.min_numel,
+            "warmup_steps": options.compared()["warmup_steps"],
             "parameters": [(p.name, p.shape, p.compressed) for p in described.values()],
         }
         called = "gradcomp.fsdp.register"
@@ -310,6 +322,9 @@ class FsdpState:
             f"{self.codec!r}: {packed} of {len(parts)} parameters of {len(self._reduces)} FSDP"
             f" modules packed, over {ranks} ranks"
         )
+        if self._options.warmup_steps:
+            first = self._options.warmup_codec or Identity()
+            said += f", from step {self._options.warmup_steps} on ({first!r} before it)"
         kept = ", which backward takes from forward" if self._forward is not None else ""
         return (
             said if self.weights is None else f"{said}; weights gathered as {self.weights!r}{kept}"
@@ -517,8 +532,6 @@ def _parts(
 def _check(options: Options) -> None:
     defaults = Options()
     for name in (
-        "warmup_steps",
-        "warmup_codec",
         "exchange",
         "transform",
         "precondition",
@@ -531,6 +544,7 @@ def _check(options: Options) -> None:
                 f"{name}={getattr(options, name)!r} is of exchanges of whole gradients; FSDP's"
                 " reduce-scatter has none"
             )
+    options.under(None)  # a codec for a warm-up that has no steps
 
 
 def _unless_shards(

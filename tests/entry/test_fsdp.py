@@ -196,6 +196,30 @@ def test_shards_are_the_references(gloo, name, world, finely):
     assert "5 of 8 parameters of" in results[0][1] and f"over {world} ranks" in results[0][1]
 
 
+def test_a_warm_up_is_averaged_in_fp32_first(gloo):
+    """Its gradients leave no residuals, and its steps count for what comes after it."""
+    codec, world, residuals = OneBit(), 2, {}
+    results = gloo(world, trained, codec, 4, True, None, {"warmup_steps": 2})
+    plain = gloo(world, trained, Identity(), 2, True)
+    for rank, ((got, said, *_), (wanted, *_)) in enumerate(zip(results, plain, strict=True)):
+        for step in range(2):
+            assert all(got[step][k].tobytes() == v.tobytes() for k, v in wanted[step].items())
+        assert "from step 2 on (Identity(" in said
+    for step in (2, 3):
+        grads = gradients(step, world)
+        for rank, (got, *_) in enumerate(results):
+            for key, wanted in expected(codec, grads, step, world, rank, residuals).items():
+                assert got[step][key].tobytes() == wanted.tobytes(), (key, step, rank)
+
+
+def test_a_packed_warm_up_sends_less(gloo):
+    fp32, packed = (
+        gloo(2, trained, OneBit(), 2, True, None, {"warmup_steps": 2, **more})[0][2]
+        for more in ({}, {"warmup_codec": Block(4)})
+    )
+    assert packed < fp32 / 4
+
+
 def sent(codec):
     model = fully_shard(nn.Linear(1024, 512, bias=False))
     with gradcomp.fsdp.register(model, codec) as state:
@@ -349,11 +373,11 @@ def run(model, steps):
     return [p.grad.to_local().clone() for p in model.parameters() if p.requires_grad]
 
 
-def resumed(codec, residuals, folder):
+def resumed(codec, residuals, folder, settings):
     """Return whether a run goes on as if it had not stopped: from a state, from a checkpoint of
     torch's, in another wrapping.
     """
-    options = {"residuals": residuals, "min_numel": 0}
+    options = {"residuals": residuals, "min_numel": 0, **settings}
     model = wrap(fresh(), True)
     with gradcomp.fsdp.register(model, codec, **options) as state:
         run(model, range(2))
@@ -378,10 +402,20 @@ def resumed(codec, residuals, folder):
 
 
 @pytest.mark.parametrize(
-    ("codec", "residuals"), [("terngrad", "fp32"), ("onebit", "fp32"), (Block(2), "bf16")], ids=str
+    ("codec", "residuals", "settings"),
+    [
+        ("terngrad", "fp32", {}),
+        ("onebit", "fp32", {}),
+        (Block(2), "bf16", {}),
+        ("onebit", "fp32", {"warmup_steps": 3, "warmup_codec": Block(4)}),
+        ("terngrad", "fp32", {"warmup_steps": 1, "warmup_codec": "onebit"}),
+    ],
+    ids=str,
 )
-def test_a_resumed_run_is_the_same_run_in_another_wrapping(gloo, codec, residuals, tmp_path):
-    assert gloo(2, resumed, codec, residuals, str(tmp_path)) == [[True] * 3] * 2
+def test_a_resumed_run_is_the_same_run_in_another_wrapping(
+    gloo, codec, residuals, settings, tmp_path
+):
+    assert gloo(2, resumed, codec, residuals, str(tmp_path), settings) == [[True] * 3] * 2
 
 
 def partly_frozen(frozen):
@@ -834,8 +868,16 @@ REFUSED_CALLS = [
         "ValueError: precondition=.* is of exchanges of whole gradients",
     ),
     (
-        lambda model: gradcomp.fsdp.register(model, "terngrad", Options(warmup_steps=3)),
-        "ValueError: warmup_steps=3 is of exchanges",
+        lambda model: gradcomp.fsdp.register(model, "terngrad", Options(slice_numel=64)),
+        "ValueError: slice_numel=64 is of exchanges",
+    ),
+    (
+        lambda model: gradcomp.fsdp.register(model, "terngrad", warmup_codec="onebit"),
+        "ValueError: warmup_codec=OneBit.* packs the first warmup_steps steps, and warmup_steps is",
+    ),
+    (
+        lambda model: gradcomp.fsdp.register(model, "terngrad", warmup_steps=dist.get_rank()),
+        "PeerMismatch: .*warmup_steps",
     ),
     (
         lambda model: gradcomp.fsdp.register(model, "terngrad", exclude="nothing"),
