@@ -13,11 +13,12 @@ from gradcomp import Block, OneBit, RngKey, Ternary, TernGrad
 from gradcomp.bench.timing import using
 from gradcomp.codecs import KINDS, Codec
 from gradcomp.codecs.lanes import Lanes
-from gradcomp.kernels import NO_RESIDUALS, Code, Payloads, Residuals, host, native
+from gradcomp.kernels import CPU, NO_RESIDUALS, Code, Payloads, Residuals, host, native, of
 from gradcomp.payload.form import lanes_form
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.pieces import Slot, whole_pieces
 
+KERNELS = of(CPU)
 KEY = RngKey(seed=1, rank=1, step=5)
 GROUP = 512  # a usual row, for the codecs whose groups are rows: one flat tensor has none
 
@@ -68,9 +69,9 @@ def _cases_of(codec: Codec, x: Tensor) -> list[Case]:
         residuals = Residuals(_residual(x), new, lambda dropped: None)
         written.append(new)
     _place_scales(codec, layout, x, payload)
-    encode = partial(codec.encode_body, native, x, layout, payload, KEY, residuals)
+    encode = partial(codec.encode_body, KERNELS, x, layout, payload, KEY, residuals)
     source = Payloads([payload], codec.code, x.dtype)
-    decode = partial(native.sum_decode, source, layout.packed, out)
+    decode = partial(KERNELS.sum_decode, source, layout.packed, out)
     encode()
     return [
         Case(f"{codec.name} encode", encode, moved + 8 * codec.error_feedback, written),
@@ -82,18 +83,18 @@ def _ternary_cases(x: Tensor) -> list[Case]:
     """Return the kernels that TernGrad has for scales, for payloads of four ranks, and for sums."""
     codec, size = TernGrad(clip_sigma=None), x.element_size()
     layout, out = _layout(codec, x.numel()), torch.empty_like(x)
-    blocks, scales = codec.scratch(native, layout), torch.empty(1)
+    blocks, scales = codec.scratch(KERNELS, layout), torch.empty(1)
     sent = [torch.empty(layout.nbytes, dtype=torch.uint8) for _ in range(4)]
     for rank, payload in enumerate(sent):
         _place_scales(codec, layout, x, payload)
-        codec.encode_body(native, x, layout, payload, RngKey(seed=1, rank=rank, step=5))
+        codec.encode_body(KERNELS, x, layout, payload, RngKey(seed=1, rank=rank, step=5))
     shared = Payloads(sent, Code("ternary", shared=True), x.dtype)
     own = Payloads(sent, Code("ternary", shared=False), x.dtype)
     lanes, code = PayloadLayout(lanes_form(4), layout.pieces), Lanes(4).code
     bits, summed = lanes.form.bits, torch.zeros(lanes.nbytes, dtype=torch.uint8)
     _place_scales(codec, layout, x, summed)
     sums = Payloads([summed], code, x.dtype)
-    measure = partial(TernGrad().measure, native, x, layout, blocks, scales)
+    measure = partial(TernGrad().measure, KERNELS, x, layout, blocks, scales)
     add = partial(host.sum_lanes, shared.tensors, layout.packed, lanes.packed, code, summed)
     add()
     crc, raw = torch.zeros(1, dtype=torch.int64), sent[0].numpy()
@@ -107,7 +108,7 @@ def _ternary_cases(x: Tensor) -> list[Case]:
         ("terngrad decode 4 own", own, layout.packed, 1),
         ("lanes decode", sums, lanes.packed, bits / 8),
     ):
-        decode = partial(native.sum_decode, source, packed, out)
+        decode = partial(KERNELS.sum_decode, source, packed, out)
         found.append(Case(name, decode, size + moved, [out]))
     return found
 
@@ -129,7 +130,7 @@ def _place_scales(codec: Codec, layout: PayloadLayout, x: Tensor, payload: Tenso
     """Write the scales of codes into a payload where the codec measures them before it encodes."""
     if codec.measures:
         scales = torch.empty(layout.group_count)
-        codec.measure(native, x, layout, codec.scratch(native, layout), scales)
+        codec.measure(KERNELS, x, layout, codec.scratch(KERNELS, layout), scales)
         codec.place_scales(layout, scales, payload)
 
 

@@ -29,7 +29,7 @@ from gradcomp.bench import plots, timing
 from gradcomp.bench.about import table
 from gradcomp.bench.timing import MEMCPY_NBYTES, Verdict, memcpy_of, turns, using
 from gradcomp.codecs import TernGrad
-from gradcomp.kernels import Payloads, native
+from gradcomp.kernels import CPU, Payloads, native, of
 from gradcomp.optim import SplitAdagrad, SplitAdamW, SplitLAMB, SplitSGD, split, split_parameters
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.pieces import Slot, whole_pieces
@@ -156,7 +156,7 @@ def from_payloads(numel: int) -> list[Contender]:
     source, plain = Payloads(payloads, codec.code, torch.bfloat16), ours("SGD", numel)
 
     def decode_and_step() -> None:
-        native.sum_decode(source, packed, plain.gradients[0])
+        of(CPU).sum_decode(source, packed, plain.gradients[0])
         plain.step()
 
     holder, optimizer = split_optimizer("SGD", [torch.randn(numel)])
@@ -165,7 +165,7 @@ def from_payloads(numel: int) -> list[Contender]:
         parameter_count=1,
         position=lambda parameter: 0,
         check=lambda parameter: None,
-        update=lambda targets, rules: native.update(packed, targets, rules, source),
+        update=lambda targets, rules: of(CPU).update(packed, targets, rules, source),
     )
     optimizer.attach_packed(gradients)
     decoded = replace(plain, name="2 payloads, decoded first", step=decode_and_step)

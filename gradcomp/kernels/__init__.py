@@ -7,10 +7,11 @@ from __future__ import annotations
 import torch
 
 from gradcomp.errors import UnsupportedTensor
-from gradcomp.kernels import native
 from gradcomp.kernels.interface import NO_RESIDUALS, Code, Kernels, Payloads, Residuals
+from gradcomp.kernels.native import NativeKernels
 
 CPU = torch.device("cpu")
+_CPU_KERNELS = NativeKernels()
 
 __all__ = ["CPU", "NO_RESIDUALS", "Code", "Kernels", "Payloads", "Residuals", "of"]
 
@@ -25,4 +26,4 @@ def of(device: torch.device) -> Kernels:
         raise UnsupportedTensor(
             f"there are no kernels for {device}: not supported yet, gradcomp takes CPU tensors"
         )
-    return native
+    return _CPU_KERNELS

@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradcomp.kernels.interface import Code
-from gradcomp.kernels.native.addresses import bytes_of, payload_pointers
 from gradcomp.kernels.native.kernels import options_of
-from gradcomp.kernels.native.library import check, ffi, lib
+from gradcomp.kernels.native.library import check, ffi, lib, pointer, pointers_of
 from gradcomp.kernels.native.threads import run
 from gradcomp.kernels.tables import CopyTable, Table
 
@@ -27,14 +26,17 @@ def crc32c(data: NDArray[np.uint8], crc: int = 0) -> int:
 def copy(dst: Tensor, src: Tensor, table: CopyTable) -> None:
     """Copy every byte range of a table from `src` to `dst`, uint8."""
     rows = ffi.from_buffer("gc_copy_range[]", table.rows)
-    check(lib.gc_copy(bytes_of(dst), bytes_of(src), rows, len(table.rows)), "gc_copy")
+    check(
+        lib.gc_copy(pointer(dst, "uint8_t"), pointer(src, "uint8_t"), rows, len(table.rows)),
+        "gc_copy",
+    )
 
 
 def copy_bytes(dst: Tensor, first: int, src: Tensor, nbytes: int, src_first: int = 0) -> None:
     """Copy `nbytes` bytes of `src` from byte `src_first` to byte `first` of `dst`; they do not
     overlap.
     """
-    ffi.memmove(bytes_of(dst) + first, bytes_of(src) + src_first, nbytes)
+    ffi.memmove(pointer(dst, "uint8_t") + first, pointer(src, "uint8_t") + src_first, nbytes)
 
 
 def validate(payload: Tensor, code: Code, table: Table) -> None:
@@ -42,7 +44,7 @@ def validate(payload: Tensor, code: Code, table: Table) -> None:
     are right.
     """
     if table.count and code.kernel != "values":
-        source, name = bytes_of(payload), f"gc_{code.kernel}_validate"
+        source, name = pointer(payload, "uint8_t"), f"gc_{code.kernel}_validate"
         function, limits = getattr(lib, name), options_of(code.world_size, code.bits)
         run(name, table, lambda rows, count, _: function(source, *limits, rows, count))
 
@@ -54,7 +56,8 @@ def validate_scales(
     if asked for, not negative.
     """
     check(
-        lib.gc_scales_validate(bytes_of(payload) + first, count, non_negative), "gc_scales_validate"
+        lib.gc_scales_validate(pointer(payload, "uint8_t") + first, count, non_negative),
+        "gc_scales_validate",
     )
     if most < math.inf and count:
         # wherever in memory they begin
@@ -65,7 +68,9 @@ def validate_scales(
 
 def are_finite(scales: Tensor) -> bool:
     """Return whether all float32 scales are finite."""
-    return bool(lib.gc_scales_validate(bytes_of(scales), scales.numel(), False) == lib.GC_OK)
+    return bool(
+        lib.gc_scales_validate(pointer(scales, "uint8_t"), scales.numel(), False) == lib.GC_OK
+    )
 
 
 def sum_lanes(
@@ -74,7 +79,7 @@ def sum_lanes(
     """Write the integer sums of the ternary codes of `payloads` as lanes into the payload `out`;
     the tables are parallel.
     """
-    pointers, bytes_out = payload_pointers(payloads), bytes_of(out)
+    pointers, bytes_out = pointers_of(payloads), pointer(out, "uint8_t")
     rows_out = ffi.from_buffer("gc_segment[]", target.rows)
     run(
         "gc_ternary_sum_lanes",

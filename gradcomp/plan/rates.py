@@ -31,7 +31,7 @@ from gradcomp.exchange.bucket import BucketExchange
 from gradcomp.exchange.second import owners_feed_back
 from gradcomp.exchange.sizing import BucketPlan, Strategy
 from gradcomp.exchange.stats import Stats
-from gradcomp.kernels import native
+from gradcomp.kernels import CPU, of
 from gradcomp.memory.residuals import Feedback
 from gradcomp.optim import SplitSGD
 from gradcomp.payload.pieces import ByElements, Slot
@@ -296,7 +296,7 @@ def _outer_step(numel: int) -> Callable[[], None]:
         anchor.grad = anchor - weight
         bucket.copy_(anchor.grad)
         anchor.grad.copy_(bucket)
-        native.are_finite(anchor.grad)
+        of(CPU).are_finite(anchor.grad)
         optimizer.step()
         weight.copy_(anchor)
 

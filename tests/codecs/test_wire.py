@@ -18,7 +18,7 @@ from gradcomp import (
     TernGrad,
     UnsupportedTensor,
 )
-from gradcomp.kernels import native
+from gradcomp.kernels import CPU, of
 from gradcomp.payload import wire
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.pieces import Slot, whole_pieces
@@ -112,7 +112,7 @@ def test_segmented_payloads_need_their_layout():
     x, data = torch.randn(70), torch.zeros(layout.nbytes, dtype=torch.uint8)
     scale = torch.tensor([2.0])
     codec.place_scales(layout, scale, data)
-    codec.encode_body(native, x, layout, data, RngKey())
+    codec.encode_body(of(CPU), x, layout, data, RngKey())
     wire.seal(data.numpy(), codec.header(layout, 0, False, 0, 0))
     with pytest.raises(CorruptPayload, match="layout="):
         codec.decode(data)

@@ -17,10 +17,11 @@ from torch.distributed.fsdp import fully_shard
 import gradcomp
 from gradcomp import OneBit, Options
 from gradcomp._gc import ffi, lib
-from gradcomp.kernels import native
+from gradcomp.kernels import CPU, of
 from gradcomp.payload.pieces import ByElements
 from gradcomp.payload.rng import STREAM_OWNED, STREAM_ROTATION
 
+KERNELS = of(CPU)
 CODEC = OneBit(rotate=True)
 
 
@@ -44,14 +45,14 @@ def test_kernels_are_the_reference(numel, group, first):
     x = (rng.standard_normal(numel) * 10.0 ** rng.integers(-3, 4, numel)).astype(np.float32)
     key = ref.Key(7, 0, 3, 11, STREAM_ROTATION)
     turned = torch.from_numpy(x.copy())
-    native.rotate(turned, group, first, 11, (7, 0, 3, STREAM_ROTATION))
+    KERNELS.rotate(turned, group, first, 11, (7, 0, 3, STREAM_ROTATION))
     assert turned.numpy().tobytes() == rotation.rotate(x, group, first, key).tobytes()
     assert np.isclose(np.linalg.norm(turned.numpy()), np.linalg.norm(x), rtol=1e-5)
     scaled = turned.clone()
-    native.unbias(scaled, group, first)
+    KERNELS.unbias(scaled, group, first)
     assert scaled.numpy().tobytes() == rotation.unbias(turned.numpy(), group, first).tobytes()
     back = turned.clone()
-    native.rotate(back, group, first, 11, (7, 0, 3, STREAM_ROTATION), back=True)
+    KERNELS.rotate(back, group, first, 11, (7, 0, 3, STREAM_ROTATION), back=True)
     assert (
         back.numpy().tobytes()
         == rotation.rotate(turned.numpy(), group, first, key, back=True).tobytes()
@@ -69,19 +70,19 @@ def test_other_steps_and_parameters_are_rotated_otherwise():
         (0, (0, 0, 0, 1)),
     ):
         y = x.clone()
-        native.rotate(y, 256, 0, parameter, key)
+        KERNELS.rotate(y, 256, 0, parameter, key)
         seen.add(y.numpy().tobytes())
     assert len(seen) == 5
 
 
 def test_values_that_are_special():
     zeros = torch.zeros(100)
-    native.unbias(zeros, 10, 0)
+    KERNELS.unbias(zeros, 10, 0)
     assert not zeros.any()
     bad = torch.ones(64)
     bad[3] = math.nan
-    native.rotate(bad, 64, 0, 0, (0, 0, 0, 4))
-    native.unbias(bad, 64, 0)
+    KERNELS.rotate(bad, 64, 0, 0, (0, 0, 0, 4))
+    KERNELS.unbias(bad, 64, 0)
     assert bad.isnan().all()
 
 

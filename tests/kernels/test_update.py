@@ -16,13 +16,14 @@ from reference import codec as ref
 from reference import optim
 
 from gradcomp import Block, Identity, NativeError, OneBit, TernGrad
-from gradcomp.kernels import Code, Payloads, native
+from gradcomp.kernels import CPU, Code, Payloads, native, of
 from gradcomp.kernels.rules import NO_RULE, RULE, TARGET, Flag, Kind
 from gradcomp.kernels.tables import SEGMENT, Table
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.pieces import Slot, whole_pieces
 from gradcomp.payload.rng import RngKey
 
+KERNELS = of(CPU)
 LENGTHS = [1, 2, 7, 15, 16, 17, 31, 33, 64, 100, 255, 256, 257, 5000]
 BETAS, EPS, LR = (0.9, 0.95), 1e-8, 0.013
 STORED = ["fp32", optim.TRUNCATE, optim.NEAREST]
@@ -103,7 +104,7 @@ class Weights:
 
 
 def step(weights, g, row, table, norms=None):
-    native.update(table, weights.target(g), row, norms=norms)
+    KERNELS.update(table, weights.target(g), row, norms=norms)
 
 
 def data(n, dtype, seed, kind="normal"):
@@ -282,7 +283,7 @@ def test_squares(number):
         _, gradients, _ = data(n, dtype, 5)
         table, norms = segments(n, (1 << 16,)), np.zeros(2 * -(-n // (1 << 16)))
         with tier(number):
-            native.update(
+            KERNELS.update(
                 table,
                 Weights(np.zeros(n, "f"), "fp32", 0).target(gradients[0]),
                 rule(Kind.SQUARES, ""),
@@ -309,9 +310,9 @@ def test_squares_of_payloads_are_those_of_their_average(number):
     decoded, wanted = torch.empty(n), []
     norms = np.full(2 * len(layout.packed), np.nan)
     with tier(number):
-        codec.decode_body(native, payloads, layout, decoded)
+        codec.decode_body(KERNELS, payloads, layout, decoded)
         source = Payloads(payloads, codec.code, torch.float32)
-        native.update(
+        KERNELS.update(
             layout.packed, np.zeros(1, TARGET), rule(Kind.SQUARES, ""), source, norms=norms
         )
     for row in layout.packed.rows:
@@ -388,13 +389,13 @@ def test_updates_from_payloads_equal_decode_then_update(number, dtype, case):
                 decoded = torch.empty(
                     n, dtype=torch.float32 if dtype == ref.F32 else torch.bfloat16
                 )
-                codec.decode_body(native, payloads, layout, decoded)
+                codec.decode_body(KERNELS, payloads, layout, decoded)
                 g = decoded.view(torch.uint16 if dtype else torch.float32).numpy()
                 unfused, fused = Weights(w, optim.TRUNCATE, 0), Weights(w, optim.TRUNCATE, 0)
                 step(unfused, g, row, segments(n))
                 targets = np.concatenate([np.zeros(1, TARGET), fused.target(None)])
                 source = Payloads(payloads, codec.code, decoded.dtype)
-                bad = native.update(layout.packed, targets, row, source)
+                bad = KERNELS.update(layout.packed, targets, row, source)
             assert not bad
             same_bytes(fused.read(n), unfused.read(n), number)
             same_bytes(fused.state[0][:n], unfused.state[0][:n], number)
@@ -411,7 +412,7 @@ def test_averages_that_are_not_finite_are_told():
     for dtype, bad in ((torch.float32, False), (torch.bfloat16, True)):  # rounds to Inf as bf16
         source = Payloads([payload], Code("values", dtype=torch.float32), dtype)
         assert (
-            native.update(
+            KERNELS.update(
                 layout.packed, weights.target(None), rule(Kind.SGD, "", step_size=0.0), source
             )
             is bad
@@ -427,7 +428,7 @@ def test_parameters_without_a_rule_are_passed_over():
     targets = np.concatenate([one.target(w), two.target(w)])
     targets["rule"][0] = NO_RULE
     rows = [(0, 0, 0, 0, 0, 0, 20, 20, k) for k in (0, 1)]
-    native.update(Table(rows), targets, rule(Kind.SGD, "", step_size=-1.0))
+    KERNELS.update(Table(rows), targets, rule(Kind.SGD, "", step_size=-1.0))
     assert (one.read(20) == 1).all()
     assert (two.read(20) == 0).all()
 
@@ -462,7 +463,7 @@ def test_bad_arguments_change_nothing(change):
         for array in (targets, row, table.rows):
             if name in (array.dtype.names or ()):
                 array[name] = value
-    refused(lambda: native.update(table, targets, row))
+    refused(lambda: KERNELS.update(table, targets, row))
     assert (weights.read(20) == 1).all()
     assert not weights.state[0][:20].any()
 
@@ -474,15 +475,15 @@ def test_norms_of_weights_from_payloads_are_refused():
     )
     weights = Weights(np.ones(20, "f"), "fp32", 0)
     refused(
-        lambda: native.update(
+        lambda: KERNELS.update(
             segments(20), weights.target(None), rule(Kind.LAMB_START, ""), source, np.zeros(2)
         )
     )
 
 
 def test_an_update_of_nothing_touches_nothing():
-    native.update(Table([]), np.zeros(0, TARGET), np.zeros(0, RULE))
-    native.update(segments(0), np.zeros(1, TARGET), np.zeros(0, RULE))
+    KERNELS.update(Table([]), np.zeros(0, TARGET), np.zeros(0, RULE))
+    KERNELS.update(segments(0), np.zeros(1, TARGET), np.zeros(0, RULE))
     assert SEGMENT.itemsize == 56
     assert (RULE.itemsize, TARGET.itemsize) == (56, 48)
 
@@ -500,8 +501,8 @@ def round_trip(bits, rounding):
     n = len(bits)
     top, trail, back = np.empty(n, np.uint16), np.empty(n, np.uint16), np.empty(n, np.uint32)
     nearest = rounding == optim.NEAREST
-    native.split(*map(torch.from_numpy, (bits, top, trail)), nearest=nearest)
-    native.join(*map(torch.from_numpy, (top, trail, back)), nearest=nearest)
+    KERNELS.split(*map(torch.from_numpy, (bits, top, trail)), nearest=nearest)
+    KERNELS.join(*map(torch.from_numpy, (top, trail, back)), nearest=nearest)
     return top, trail, back
 
 

@@ -1,8 +1,14 @@
-"""The compiled library: status -> exception, and which tier of kernels is in use."""
+"""The compiled library: status -> exception, tensor -> pointer, and which tier of kernels is in
+use.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
 
 try:
     from gradcomp._gc import ffi, lib
@@ -18,9 +24,12 @@ from gradcomp.errors import CorruptPayload, NativeError
 __all__ = [
     "DISABLE_VARIABLE",
     "TIER_FEATURES",
+    "address",
     "check",
     "ffi",
     "lib",
+    "pointer",
+    "pointers_of",
     "select_tier",
     "tier",
     "tiers",
@@ -55,6 +64,23 @@ def check(status: int, function: str) -> None:
     if name in _CHECKS:
         raise CorruptPayload(*_CHECKS[name])
     raise NativeError(name, function)
+
+
+def address(tensor: Tensor | None) -> int:
+    """Return where a tensor's memory begins, 0 for None: the one place that takes addresses."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def pointer(tensor: Tensor | None, kind: str = "float") -> Any:
+    """Return a tensor's memory as a C pointer to `kind`, NULL for None; whoever keeps it keeps the
+    tensor.
+    """
+    return ffi.cast(f"{kind} *", address(tensor))
+
+
+def pointers_of(payloads: Sequence[Tensor]) -> Any:
+    """Return ``const uint8_t *[]``; whoever keeps it keeps the tensors, too."""
+    return ffi.new("const uint8_t *[]", [pointer(payload, "uint8_t") for payload in payloads])
 
 
 def tiers() -> list[str]:
