@@ -90,25 +90,25 @@ class Phase:
         module: int = 0,
     ) -> None:
         self._kind, self._comm, self._stats, self._validate = kind, comm, stats, validate
-        self._dtype, self._stream = dtype, kind.stream | module << wire.MODULE_SHIFT
-        self._outgoing, self.recv = list(outgoing), recv
+        stream = kind.stream | module << wire.MODULE_SHIFT
+        self._origin = wire.Header(0, dtype, wire.FLAG_SEGMENTED, 0, 0, 0, 0, stream)
+        self.recv = recv
         ends = list(accumulate(one.nbytes for one in outgoing))
-        self._send, self._source, self._copies = send, send, None
+        self._send, self._cut = send, None
         if whole is not None and outgoing[0] is not whole:
             self._send = torch.empty(ends[-1], dtype=torch.uint8)
-            self._copies = message_copies(whole, outgoing, [0, *ends[:-1]])
+            self._cut = send, message_copies(whole, outgoing, [0, *ends[:-1]])
         bytes_sent = self._send.numpy()
         bytes_sent[ends[-1] :] = 0  # what is sent depends on the values alone
         self._messages = [
-            bytes_sent[end - one.nbytes : end] for end, one in zip(ends, outgoing, strict=True)
+            (bytes_sent[end - one.nbytes : end], one)
+            for end, one in zip(ends, outgoing, strict=True)
         ]
         self.stride, self.layouts = stride or incoming[0].nbytes, list(incoming)
         self.tensors = [
             recv[k * self.stride : k * self.stride + one.nbytes] for k, one in enumerate(incoming)
         ]
-        self._views = [tensor.numpy() for tensor in self.tensors]
-        self._step = self._bucket = 0
-        self._nonfinite = False
+        self._bucket, self._nonfinite = 0, False
         self._work: Work | None = None
 
     def seal(self, step: int, bucket: int, *, nonfinite: bool) -> None:
@@ -119,20 +119,21 @@ class Phase:
             bucket: number, for errors.
             nonfinite: the values encoded here are not finite, which every rank is to learn.
         """
-        self._step, self._bucket, self._nonfinite = step, bucket, nonfinite
-        if self._copies is not None:
-            host.copy(self._send, self._source, self._copies)
-        for message, layout in zip(self._messages, self._outgoing, strict=True):
+        self._origin = self._origin._replace(step=step)
+        self._bucket, self._nonfinite = bucket, nonfinite
+        if self._cut is not None:
+            host.copy(self._send, *self._cut)
+        for message, layout in self._messages:
             wire.seal(message, self._header(layout, nonfinite=nonfinite))
 
     def start(self) -> None:
         """Start the collective."""
         comm, channel = self._comm, self._kind.channel
         with peers_answer(self._kind.name, self._bucket):
-            if len(self._outgoing) == 1:
+            if len(self._messages) == 1:
                 self._work = comm.start_all_gather(self._send, self.recv, channel)
             else:
-                sent = [one.nbytes for one in self._outgoing]
+                sent = [one.nbytes for _, one in self._messages]
                 received = [one.nbytes for one in self.layouts]
                 self._work = comm.start_all_to_all(self._send, sent, self.recv, received, channel)
 
@@ -158,14 +159,14 @@ class Phase:
             PeerMismatch: a header of something else.
         """
         nonfinite, own = self._nonfinite, self._comm.rank
-        for rank, view in enumerate(self._views):
+        for rank, (payload, layout) in enumerate(zip(self.tensors, self.layouts, strict=True)):
             if rank == own:
                 continue
             try:
-                header = wire.parse(view)
+                header = wire.parse(payload.numpy())
                 self._check_header(header, rank)
                 if not header.nonfinite:
-                    self._validate(self.tensors[rank], self.layouts[rank])
+                    self._validate(payload, layout)
             except CorruptPayload as error:
                 where = f"(from rank {rank}, bucket {self._bucket})"
                 raise CorruptPayload(error.check, f"{error.detail} {where}") from None
@@ -177,8 +178,8 @@ class Phase:
         otherwise sums of codes mean nothing.
         """
         scales = [
-            view[HEADER_NBYTES : HEADER_NBYTES + 4 * layout.scale_count]
-            for view, layout in zip(self._views, self.layouts, strict=True)
+            payload.numpy()[HEADER_NBYTES : HEADER_NBYTES + 4 * layout.scale_count]
+            for payload, layout in zip(self.tensors, self.layouts, strict=True)
         ]
         first = scales[0].tobytes()
         for rank, theirs in enumerate(scales):
@@ -199,10 +200,11 @@ class Phase:
         refuse_unflagged(self.tensors, self.layouts, f", {where or f'bucket {self._bucket}'}")
 
     def _header(self, layout: PayloadLayout, *, nonfinite: bool = False) -> wire.Header:
-        flags = nonfinite * wire.FLAG_NONFINITE | wire.FLAG_SEGMENTED
-        code, scales = layout.form.code, layout.scale_count
-        return wire.Header(
-            code, self._dtype, flags, layout.numel, 0, scales, self._step, self._stream
+        return self._origin._replace(
+            codec=layout.form.code,
+            flags=nonfinite * wire.FLAG_NONFINITE | wire.FLAG_SEGMENTED,
+            numel=layout.numel,
+            scale_count=layout.scale_count,
         )
 
     def _check_header(self, header: wire.Header, rank: int) -> None:

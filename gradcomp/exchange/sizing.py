@@ -114,13 +114,10 @@ class BucketPlan:
     ) -> None:
         self.codec, self.slots, self.strategy, self.stays = codec, list(slots), strategy, stays
         self.world_size, self.rank = world_size, rank
-        self.numel = sum(s.numel for s in self.slots)
         self.compressed = [s.index for s in self.slots if s.compressed]
-        self.scatters = strategy.exchange == "reduce_scatter"
         self.local = PayloadLayout(
             codec.form, whole_pieces(self.slots), whole_groups=codec.whole_groups
         )
-        self.shares_scale = codec.shares_scale and self.local.group_count > 0
         self.sent_nbytes = self.received_nbytes = (
             ring_bytes(self.local.group_count, world_size) * self.shares_scale
         )
@@ -143,6 +140,21 @@ class BucketPlan:
             else:
                 self.sent_nbytes += others * one.messages[0].nbytes
                 self.received_nbytes += others * one.messages[0].nbytes
+
+    @property
+    def numel(self) -> int:
+        """Elements of the bucket."""
+        return self.local.numel
+
+    @property
+    def scatters(self) -> bool:
+        """Whether it is a reduce_scatter."""
+        return self.strategy.exchange == "reduce_scatter"
+
+    @property
+    def shares_scale(self) -> bool:
+        """Whether ranks agree on scales before they encode."""
+        return self.codec.shares_scale and self.local.group_count > 0
 
     def _gather(self, count: int) -> None:
         if count == 1:
