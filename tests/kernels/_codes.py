@@ -1,4 +1,5 @@
-"""The codes of the kernel tests: what the reference makes of each, and how C is called for it.
+"""The codes of the kernel tests: what the reference makes of each, and how kernel sets and C are
+called for it.
 
 A new code is a row in `FAMILIES`, and a branch of `encoded`, `average` and `call_encode` where it
 differs from the others.
@@ -6,13 +7,18 @@ differs from the others.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from _tables import (
     ARRAY_DTYPES,
     KINDS,
     SPECIAL,
+    TIER_NAMES,
+    TIERS,
     Piece,
     Table,
     canonical,
@@ -21,9 +27,13 @@ from _tables import (
     lib,
     pointer,
     pointers,
+    tier,
     values,
 )
 from reference import codec as ref
+
+from gradcomp import kernels
+from gradcomp.kernels import tables
 
 NULL = ffi.NULL
 KEY = ref.Key()
@@ -201,29 +211,104 @@ def call_validate(code: Code, payload: Any, rows: Any, count: int) -> int:
     return int(getattr(lib, f"gc_{code.decoder}_validate")(payload, *option, rows, count))
 
 
-def encode(code: Code, table: Table, tensor: Any, dtype: int, payload: Any, **more: Any) -> bool:
-    """Encode a table; return whether a value was not finite."""
-    seen = flag()
-    into = pointer(payload, "uint8_t *")
-    rows = table.pointer, len(table.pieces)
-    check(call_encode(code, pointer(tensor), dtype, *rows, into, seen, **more))
-    return bool(seen[0])
+def sum_lanes(payloads: list[Any], source: Table, target: Table, code: Code) -> Any:
+    """Return a payload of the sums of ternary codes."""
+    out = guarded(target.payload_nbytes)
+    rows = source.pointer, target.pointer, len(source.pieces), code.option[1]
+    into = pointer(out, "uint8_t *")
+    check(lib.gc_ternary_sum_lanes(pointers(payloads), len(payloads), *rows, into))
+    return out
+
+
+# ---- kernel sets ---------------------------------------------------------------------------------
+class Row(NamedTuple):
+    """A kernel set that tests run, and the CPU's tier meanwhile."""
+
+    name: str
+    kernels: kernels.Kernels
+    tier: int
+
+    def __str__(self) -> str:
+        return self.name
+
+
+SETS = [Row(f"cpu {TIER_NAMES[number]}", kernels.of(kernels.CPU), number) for number in TIERS]
+
+
+@contextmanager
+def running(row: Row) -> Iterator[kernels.Kernels]:
+    """Run on a kernel set."""
+    with tier(row.tier):
+        yield row.kernels
+
+
+def tensor(array: Any) -> torch.Tensor:
+    """Return the memory of an array as a tensor; uint16 is bfloat16."""
+    if array.dtype == np.uint16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def rows_of(table: Table) -> tables.Table:
+    return tables.Table(table.rows)
+
+
+def code_for(code: Code, **more: Any) -> kernels.Code:
+    """Return what a kernel set is given for a code."""
+    found: dict[str, Any] = {
+        "values": lambda: {"dtype": tables.TORCH_DTYPES[int(code.option[0])]},
+        "block": lambda: {"bits": code.bits},
+        "lanes": lambda: {"world_size": int(code.option[0]), "bits": code.bits},
+        "nearest": lambda: {"encoder": "nearest", "step": code.option[0]},
+    }.get(code.name, dict)()
+    return kernels.Code(code.decoder, **found, **more)
+
+
+def encode(
+    kernel_set: kernels.Kernels,
+    code: Code,
+    table: Table,
+    source: Any,
+    payload: Any,
+    *,
+    planes: tuple[Any, Any, Any] = (None, None, None),
+    decay: float = 1.0,
+    means: Any = None,
+    key: ref.Key = KEY,
+) -> bool:
+    """Encode a table; return whether a value was not finite. `planes` are those of old, new and
+    kept residuals.
+    """
+    old, new, kept = (None if plane is None else tensor(plane) for plane in planes)
+    more = {"decay": decay, "means": means} if code.feeds_back else {}
+    return kernel_set.encode(
+        code_for(code, **more),
+        tensor(source),
+        rows_of(table),
+        tensor(payload),
+        key=(key.seed, key.rank, key.step, key.stream),
+        residuals=kernels.Residuals(old, new),
+        kept=kept,
+    )
 
 
 def decode(
+    kernel_set: kernels.Kernels,
     code: Code,
     table: Table,
     payloads: list[Any],
     out: Any,
-    dtype: int = ref.F32,
-    flags: int = 0,
+    *,
+    streams: bool = False,
     shared: bool = False,
 ) -> bool:
-    """Decode the average of payloads; return whether a value is not finite."""
-    seen = flag()
-    rows = table.pointer, len(table.pieces), pointer(out), dtype, flags, seen
-    check(call_decode(code, pointers(payloads), len(payloads), *rows, shared))
-    return bool(seen[0])
+    """Decode the average of payloads; return whether a value is not finite. `streams`: as where
+    outputs are larger than a cache.
+    """
+    more = {"shared": shared} if code.decoder == "ternary" else {}
+    into = tensor(out)
+    source = kernels.Payloads([tensor(one) for one in payloads], code_for(code, **more), into.dtype)
+    return kernel_set.sum_decode(source, rows_of(table), into, (1 << 26) * streams)
 
 
 # ---- inputs --------------------------------------------------------------------------------------
