@@ -549,7 +549,6 @@ static void test_arguments(void)
             continue;
         REFUSED(from, GC_LAMB_START, (void)0);
         REFUSED(from, GC_LAMB_NORMS, (void)0);
-        REFUSED(from, GC_SQUARES, (void)0);
         REFUSED(from, GC_SGD, c.gradients.payload_count = 0);
         REFUSED(from, GC_SGD, c.gradients.payload_count = 32768);
         REFUSED(from, GC_SGD, c.payloads[0] = NULL);
