@@ -67,7 +67,7 @@ def all_reduce(
             dimensions; overwritten by the average.
         codec: codec or name.
         comm: the ranks; torch.distributed's default group when None.
-        key: tells tensors apart: it takes the place of the parameter's position in random numbers
+        key: number of the tensor: it takes the place of the parameter's position in random numbers
             and feedback.
         step: training step for the random numbers; None counts the calls for this (comm, key).
         feedback: residuals of error-feedback codecs, ``Feedback({key: tensor.numel()})``; None: no

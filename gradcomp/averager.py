@@ -80,7 +80,7 @@ class GradientAverager(Controls):
         bucket_cap_mb: float = 25.0,
         **changes: Unpack[Changes],
     ) -> None:
-        from gradcomp.plan.advice import settle
+        from gradcomp.plan.advice import resolve_auto
 
         if not 0 < bucket_cap_mb < float("inf"):
             raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb!r}")
@@ -91,7 +91,7 @@ class GradientAverager(Controls):
             Newcomers(named_parameters) if isinstance(named_parameters, nn.Module) else None
         )
         self._sources = [Gradient(name, p) for name, p in self._named]
-        codec, options, chosen = settle(
+        codec, options, chosen = resolve_auto(
             codec, options, changes, optimizer, self._sources, _world_size(comm)
         )
         if optimizer is not None:

@@ -80,7 +80,7 @@ class CompressionState(Controls):
         optimizer: torch.optim.Optimizer | None = None,
         **changes: "Unpack[Changes]",
     ) -> None:
-        from gradcomp.plan.advice import settle, warning_of
+        from gradcomp.plan.advice import resolve_auto, warning_of
 
         if not isinstance(model, nn.parallel.DistributedDataParallel):
             raise TypeError(
@@ -98,7 +98,7 @@ class CompressionState(Controls):
             raise ValueError(f"this model has no communication hook left for gradcomp: {taken}")
         named = list(model.module.named_parameters())
         sources = [Gradient(name, p) for name, p in named]
-        codec, options, chosen = settle(
+        codec, options, chosen = resolve_auto(
             codec, options, changes, optimizer, sources, model.process_group.size()
         )
         self._known = {
@@ -323,7 +323,7 @@ class CompressionState(Controls):
         """Raise GradcompError where gradients lie in DDP's bucket otherwise than parameters lie in
         memory.
 
-        Its first buckets are laid out when it is made, and it does not tell how.
+        Its first buckets are laid out when it is made, and it does not say how.
         """
         for position, offset in members:
             parameter = self._engine.named[position][1]

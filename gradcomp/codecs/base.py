@@ -253,14 +253,14 @@ class Codec(ABC):
         return self
 
     def scratch(
-        self, kernels: Kernels, layout: PayloadLayout, room: Tensor | None = None
+        self, kernels: Kernels, layout: PayloadLayout, free: Tensor | None = None
     ) -> Tensor | None:
         """Return the memory that `measure` needs, to be kept and passed at every step.
 
         Args:
             kernels: of the values' device.
             layout: of the payload whose scales are measured.
-            room: uint8 memory that is free while `measure` runs and used if it is large enough.
+            free: uint8 memory that nobody uses while `measure` runs, taken if it is large enough.
         """
         return None
 

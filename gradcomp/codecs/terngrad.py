@@ -145,9 +145,9 @@ class TernGrad(Codec):
         return Code(self.form.kernel, shared=self.shares_scale)
 
     def scratch(
-        self, kernels: Kernels, layout: PayloadLayout, room: Tensor | None = None
+        self, kernels: Kernels, layout: PayloadLayout, free: Tensor | None = None
     ) -> Tensor:
-        return kernels.scratch(layout.groups, room)
+        return kernels.scratch(layout.groups, free)
 
     def measure(
         self,

@@ -74,9 +74,8 @@ class Controls:
         """Resume from a `state_dict` of the same rank, world size, codec and model; ValueError for
         any other.
 
-        With another number of ranks, from a list of the states of all ranks of the old run: what
-        they still owed the average is owed by the new ones, and states of a transform are shared
-        out anew.
+        With another number of ranks, from a list of the states of all ranks of the old run: the new
+        ranks get the mean of their residuals, and states of a transform are shared out anew.
         """
         self._engine.load_state_dict(state)
 

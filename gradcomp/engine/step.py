@@ -141,7 +141,7 @@ class Engine:
         self._growth.look(self.step)
         self.memory.begin_step()
         if self.comm.world_size == 1:
-            self.memory.settle()
+            self.memory.free_unused()
         if self.options.begins_transform(self.step):
             self.memory.begin_transform()
         if self.options.loss_scale is not None:
@@ -383,7 +383,7 @@ class Engine:
         """Compare codec, exchange and the bits of trained tensors over the ranks, as nobody has
         broadcast them. Collective.
 
-        Names and shapes may differ: the first bucket's record tells more of that.
+        Names and shapes may differ: the first bucket's record says more about that.
 
         Args:
             called: what every rank has to call, for messages.
@@ -550,4 +550,4 @@ class Engine:
 
 
 def _nothing(error: BaseException | None) -> None:
-    """Of a slice that others follow: the last one tells how its bucket ended."""
+    """Do nothing after a slice that others follow: the last one reports how its bucket ended."""

@@ -75,7 +75,7 @@ class Buffers:
         arriving = [one.messages[plan.rank if plan.scatters else 0] for one in plan.slices]
         nbytes = [n * layout.nbytes for layout in arriving]
         recv = torch.empty(sum(nbytes), dtype=torch.uint8)
-        self.scratch = plan.codec.scratch(kernels, plan.local, room=recv)
+        self.scratch = plan.codec.scratch(kernels, plan.local, free=recv)
         self.slices = []
         for one, layout, part in zip(plan.slices, arriving, torch.split(recv, nbytes), strict=True):
             first = Phase(

@@ -142,7 +142,7 @@ class Pipeline:
         try:
             self._on_failure(f"{type(self.error).__name__}: {self.error}")
         except Exception:
-            logger.exception("the peers could not be told of a failure")
+            logger.exception("the peers could not be notified of a failure")
         # a stage that works on a task ends it: nobody touches its buffers before that
         with self._changed:
             self._changed.wait_for(lambda: not self._busy, QUIET_S)

@@ -68,8 +68,8 @@ class SecondPhase(ABC):
         """
         return shard_pieces(pieces, residuals)
 
-    def scratch(self, kernels: Kernels, layout: PayloadLayout, room: Tensor) -> Tensor | None:
-        """Return the memory that the statistics of `layout` need, in `room` if it is large
+    def scratch(self, kernels: Kernels, layout: PayloadLayout, free: Tensor) -> Tensor | None:
+        """Return the memory that the statistics of `layout` need, in `free` if it is large
         enough.
         """
         return None
@@ -119,8 +119,8 @@ class Encoded(SecondPhase):
         self.measures_groups = codec.form.scales_per_group > 0
         self.error_feedback = codec.error_feedback
 
-    def scratch(self, kernels: Kernels, layout: PayloadLayout, room: Tensor) -> Tensor | None:
-        return self._codec.scratch(kernels, layout, room)
+    def scratch(self, kernels: Kernels, layout: PayloadLayout, free: Tensor) -> Tensor | None:
+        return self._codec.scratch(kernels, layout, free)
 
     def average(self, kernels: Kernels, owned: Owned) -> bool:
         return owned.payloads.decode(kernels, owned.shard)

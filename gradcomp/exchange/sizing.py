@@ -48,7 +48,9 @@ def choose(
     buckets or ranks.
 
     Args:
-        codec, world_size, exchange: as they say.
+        codec: of the gradients.
+        world_size: number of ranks.
+        exchange: one of `EXCHANGES`.
         owner_transform: whether owners transform the means, which only a reduce_scatter has.
 
     Raises:
@@ -82,7 +84,8 @@ class BucketPlan:
     Args:
         codec: writes the first phase.
         slots: the parameters of the bucket, with their offsets in it and in the residual planes.
-        strategy, world_size, rank: as they say.
+        strategy: how averages are made.
+        world_size, rank: number of ranks, and which this is.
         owner_residuals: offset of each owned parameter in the owner's residual planes, by parameter
             position.
         ownership: who owns what in a reduce_scatter; `ByElements` when None.

@@ -33,12 +33,12 @@ class Part:
     dim: int
 
     @property
-    def room(self) -> int:
+    def padded_numel(self) -> int:
         """Elements that every rank's chunk takes, padding included."""
         return numel_of(self.chunks[0])
 
     def joined(self, rows: Tensor) -> Tensor:
-        """Return values of the parameter's shape from ``(N, room)``, a row for every rank's
+        """Return values of the parameter's shape from ``(N, padded_numel)``, a row for every rank's
         chunk.
         """
         return torch.cat(
@@ -67,7 +67,7 @@ def slots_of(parts: Sequence[Part], world_size: int) -> list[list[Slot]]:
 
     What codes leave out of a chunk stands at the same place of a plane.
     """
-    each = sum(part.room for part in parts)
+    each = sum(part.padded_numel for part in parts)
     out = []
     for rank in range(world_size):
         offset, slots = rank * each, []
@@ -84,7 +84,7 @@ def slots_of(parts: Sequence[Part], world_size: int) -> list[list[Slot]]:
                     offset,
                 )
             )
-            offset += part.room
+            offset += part.padded_numel
         out.append(slots)
     return out
 

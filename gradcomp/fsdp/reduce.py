@@ -66,7 +66,7 @@ class ReduceScatter:
 
     def fits(self, numel: int) -> bool:
         """Whether so many values are the gradients of all trained parameters of the module."""
-        return numel == self._comm.world_size * sum(part.room for part in self._trained())
+        return numel == self._comm.world_size * sum(part.padded_numel for part in self._trained())
 
     def start(self, output: Tensor, given: Tensor, factor: int) -> None:
         """Encode ``(N * k,)`` gradients and send them; `finish` writes `factor` times the averages

@@ -47,7 +47,7 @@ class Kept:
         """Keep residuals of those parameters that are compressed from now on, zero at first."""
         for part in parts:
             if part.parameter.compressed:
-                rows = torch.zeros(len(part.chunks), part.room, dtype=self._dtype)
+                rows = torch.zeros(len(part.chunks), part.padded_numel, dtype=self._dtype)
                 self._known[part.parameter.name] = part, rows
 
     def of(self, part: Part) -> Tensor:
@@ -126,13 +126,13 @@ class Carried(Feedback):
         self._kept = kept
         self._buffer: Tensor | None = None  # both planes, while a step is under way
         self._rows = len(parts[0].chunks)
-        self._each = sum(part.room for part in parts)
+        self._each = sum(part.padded_numel for part in parts)
         self._places = []
         offset = 0
         for part in parts:
             if part.parameter.compressed:
                 self._places.append((part, offset))
-            offset += part.room
+            offset += part.padded_numel
 
     def tensors(self, indices: Iterable[int]) -> tuple[Tensor, Tensor]:
         if self._buffer is None:
@@ -162,4 +162,4 @@ class Carried(Feedback):
         return old, new
 
     def _cut(self, plane: Tensor, part: Part, offset: int) -> Tensor:
-        return plane.view(self._rows, self._each)[:, offset : offset + part.room]
+        return plane.view(self._rows, self._each)[:, offset : offset + part.padded_numel]

@@ -342,7 +342,7 @@ class FsdpState:
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Go on from this rank's `state_dict`, or from those of all ranks, who may have been more
-        or fewer: then what they still owed the average is owed by each. One rank, which sends
+        or fewer: then each of the new ones gets what they have left out. One rank, which sends
         nothing, adds it to its next gradients.
 
         Raises:
@@ -427,9 +427,9 @@ class FsdpState:
         """Add a loaded residual to the first gradient after it."""
         if part.parameter.name not in self._unpaid:
             return
-        owed = self._kept.of(part)
-        p.grad.to_local().add_(part.joined(owed))
-        owed.zero_()
+        residual = self._kept.of(part)
+        p.grad.to_local().add_(part.joined(residual))
+        residual.zero_()
         self._unpaid.remove(part.parameter.name)
         if not self._unpaid:
             self._kept = Kept(self._kept.dtype)

@@ -84,7 +84,7 @@ class AllGather:
         self._kept: tuple[ShardGather, Tensor] | None = None
         self._parts, self._codec, self._comm = list(parts), codec, comm
         self._stats, self._pool = stats, pool
-        self._each = sum(part.room for part in parts)
+        self._each = sum(part.padded_numel for part in parts)
         self._gathers: dict[tuple[torch.dtype, torch.device], ShardGather] = {}
         self._failed: GradcompError | None = None
 

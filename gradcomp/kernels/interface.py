@@ -84,8 +84,8 @@ class Kernels(Protocol):
 
     # ---- statistics ------------------------------------------------------------------------------
 
-    def scratch(self, groups: Groups, room: Tensor | None = None) -> Tensor:
-        """Return memory for `scales`, uint8; in `room`, uint8 memory that is free meanwhile, if
+    def scratch(self, groups: Groups, free: Tensor | None = None) -> Tensor:
+        """Return memory for `scales`, uint8; in `free`, uint8 memory that nobody uses meanwhile, if
         it is large enough.
         """
 

@@ -1,4 +1,4 @@
-"""What one call of the update kernels is told: rules (`gc_rule`), targets (`gc_target`), kinds
+"""Arguments of the update kernels: rules (`gc_rule`), targets (`gc_target`), kinds
 and flags (gradcomp.h).
 """
 

@@ -105,12 +105,12 @@ class SecondMoments:
         """
         span = slice(slot.offset, slot.offset + slot.numel)
         given, d, x, old = values[span], units[span], out[span], self.planes.pair(slot.index)[0]
-        owed = (
+        left_out = (
             residual[slot.residual : slot.residual + slot.numel] if residual is not None else None
         )
         # of the whole tensor, also where the slot is a shard of it
         floor = self.options.floor if any_bits(old) else 1.0
-        of(x.device).divide(given, owed, old[slot.start : slot.start + slot.numel], floor, d, x)
+        of(x.device).divide(given, left_out, old[slot.start : slot.start + slot.numel], floor, d, x)
 
     def observe(self, slots: Sequence[Slot], averages: Tensor, step: int) -> bool:
         """Take in the averages of a bucket of whole tensors; to be committed. Returns True if a

@@ -54,10 +54,10 @@ class Memory:
         if self.moments is not None:
             self.moments.planes.begin_step()
 
-    def settle(self) -> None:
+    def free_unused(self) -> None:
         """Give the memory of residuals back where none is left."""
         if self.feedback is not None:
-            self.feedback.settle()
+            self.feedback.free_unused()
 
     def discard(self) -> None:
         """Undo every commit since `begin_step`."""

@@ -86,7 +86,7 @@ class Planes:
         """Whether any value has ever been other than the initial one."""
         return self._planes is not None
 
-    def settle(self) -> None:
+    def free_unused(self) -> None:
         """Give the memory back if every value is the initial one again."""
         if self._planes is not None and all(
             bool((self.pair(i)[0] == self._initial).all()) for i in self._spans

@@ -1,5 +1,5 @@
-"""Checkpoints of one number of ranks brought to another: nothing that the old ranks still owed
-the model is lost.
+"""Checkpoints of one number of ranks brought to another: nothing that the old ranks have left
+out of averages is lost.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ def reshard(
 ) -> dict[str, Any]:
     """Return the state of one of `world_size` ranks, made from the states of all ranks of a run.
 
-    Where their number is the same it is the rank's own one. Otherwise, what the old ranks still
-    owed the average, sum of residuals / their number, is what the new ones owe: each of them gets
-    it whole. Owners' residuals, and states of an owner's transform, are joined and cut anew; where
-    new ranks keep no owner's residuals theirs go to everyone. States of a local transform become
-    their mean, second moments are the same on all ranks. A single rank adds what it owes to its
-    next gradients (`Feedback.pay`).
+    Where their number is the same it is the rank's own one. Otherwise each new rank gets the mean
+    of the old ranks' residuals: what they have left out of averages so far. Owners' residuals, and
+    states of an owner's transform, are joined and cut anew; where new ranks keep no owner's
+    residuals these are added to everyone's. States of a local transform become their mean, second
+    moments are the same on all ranks. A single rank adds its residuals to its next gradients
+    (`Feedback.pay`).
 
     Args:
         states: from `state_dict` of every rank of one run, at the same step, in any order.

@@ -15,7 +15,7 @@ import numpy as np
 from gradcomp.payload.form import Form
 
 MIN_NUMEL = 1024  # by default tensors with fewer elements, and vectors of any size, travel as fp32
-# a name, a pattern, a preset; or what tells by name and shape
+# a name, a pattern, a preset, or a function of name and shape
 Exempts = str | Callable[[str, tuple[int, ...]], bool]
 # What libraries call these layers, as a whole component of a parameter's name: norm1, ln_f,
 # LayerNorm, bn2; wte, tok_embeddings, position; lm_head, classifier, fc.

@@ -78,7 +78,7 @@ def shard_pieces(
 ) -> Shard:
     """Return pieces laid side by side, each at a multiple of 16 elements.
 
-    With `plain_only` the compressed pieces take no room there (their averages never stand in fp32).
+    With `plain_only` the compressed pieces take no memory there (their averages are never fp32).
     """
     out, data, numel = [], 0, 0
     for piece, residual in zip(pieces, residuals, strict=True):

@@ -21,7 +21,7 @@ FALLBACK = Block(4)
 BLOCK = 128  # the shortest rows that were measured
 
 
-def settle(
+def resolve_auto(
     codec: Codec | str,
     options: Options | None,
     changes: Mapping[str, Any],

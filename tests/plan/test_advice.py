@@ -39,7 +39,7 @@ from gradcomp.plan.accuracy import (
     ways,
     within,
 )
-from gradcomp.plan.advice import settle, warning_of, written
+from gradcomp.plan.advice import resolve_auto, warning_of, written
 
 ROOT = Path(__file__).parents[2]
 GPT = TABLE[0].training
@@ -92,7 +92,7 @@ def choose(kind, options=None, table=TABLE, model=NET, ranks=4, **changes):
     kind = getattr(torch.optim, kind) if isinstance(kind, str) else kind
     optimizer = kind(model.parameters(), lr=0.1)
     sources = [Gradient(name, p) for name, p in model.named_parameters()]
-    return settle("auto", options, changes, optimizer, sources, ranks, table)
+    return resolve_auto("auto", options, changes, optimizer, sources, ranks, table)
 
 
 # ---- the table -----------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def test_what_auto_chooses(kind, table, changes, bits, why):
 )
 def test_split_optimizers(kind, why):
     optimizer = kind(split_parameters(copy.deepcopy(NET)), lr=0.1)
-    said = settle("auto", None, {}, optimizer, [], 4)[2]
+    said = resolve_auto("auto", None, {}, optimizer, [], 4)[2]
     assert said.startswith(f"auto: Block(4) for {kind.__name__}: {why}")
 
 
@@ -245,7 +245,7 @@ def test_explicit_options_win(options, changes, bits, preconditioned):
 @pytest.mark.parametrize("optimizer", [None, torch.optim.Rprop(NET.parameters())])
 def test_a_codec_that_is_named_is_left_alone(optimizer):
     for codec in ("onebit", OneBit()):
-        found, options, said = settle(codec, None, {"warmup_steps": 2}, optimizer, [], 2)
+        found, options, said = resolve_auto(codec, None, {"warmup_steps": 2}, optimizer, [], 2)
         assert (repr(found), options, said) == (repr(OneBit()), Options(warmup_steps=2), "")
 
 
@@ -254,11 +254,11 @@ def test_a_codec_that_is_named_is_left_alone(optimizer):
 )
 def test_a_residual_decay_that_nobody_named_is_the_optimizers(codec):
     changes = {"warmup_steps": 2, "warmup_codec": "block4"}
-    found, options, said = settle(codec, None, changes, ADAM, [], 2)
+    found, options, said = resolve_auto(codec, None, changes, ADAM, [], 2)
     assert found.decay == options.warmup_codec.decay == DECAYS["adam"] < 1
     assert said == f"residual_decay={found.decay:g} for AdamW"
     for optimizer in (SGD, None):
-        found, _, said = settle(codec, None, {}, optimizer, [], 2)
+        found, _, said = resolve_auto(codec, None, {}, optimizer, [], 2)
         assert (found.decay, found.residual_decay, said) == (1.0, 1.0, "")
 
 
@@ -267,7 +267,7 @@ def test_a_residual_decay_that_nobody_named_is_the_optimizers(codec):
     [(OneBit(residual_decay=0.5), 0.5), (OneBit(residual_decay=1.0), 1.0), (TernGrad(), 1.0)],
 )
 def test_a_residual_decay_that_is_named_counts(codec, decay):
-    found, _, said = settle(codec, None, {}, ADAM, [], 2)
+    found, _, said = resolve_auto(codec, None, {}, ADAM, [], 2)
     assert found.decay == decay and found is codec and said == ""
 
 

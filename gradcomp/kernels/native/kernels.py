@@ -37,10 +37,10 @@ class NativeKernels(Kernels):
 
     # ---- statistics ------------------------------------------------------------------------------
 
-    def scratch(self, groups: Groups, room: Tensor | None = None) -> Tensor:
+    def scratch(self, groups: Groups, free: Tensor | None = None) -> Tensor:
         nbytes = int(groups.blocks[-1]) * BLOCK.itemsize
-        if room is not None and room.numel() >= nbytes:
-            return room[:nbytes]
+        if free is not None and free.numel() >= nbytes:
+            return free[:nbytes]
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def scales(
