@@ -238,7 +238,7 @@ class CompressionState(Controls):
         engine, task = self._engine, torch_private.graph_task()
         in_backward = task != -1
         momentum = isinstance(engine.options.transform, Momentum)
-        # in the first backward of a static graph every bucket has index 0 and none is the last
+        # in the first backward of a static graph every bucket has index 0, and there is no last one
         is_more = in_backward and bucket.index() == 0 and task == self._task
         is_second = is_more and len(engine.submitted) == 1
         try:

@@ -116,7 +116,7 @@ class DelayedAverages:
         if self._engine.comm.world_size > 1:
             self.waited_s += time.perf_counter() - begun
             self.exchange_s += self._done - self._started
-            # unless somebody reset it
+            # unless it was reset
             self.codec_s += max(0.0, self._engine.stats.codec_seconds - self._worked)
         self._pending = False
         self.exchanges += 1

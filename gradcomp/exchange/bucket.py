@@ -84,7 +84,7 @@ class BucketExchange:
     ) -> None:
         self.plan, self.comm, self.stats, self.timeout_s = plan, comm, stats, timeout_s
         self.feedback, self.owner_feedback, self._probe = feedback, owner_feedback, probe
-        self._draws = RngKey(seed, plan.rank if draw_rank is None else draw_rank)
+        self._draws = seed, plan.rank if draw_rank is None else draw_rank
         self._kernels = kernels.of(device)
         self._buffers = Buffers(plan, self._kernels, comm, stats, DTYPES[dtype], module)
         self._stages = _stages(plan, self._kernels, dtype, seed, transform, moments, observes)
@@ -134,10 +134,10 @@ class BucketExchange:
         if number:
             return
         job = self._job
-        with self.stats.timed("encode"):
-            if self.feedback:
-                job.residuals = self.feedback.tensors(self.plan.compressed)
-            for stage in self._stages:
+        if self.feedback:
+            job.residuals = self.feedback.tensors(self.plan.compressed)
+        for stage in self._stages:
+            with self.stats.timed("encode"):
                 job.unencodable |= stage.before_encode(job)
         if self.plan.shares_scale:
             self._measure()
@@ -360,7 +360,7 @@ class BucketExchange:
                 job.averages_bad |= stage.after_decode(job)
 
     def _key(self, stream: int) -> RngKey:
-        return replace(self._draws, step=self._job.step, stream=stream)
+        return RngKey(*self._draws, step=self._job.step, stream=stream)
 
 
 def _stages(

@@ -28,7 +28,7 @@ class Rotation(Stage):
         seed: of the random signs.
     """
 
-    takes_residuals = True  # there are none
+    takes_residuals = True  # rotated codecs keep no residuals
     needs_averages = True
 
     def __init__(self, plan: BucketPlan, kernels: Kernels, dtype: torch.dtype, seed: int) -> None:

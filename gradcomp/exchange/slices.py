@@ -54,8 +54,8 @@ class Slice:
         encoded: rows of the bucket's own payload that are encoded before this slice leaves (and
             after those of slices before it).
         messages: what this rank sends: to every rank, or (all_gather) one to all.
-        second: every owner's second payload; none where the second phase goes with a later slice,
-            or there is none.
+        second: every owner's second payload; empty where the second phase travels with a
+            later slice, or not at all.
         own_first, own_second: this rank's part of both phases, in coordinates of its shard.
     """
 

@@ -63,7 +63,7 @@ class Telemetry:
     def values(self) -> dict[str, float]:
         """Return what a report would say now."""
         now, before = self._stats(), self._before
-        if now.steps < before.steps:  # somebody has reset them
+        if now.steps < before.steps:  # they were reset
             before = Stats()
         steps = max(1, now.steps - before.steps)
         sent, baseline = (

@@ -55,7 +55,7 @@ class Memory:
             self.moments.planes.begin_step()
 
     def free_unused(self) -> None:
-        """Give the memory of residuals back where none is left."""
+        """Free the memory of residuals that are all 0."""
         if self.feedback is not None:
             self.feedback.free_unused()
 

@@ -36,6 +36,7 @@ from _codes import (
     tensor,
     tensor_of,
 )
+from _drawn import COUNTS, DTYPES, SEEDS, WORDS, kernel_settings
 from _tables import (
     ARRAY_DTYPES,
     GUARD,
@@ -49,19 +50,12 @@ from _tables import (
     same_bytes,
     values,
 )
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from reference import codec as ref
 
 from gradcomp.kernels import host
 from gradcomp.kernels.tables import Groups
-
-DTYPES = [ref.F32, ref.BF16, ref.F16]
-SEEDS = st.integers(0, 2**32 - 1)
-WORDS = st.sampled_from([0, 1, 2**31 - 1, 2**32 - 1]) | SEEDS
-COUNTS = st.sampled_from([1, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33])
-
-kernel_settings = settings(database=None, suppress_health_check=list(HealthCheck))
 
 
 # ---- statistics ----------------------------------------------------------------------------------

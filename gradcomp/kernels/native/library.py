@@ -4,6 +4,7 @@ use.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -75,7 +76,12 @@ def pointer(tensor: Tensor | None, kind: str = "float") -> Any:
     """Return a tensor's memory as a C pointer to `kind`, NULL for None; whoever keeps it keeps the
     tensor.
     """
-    return ffi.cast(f"{kind} *", address(tensor))
+    return ffi.cast(_pointer_type(kind), address(tensor))
+
+
+@functools.cache  # reading the name of a type takes longer than the cast
+def _pointer_type(kind: str) -> Any:
+    return ffi.typeof(f"{kind} *")
 
 
 def pointers_of(payloads: Sequence[Tensor]) -> Any:

@@ -41,9 +41,7 @@ def _workers(wanted: int) -> ThreadPoolExecutor:
         return _pool
 
 
-def run(
-    function: str, table: Table, call: Callable[[Any, int, int], int], second: Table | None = None
-) -> None:
+def run(function: str, table: Table, call: Callable[[Any, int, int], int]) -> None:
     """Run `call(segments, count, first_row)` over a table, shared out over threads.
 
     Every part runs to its end before the first error is raised, so that no thread touches memory
