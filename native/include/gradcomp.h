@@ -64,6 +64,9 @@ enum {
     /* inside a block element i is added to lane i % 16 in order of i; then, for k = 8, 4, 2, 1
      * in turn, lane[j] += lane[j + k] for j < k. The block's sum is lane 0. */
     GC_SUM_LANES = 16,
+    /* a group's sum: its blocks in runs of this many elements, a run's blocks added in order to
+     * 0.0, then the runs in order to 0.0: a device adds the runs of a large group side by side */
+    GC_RUN_NUMEL = 512 * 512,
     /* groups with error feedback up to this size are encoded in one pass over memory */
     GC_ONEBIT_STAGE_NUMEL = 4096,
     /* flag: outputs are larger than the last-level cache, use streaming stores */
@@ -113,10 +116,10 @@ gc_status gc_block_sums(const void *src, int dtype, const gc_segment *segments,
                         size_t segment_count, gc_block *blocks, uint32_t *nonfinite);
 
 /* Ternary scale of each group: min(absmax, (float)(clip_sigma * std + max(0, |mean| - std))), mean
- * = sum/n and std = sqrt(max(0, sumsq/n - mean^2)) in float64 over the group's blocks added in
- * order (from 0.0); clip_sigma <= 0 means no clipping. The mean counts as far as it exceeds std, so
- * that a group of equal elements keeps them. A group whose absmax is not finite gives that absmax
- * (as bit pattern), so that it wins the scale round.
+ * = sum/n and std = sqrt(max(0, sumsq/n - mean^2)) in float64 over the group's blocks, added
+ * in runs (GC_RUN_NUMEL); clip_sigma <= 0 means no clipping. The mean counts as far as it exceeds
+ * std, so that a group of equal elements keeps them. A group whose absmax is not finite gives that
+ * absmax (as bit pattern), so that it wins the scale round.
  *   group_blocks: group_count + 1 indices into blocks; group_numels: elements of each group (0
  *   gives scale 0). */
 gc_status gc_ternary_scales(const gc_block *blocks, const uint64_t *group_blocks,
@@ -170,7 +173,7 @@ gc_status gc_lanes_decode(const uint8_t *payload, size_t world_size, unsigned la
 /* x = fl(g + r) (x = g when residual_in is NULL), bit = x > 0, element i of the segment in bit i%8
  * of byte i/8, padding 0. Two fp32 scales a group at the segment's `scales`: the means of x over
  * bit 0 and over bit 1, (float)(sum / count), sums as gc_block_sums does (blocks from the group's
- * cut start, elements of the other class count as +0.0; blocks added in order from 0.0), 0 for an
+ * cut start, elements of the other class count as +0.0; added in runs, GC_RUN_NUMEL), 0 for an
  * empty class. A group whose g is +-0 throughout gets both means 0 (bits stay x > 0), so its
  * residual stays. residual_out = fl(x - q), q the mean of the element's bit; not written when NULL.
  * Every group must lie whole in one segment. residual_in, residual_out: planes of fp32, optional,
@@ -234,7 +237,7 @@ gc_status gc_onebit_sum_decode(const uint8_t *const *payloads, size_t payload_co
 /* ---- blocks: 2, 4 or 8 bits with error feedback, evenly spaced levels ------------------------ */
 /* x = fl(g + r) (x = g when residual_in is NULL). One fp32 scale S a group at the segment's
  * `scales`, the distance of two levels: 2 bits: (float)(GC_BLOCK2_STEP * sqrt(sumsq / n)), sumsq
- * that of x as in gc_block_sums, blocks from the group's cut start added in order from 0.0; 4 bits:
+ * that of x as in gc_block_sums, blocks from the group's cut start, added in runs (GC_RUN_NUMEL); 4 bits:
  * fl(max|x| / 7); 8 bits: fl(max|x| / 127). S is 0 for a group whose g is +-0 throughout (its
  * residual stays), and where it would be below 2^-126. With i = fl(1 / S), 0 for S = 0, and Z =
  * 1.5, 7 or 127:

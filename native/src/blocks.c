@@ -21,14 +21,16 @@ static int encode_group(gc_encode_job *job, const gc_segment *segment, gc_run ru
                           job->residual_in ? job->residual_in + residual : NULL,
                           job->code_bits,
                           job->decay};
-    double left = 0;
+    double left = 0, sum_squares = 0;
     for (uint32_t chunk = 0; chunk < run.numel; chunk += CHUNK_NUMEL) {
         uint32_t numel = run.numel - chunk < CHUNK_NUMEL ? run.numel - chunk : CHUNK_NUMEL;
+        gc_next_run(&sum_squares, &totals.sum_squares, chunk);
         tier->take(&totals, stage, &view, chunk, numel);
         gc_keep_residuals(job, segment, run.first + chunk, numel);
     }
     if (totals.absmax_bits >= GC_INF_BITS)
         return 0;
+    totals.sum_squares += sum_squares;
     gc_block_levels levels = gc_levels_of(&totals, run.numel, job);
     gc_store_u32(job->payload + segment->scales + 4 * (size_t)run.group, gc_bits_of(levels.scale));
     int streams = job->residual_out != job->residual_in && segment->numel >= STREAM_NUMEL;

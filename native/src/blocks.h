@@ -33,7 +33,7 @@ GC_INLINE float gc_block_zero(unsigned bits)
 
 /* What the first pass over a group finds. */
 typedef struct {
-    double sum_squares;    /* of x, for 2 bits alone */
+    double sum_squares;    /* of x, of the run under way (GC_RUN_NUMEL); for 2 bits alone */
     uint32_t absmax_bits;  /* of x */
     uint32_t any_gradient; /* 0 when every |g| is 0 */
 } gc_block_totals;

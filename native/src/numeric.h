@@ -43,6 +43,15 @@ GC_INLINE double gc_lanes_total(double lanes[GC_SUM_LANES])
     return lanes[0];
 }
 
+/* Before element `i` of a group: add a run that is over to the total, and begin the next. */
+GC_INLINE void gc_next_run(double *total, double *run, uint32_t i)
+{
+    if (i == 0 || i % GC_RUN_NUMEL)
+        return;
+    *total += *run;
+    *run = 0;
+}
+
 /* ---- payload bytes --------------------------------------------------------------------------- */
 GC_INLINE uint32_t gc_load_u16(const uint8_t *p) { return (uint32_t)(p[0] | p[1] << 8); }
 GC_INLINE uint32_t gc_load_u32(const uint8_t *p)

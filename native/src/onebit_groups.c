@@ -14,6 +14,7 @@ static int encode_group(gc_encode_job *job, const gc_segment *segment, gc_run ru
                         gc_onebit_stage *stage, const gc_onebit_tier *tier)
 {
     gc_onebit_totals totals = {{0, 0}, 0, 0, 0};
+    double sums[2] = {0, 0};
     uint64_t residual = segment->residual + run.first;
     gc_onebit_view view = {job->src,
                            job->dtype,
@@ -24,6 +25,8 @@ static int encode_group(gc_encode_job *job, const gc_segment *segment, gc_run ru
     double left = 0;
     for (uint32_t chunk = 0; chunk < run.numel; chunk += CHUNK_NUMEL) {
         uint32_t numel = run.numel - chunk < CHUNK_NUMEL ? run.numel - chunk : CHUNK_NUMEL;
+        for (int bit = 0; bit < 2; bit++)
+            gc_next_run(&sums[bit], &totals.sums[bit], chunk);
         tier->take(&totals, stage, &view, chunk, numel);
         gc_keep_residuals(job, segment, run.first + chunk, numel);
         gc_put_bits(job->payload + segment->codes, run.first + chunk, stage->bits, numel);
@@ -36,7 +39,7 @@ static int encode_group(gc_encode_job *job, const gc_segment *segment, gc_run ru
         view.means[bit] = 0;
         if (totals.any_gradient && (job->means || counts[bit]))
             view.means[bit] = job->means ? job->means[bit]
-                                         : (float)(totals.sums[bit] / counts[bit]);
+                                         : (float)((sums[bit] + totals.sums[bit]) / counts[bit]);
         gc_store_u32(scales + 4 * bit, gc_bits_of(view.means[bit]));
     }
     if (job->residual_out && run.numel <= CHUNK_NUMEL)

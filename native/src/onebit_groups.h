@@ -17,7 +17,7 @@ typedef struct {
 } gc_onebit_stage;
 
 typedef struct {
-    double sums[2];        /* of the two classes */
+    double sums[2];        /* of the two classes, of the run (GC_RUN_NUMEL) under way */
     uint32_t ones;         /* elements of class 1 */
     uint32_t any_gradient; /* 0 when every |g| is 0 */
     uint32_t absmax_bits;  /* of x */

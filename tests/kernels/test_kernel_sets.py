@@ -20,6 +20,7 @@ from _codes import (
     SETS,
     TERNARY,
     VALUES,
+    Code,
     average,
     code_for,
     code_of,
@@ -56,6 +57,8 @@ from reference import codec as ref
 
 from gradcomp.kernels import host
 from gradcomp.kernels.tables import Groups
+
+NEAREST_OF_ONE = Code("nearest", 2, 1, 2, 3, (1.0,))
 
 
 # ---- statistics ----------------------------------------------------------------------------------
@@ -202,6 +205,49 @@ def test_encode(
         elif residuals != "same":
             assert (plane_out.view(np.uint8) == GUARD).all()
         assert seen == bad
+
+
+def tie_of_runs(code):
+    """Return values whose scale is exactly between two float32 if the sums of their blocks are
+    added one after the other (the first block's is so large that no other changes it), and above if
+    a run of 262,144 elements is summed by itself.
+    """
+    if code is ONEBIT:  # the mean of the positive ones is 2^24 + 1 times a power of two
+        x = np.full(1 << 20, 2.0**-40, np.float32)
+        x[:2] = 2.0**24, 1.0
+        return x
+    # a root mean square of 2^24 + 1: the squares of four values add up to its square times 2^20
+    large = np.float32([2.0**34, 2.0**22, 2.0**22, 2.0**10])
+    half = np.full(1 << 20, 2.0**2, np.float32)
+    half[:4] = large
+    return half if code is not TERNARY else np.stack([half, -half], axis=1).ravel()
+
+
+@pytest.mark.parametrize("row", SETS, ids=str)
+@pytest.mark.parametrize(
+    "code", [ONEBIT, TERNARY, NEAREST_OF_ONE], ids=["1 bit", "TernGrad", "nearest"]
+)
+def test_groups_are_summed_in_runs(code, row):
+    x = tie_of_runs(code)
+    if code is TERNARY:
+        table, source = one_piece(code, x)
+        table.rows["block"] = 0
+        groups = Groups(np.array([0, len(x) // 512], np.uint64), np.array([len(x)], np.uint32))
+        out = guarded(1, np.float32)[:1]
+        with running(row) as kernels:
+            scratch = kernels.scratch(groups)
+            kernels.scales(tensor(source), rows_of(table), groups, 1.0, scratch, tensor(out))
+        seen, want = out[0], ref.ternary_scales(x, table.pieces[0].ref, 1.0)[0]
+    else:
+        table, source = one_piece(code, x)
+        payload = guarded(table.payload_nbytes)
+        with running(row) as kernels:
+            encode(kernels, code, table, source, payload)
+        seen = np.ravel(table.get_scales(payload, 0))[-1]
+        want = encoded(code, x, table.pieces[0].ref, scales=(), key=ref.Key(), before=None,
+                       means=None, decay=1.0)[0][-1]  # fmt: skip
+    assert seen == want
+    assert np.frexp(seen)[0] == np.frexp(np.float32(2**24 + 2))[0]
 
 
 def encode_alone(code, x, row, scales=None, **more):

@@ -32,9 +32,13 @@ GC_INLINE void group_body(gc_encode_job *job, int dtype, const gc_segment *segme
 {
     gc_keep_residuals(job, segment, run.first, run.numel);
     gc_block_totals totals = {0, 0, 0};
-    for (uint32_t i = 0; i < run.numel; i += GC_BLOCK_NUMEL)
+    double sum_squares = 0;
+    for (uint32_t i = 0; i < run.numel; i += GC_BLOCK_NUMEL) {
+        gc_next_run(&sum_squares, &totals.sum_squares, i);
         add_block(job, dtype, segment, run.first + i,
                   run.numel - i < GC_BLOCK_NUMEL ? run.numel - i : GC_BLOCK_NUMEL, &totals);
+    }
+    totals.sum_squares += sum_squares;
     job->nonfinite |= totals.absmax_bits >= GC_INF_BITS;
     gc_block_levels levels = gc_levels_of(&totals, run.numel, job);
     gc_store_u32(job->payload + segment->scales + 4 * (size_t)run.group, gc_bits_of(levels.scale));

@@ -12,7 +12,7 @@
 #endif
 
 typedef struct {
-    double sums[2];
+    double sums[2], runs[2];
     uint32_t counts[2];
     int gradient_zero; /* every g of the group is +-0 */
 } class_totals;
@@ -42,8 +42,8 @@ GC_INLINE void block_bits(gc_encode_job *job, int dtype, const gc_segment *segme
         totals->gradient_zero &= gc_abs_bits(gc_load(job->src, dtype, segment->data + at)) == 0;
         job->nonfinite |= !gc_is_finite(x);
     }
-    totals->sums[0] += gc_lanes_total(lanes[0]);
-    totals->sums[1] += gc_lanes_total(lanes[1]);
+    totals->runs[0] += gc_lanes_total(lanes[0]);
+    totals->runs[1] += gc_lanes_total(lanes[1]);
 }
 
 static float class_mean(const gc_encode_job *job, const class_totals *totals, int bit)
@@ -80,10 +80,15 @@ void gc_keep_residuals(const gc_encode_job *job, const gc_segment *segment, uint
 GC_INLINE void group_body(gc_encode_job *job, int dtype, const gc_segment *segment, gc_run run)
 {
     gc_keep_residuals(job, segment, run.first, run.numel);
-    class_totals totals = {{0, 0}, {0, 0}, 1};
-    for (uint32_t i = 0; i < run.numel; i += GC_BLOCK_NUMEL)
+    class_totals totals = {{0, 0}, {0, 0}, {0, 0}, 1};
+    for (uint32_t i = 0; i < run.numel; i += GC_BLOCK_NUMEL) {
+        for (int bit = 0; bit < 2; bit++)
+            gc_next_run(&totals.sums[bit], &totals.runs[bit], i);
         block_bits(job, dtype, segment, run.first + i,
                    run.numel - i < GC_BLOCK_NUMEL ? run.numel - i : GC_BLOCK_NUMEL, &totals);
+    }
+    for (int bit = 0; bit < 2; bit++)
+        totals.sums[bit] += totals.runs[bit];
     float means[2] = {class_mean(job, &totals, 0), class_mean(job, &totals, 1)};
     uint8_t *scales = job->payload + segment->scales + 8 * (size_t)run.group;
     gc_store_u32(scales, gc_bits_of(means[0]));

@@ -58,14 +58,18 @@ void gc_block_sums_portable(gc_encode_job *job, const gc_segment *segment)
 float gc_ternary_scale_of(const gc_block *blocks, uint64_t block_count, uint32_t numel,
                           double clip_sigma)
 {
-    double sum = 0, squares = 0;
+    double sum = 0, squares = 0, run_sum = 0, run_squares = 0;
     uint32_t absmax_bits = 0;
     for (uint64_t b = 0; b < block_count; b++) {
-        sum += blocks[b].sum;
-        squares += blocks[b].sum_squares;
+        gc_next_run(&sum, &run_sum, (uint32_t)(b * GC_BLOCK_NUMEL));
+        gc_next_run(&squares, &run_squares, (uint32_t)(b * GC_BLOCK_NUMEL));
+        run_sum += blocks[b].sum;
+        run_squares += blocks[b].sum_squares;
         if (blocks[b].absmax_bits > absmax_bits)
             absmax_bits = blocks[b].absmax_bits;
     }
+    sum += run_sum;
+    squares += run_squares;
     float absmax = gc_float_of(absmax_bits);
     if (numel == 0)
         return 0;
