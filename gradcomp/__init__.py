@@ -33,7 +33,7 @@ from gradcomp.errors import (
     UnsupportedTensor,
 )
 from gradcomp.memory.moments import Precondition
-from gradcomp.memory.residuals import Feedback
+from gradcomp.memory.store import Feedback
 from gradcomp.memory.transform import Transform
 from gradcomp.payload.form import removal
 from gradcomp.payload.rng import RngKey

@@ -18,8 +18,9 @@ from gradcomp.exchange.second import owners_feed_back
 from gradcomp.exchange.sizing import EXCHANGES, BucketPlan, Strategy, choose
 from gradcomp.exchange.slices import Slicing
 from gradcomp.exchange.stats import Stats
-from gradcomp.memory.parts import STEPS
-from gradcomp.memory.residuals import Feedback
+from gradcomp.memory.planes import Planes
+from gradcomp.memory.saved import STEPS
+from gradcomp.memory.store import Feedback
 from gradcomp.payload.order import storage_order, storage_shape
 from gradcomp.payload.pieces import ByElements, Slot
 from gradcomp.payload.rng import check_uint32
@@ -123,14 +124,15 @@ def all_reduce(
         # at every call: gloo ends the process where another rank sends as many bytes as another
         # tensor has
         _agree(call.lease, tensor, codec, strategy, key, now, feedback is not None, timeout_s)
-        owner = None
+        residuals = owned = None
         if feedback is not None:
+            residuals = feedback.residuals
             if owners_feed_back(strategy.second_phase, codec):
-                owner = feedback.owned(partial(ByElements(comm.world_size).numel, rank=comm.rank))
+                owned = feedback.owned(partial(ByElements(comm.world_size).numel, rank=comm.rank))
             feedback.begin_step()
-        found = _exchange(call, what, strategy, tensor, codec, key, feedback, owner)
-        found.timeout_s, found.owner_feedback = timeout_s, owner
-        found.feedback = feedback if codec.error_feedback else None
+        found = _exchange(call, what, strategy, tensor, codec, key, residuals, owned)
+        found.timeout_s, found.owner_residuals = timeout_s, owned
+        found.residuals = residuals if codec.error_feedback else None
         try:
             run_stages(
                 found, tensor.as_strided((tensor.numel(),), (1,)) if order else tensor.view(-1), now
@@ -140,7 +142,7 @@ def all_reduce(
             call.forget(found)
             raise
         finally:
-            found.feedback = found.owner_feedback = None  # residuals are the caller's, buffers stay
+            found.residuals = found.owner_residuals = None  # the caller's; buffers stay
     return tensor
 
 
@@ -170,14 +172,14 @@ def _exchange(
     tensor: Tensor,
     codec: Codec,
     key: int,
-    feedback: Feedback | None,
-    owner: Feedback | None,
+    residuals: Planes | None,
+    owner_residuals: Planes | None,
 ) -> BucketExchange:
     """Return the buffers that average tensors like this one, made or kept; residuals are lent to
     them for a call.
     """
-    offset = feedback.offset(key) if feedback is not None else 0
-    owned = {key: owner.offset(key)} if owner is not None else None
+    offset = residuals.offset(key) if residuals is not None else 0
+    owned = {key: owner_residuals.offset(key)} if owner_residuals is not None else None
     kind = (*what, offset, None if owned is None else owned[key])
     found = call.exchanges.get(kind)
     if found is None:

@@ -22,8 +22,8 @@ from gradcomp.exchange.routes import Exchange, ExchangeOptions, Route, make_rout
 from gradcomp.exchange.second import owners_feed_back
 from gradcomp.exchange.stats import Stats
 from gradcomp.memory.moments import Precondition, SecondMoments
-from gradcomp.memory.parts import Memory
-from gradcomp.memory.residuals import Feedback
+from gradcomp.memory.planes import Planes
+from gradcomp.memory.store import StateStore
 from gradcomp.memory.transform import keep_states
 from gradcomp.payload.order import storage_order, storage_shape
 from gradcomp.payload.parameters import describe_parameters, warn_of_thin_groups
@@ -51,7 +51,7 @@ class Layouts:
         orders: `storage_order` of the tensors whose elements do not lie row-major, by position.
         shards: which part of a sharded tensor this rank holds, by position.
         route: over which communicators.
-        memory: residuals and states of transforms, by position.
+        store: residuals, states of transforms and second moments, by position.
         probe: samples what codes make of gradients.
         keeps_packed: leave averages packed in the exchanges where that is safe. To be set before
             the first bucket.
@@ -97,7 +97,7 @@ class Layouts:
         tensors = {index: likes[index] for index in sorted(self.trained)}
         try:
             states = keep_states(options.transform, tensors, self.route.owner_numel)
-            self.memory = Memory(*self._make_feedback(), states, self._make_moments())
+            self.store = StateStore(*self._make_residuals(), states, self._make_moments())
         except BaseException:
             self.route.close()
             raise
@@ -143,18 +143,18 @@ class Layouts:
                 f"the bucket holds {buffer.numel()} elements, its parameters"
                 f" {sum(s.numel for s in slots)}"
             )
-        codec, memory = self._plain if plain else self.codec, self.memory
+        codec, store = self._plain if plain else self.codec, self.store
         self.compressed |= not isinstance(codec, Identity) or codec is self.codec
         self._changed = True
         options = ExchangeOptions(
             buffer.dtype,
             self._stats,
-            feedback=memory.feedback if codec.error_feedback else None,
-            owner_feedback=(
-                memory.owner_feedback if codec.error_feedback or codec is self.codec else None
+            residuals=store.residuals if codec.error_feedback else None,
+            owner_residuals=(
+                store.owner_residuals if codec.error_feedback or codec is self.codec else None
             ),
-            transform=None if plain else memory.transform,
-            moments=memory.moments,
+            transform=None if plain else store.transform,
+            moments=store.moments,
             probe=None if plain else self.probe,
             seed=codec.seed,
             timeout_s=self._timeout_s,
@@ -220,7 +220,7 @@ class Layouts:
 
     # ---- parts -----------------------------------------------------------------------------------
 
-    def _make_feedback(self) -> tuple[Feedback | None, Feedback | None]:
+    def _make_residuals(self) -> tuple[Planes | None, Planes | None]:
         owner = self.comm.world_size > 1 and owners_feed_back(
             self.strategy.second_phase, self.codec
         )
@@ -232,9 +232,9 @@ class Layouts:
             for p in self.parameters
             if p.compressed and p.index in self.trained
         }
-        # takes memory when it is written first, which a codec without residuals never does
-        feedback = Feedback(numels)
-        return feedback, feedback.owned(self.route.owner_numel) if owner else None
+        owned = {index: self.route.owner_numel(numel) for index, numel in numels.items()}
+        # planes take memory when they are written first, which a codec without residuals never does
+        return Planes(numels), Planes(owned) if owner else None
 
     def _make_moments(self) -> SecondMoments | None:
         options = self.options.precondition
@@ -246,18 +246,18 @@ class Layouts:
         )
 
     def _slots(self, members: Members) -> list[Slot]:
-        slots, transform = [], self.memory.transform
+        slots, transform = [], self.store.transform
         # a single rank sends nothing, so it makes no residuals
-        feedback = self.memory.feedback if self.comm.world_size > 1 else None
+        residuals = self.store.residuals if self.comm.world_size > 1 else None
         for index, offset in members:
             p = self.parameters[index]
-            new = feedback is not None and p.compressed and not feedback.knows(index)
+            new = residuals is not None and p.compressed and not residuals.knows(index)
             if new or (transform is not None and not transform.planes.knows(index)):
                 raise GradcompError(
                     f"parameter {p.name!r} was frozen when gradcomp was registered; register after"
                     " unfreezing"
                 )
-            residual = feedback.offset(index) if feedback is not None and p.compressed else 0
+            residual = residuals.offset(index) if residuals is not None and p.compressed else 0
             slots.append(Slot(index, p.numel, p.group_numel, p.compressed, offset, residual))
         return slots
 

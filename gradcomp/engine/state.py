@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradcomp.engine.layouts import Layouts
-from gradcomp.memory.parts import check_origin
 from gradcomp.memory.reshard import reshard
+from gradcomp.memory.saved import check_origin
 
 STATE_VERSION = 1
 
@@ -32,15 +32,13 @@ def origin(layouts: Layouts) -> dict[str, Any]:
     }
 
 
-def write(layouts: Layouts, step: int, scale: float) -> dict[str, Any]:
-    """Return the state before step `step`, of gradients that carry `scale`: tensors, numbers and
-    strings only.
-    """
+def write(layouts: Layouts, step: int) -> dict[str, Any]:
+    """Return the state before step `step`: tensors, numbers and strings only."""
     return {
         **origin(layouts),
         "step": step,
-        "loss_scale": scale,
-        **layouts.memory.state(layouts.names),
+        "loss_scale": layouts.store.loss_scale,
+        **layouts.store.state(layouts.names),
     }
 
 
@@ -51,7 +49,7 @@ def accept(layouts: Layouts, state: dict[str, Any] | Sequence[dict[str, Any]]) -
     if isinstance(state, Sequence):
         state = _own(layouts, state)
     check_origin(state, origin(layouts))
-    layouts.memory.check(state, layouts.names)
+    layouts.store.check(state, layouts.names)
     return state
 
 
@@ -65,7 +63,7 @@ def _own(layouts: Layouts, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "a hierarchical exchange resumes with the state of its own rank, not with a list"
         )
     place = options.transform.place if options.transform is not None else ""
-    owns = layouts.memory.owner_feedback is not None
+    owns = layouts.store.owner_residuals is not None
     new = reshard(states, comm.rank, comm.world_size, owns_means=owns, place=place)
     if len(states) != comm.world_size:
         new.update(strategy=str(layouts.strategy), nodes=repr(layouts.route.nodes))

@@ -41,7 +41,7 @@ from gradcomp.exchange.pipeline import Pipeline, Task
 from gradcomp.exchange.routes import Exchange
 from gradcomp.exchange.stats import Stats
 from gradcomp.exchange.telemetry import Telemetry
-from gradcomp.memory.parts import STEPS, read_numbers
+from gradcomp.memory.saved import STEPS, read_numbers
 
 logger = logging.getLogger("gradcomp")
 
@@ -108,14 +108,13 @@ class Engine:
         self.layouts = Layouts(
             sources, resolve(codec), self.comm, options, self.timeout_s, self.stats
         )
-        self.codec, self.memory = self.layouts.codec, self.layouts.memory
+        self.codec, self.store = self.layouts.codec, self.layouts.store
         self.orders = self.layouts.orders
         self._growth = Growth(self._noisy_weights())
         self.step = self._step_numel = 0
-        self._scale = 1.0
         self.reports: list[Telemetry] = []
         self.replicated: Callable[[], Named] = list
-        self.compares_state, self._unseen = self.memory.moments is not None, False
+        self.compares_state, self._unseen = self.store.moments is not None, False
         self._first_submit = self._last_done = 0.0
         self._start()
 
@@ -139,11 +138,11 @@ class Engine:
         self.comm.claim()
         self._open, self._sealed, self.submitted, self._step_numel = True, False, [], 0
         self._growth.look(self.step)
-        self.memory.begin_step()
+        self.store.begin_step()
         if self.comm.world_size == 1:
-            self.memory.free_unused()
+            self.store.free_unused()
         if self.options.begins_transform(self.step):
-            self.memory.begin_transform()
+            self.store.begin_transform()
         if self.options.loss_scale is not None:
             scale = float(self.options.loss_scale())
             if not 0 < scale < math.inf:
@@ -152,8 +151,8 @@ class Engine:
                     " so gradients carry nothing; look for NaN in the loss, or take a scaler with"
                     " bounds (gradcomp.amp.DynamicLossScaler)"
                 )
-            if scale != self._scale:
-                self._rescale(scale)
+            if scale != self.store.loss_scale:
+                self.store.change_loss_scale(scale)
 
     def submit(self, buffer: Tensor, members: Members, done: Callable[[], None]) -> None:
         """Average one bucket in place.
@@ -278,7 +277,7 @@ class Engine:
         """Give back what was remembered before the last step: for code that throws the step's
         gradients away.
         """
-        self.memory.discard()
+        self.store.discard()
 
     def reset(self) -> None:
         """Go on after a failure, from before the step that failed. Collective: every rank calls it,
@@ -296,7 +295,7 @@ class Engine:
         before, self.comm = self.comm, self._lease(self.comm.duplicate(self.timeout_s))
         before.close()
         self.layouts.take(self.comm)
-        self.memory.begin_step()
+        self.store.begin_step()
         self._start()
         try:
             self.agree_on({"step": self.step})
@@ -333,7 +332,7 @@ class Engine:
             self.wait()
         else:
             self.pipeline.rest()
-        return state.write(self.layouts, self.step, self._scale)
+        return state.write(self.layouts, self.step)
 
     def load_state_dict(self, given: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Go on where `state_dict` of the same rank, world size, codec and transform was taken.
@@ -347,13 +346,12 @@ class Engine:
         """
         given = self.accept(given)
         self.wait()
-        self.memory.load(given, self.layouts.names)
-        self.step, self._scale = read_numbers(given)
+        step, loss_scale = read_numbers(given)
+        self.store.load(given, self.layouts.names, loss_scale)
+        self.step = step
         self.compare_next()
-        if self.memory.transform is not None:
-            self.memory.transform.scale = self._scale
-        if self.options.loss_scale is None and self._scale != 1.0:
-            self._rescale(1.0)  # saved under a loss scaler, resumed without one
+        if self.options.loss_scale is None and loss_scale != 1.0:
+            self.store.change_loss_scale(1.0)  # saved under a loss scaler, resumed without one
 
     def accept(self, given: dict[str, Any] | Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return this rank's own state out of what `load_state_dict` is given; ValueError unless
@@ -463,11 +461,6 @@ class Engine:
         self.submitted = []
         self.pipeline = Pipeline(route.stage_count, on_failure=route.abort)
 
-    def _rescale(self, scale: float) -> None:
-        """Bring residuals to the units of gradients that carry `scale`."""
-        self.memory.rescale(self._scale, scale)
-        self._scale = scale
-
     def _agree(self, values: dict[str, object], named: Named, bucket: int = -1) -> None:
         """Compare fields over the ranks; where the digest "state" differs, find out which of
         `named` does.
@@ -510,8 +503,8 @@ class Engine:
             (f"parameter {source.name}", source.like) for source in self.sources
         ]
         named += self.replicated()
-        if self.memory.moments is not None:
-            moments = self.memory.moments.planes.state(self.layouts.names)
+        if self.store.moments is not None:
+            moments = self.store.moments.planes.state(self.layouts.names)
             named += [(f"second moment of {name}", tensor) for name, tensor in moments.items()]
         return named
 
@@ -538,7 +531,7 @@ class Engine:
         """
         with peers_answer("outcome"):  # nothing else is ever gathered on this channel
             found = self.comm.all_gather_bytes(
-                _OUTCOME.pack(self.step, self._scale), self.timeout_s, Channel.SECOND
+                _OUTCOME.pack(self.step, self.store.loss_scale), self.timeout_s, Channel.SECOND
             )
         everyone = [_OUTCOME.unpack(data) for data in found]
         for number, field in enumerate(("step", "loss_scale")):

@@ -33,7 +33,7 @@ from gradcomp.exchange.units import Units
 from gradcomp.kernels import CPU, NO_RESIDUALS, Kernels, Residuals, host
 from gradcomp.kernels.tables import DTYPES
 from gradcomp.memory.moments import SecondMoments
-from gradcomp.memory.residuals import Feedback
+from gradcomp.memory.planes import Planes
 from gradcomp.memory.transform import Transforming
 from gradcomp.payload.layout import PayloadLayout, Rows
 from gradcomp.payload.rng import STREAM_FIRST, STREAM_SECOND, RngKey
@@ -47,8 +47,8 @@ class BucketExchange:
         comm: moves the bytes.
         dtype: of the bucket.
         stats: counts bytes and seconds.
-        feedback, owner_feedback: residuals of the ranks' own gradients and of the owner's means
-            (error feedback only).
+        residuals, owner_residuals: what codes leave out of the ranks' own gradients and of the
+            owner's means (error feedback only).
         seed: of the random numbers.
         draw_rank: rank of the random numbers; the communicator's by default.
         timeout_s: longest wait for a peer.
@@ -69,8 +69,8 @@ class BucketExchange:
         dtype: torch.dtype,
         stats: Stats,
         *,
-        feedback: Feedback | None = None,
-        owner_feedback: Feedback | None = None,
+        residuals: Planes | None = None,
+        owner_residuals: Planes | None = None,
         seed: int = 0,
         draw_rank: int | None = None,
         timeout_s: float = 300.0,
@@ -83,7 +83,7 @@ class BucketExchange:
         module: int = 0,
     ) -> None:
         self.plan, self.comm, self.stats, self.timeout_s = plan, comm, stats, timeout_s
-        self.feedback, self.owner_feedback, self._probe = feedback, owner_feedback, probe
+        self.residuals, self.owner_residuals, self._probe = residuals, owner_residuals, probe
         self._draws = seed, plan.rank if draw_rank is None else draw_rank
         self._kernels = kernels.of(device)
         self._buffers = Buffers(plan, self._kernels, comm, stats, DTYPES[dtype], module)
@@ -134,8 +134,8 @@ class BucketExchange:
         if number:
             return
         job = self._job
-        if self.feedback:
-            job.residuals = self.feedback.tensors(self.plan.compressed)
+        if self.residuals:
+            job.residuals = self.residuals.tensors(self.plan.compressed)
         for stage in self._stages:
             with self.stats.timed("encode"):
                 job.unencodable |= stage.before_encode(job)
@@ -233,10 +233,10 @@ class BucketExchange:
 
     def commit(self) -> None:
         """Make the residuals and states that this step has written current."""
-        if self.feedback:
-            self.feedback.commit(self.plan.compressed)
-        if self.owner_feedback and self.plan.scatters:
-            self.owner_feedback.commit(self.plan.owned_compressed)
+        if self.residuals:
+            self.residuals.commit(self.plan.compressed)
+        if self.owner_residuals and self.plan.scatters:
+            self.owner_residuals.commit(self.plan.owned_compressed)
         for stage in self._stages:
             stage.commit()
 
@@ -316,8 +316,8 @@ class BucketExchange:
     def _encode_owned(self, number: int, owned: Owned) -> bool:
         """Write the body of a second payload; return True if a value is not finite."""
         bad, planes = False, None
-        if self.owner_feedback:
-            planes = self.owner_feedback.tensors(self.plan.owned_compressed)
+        if self.owner_residuals:
+            planes = self.owner_residuals.tensors(self.plan.owned_compressed)
         for stage in self._stages:
             bad |= stage.before_owner_encode(number, self.shard, planes[0] if planes else None)
         residuals = self._residuals(planes)

@@ -23,10 +23,11 @@ from gradcomp.exchange.nodes import HierarchicalExchange, find_nodes, join_nodes
 from gradcomp.exchange.quality import Probe
 from gradcomp.exchange.sizing import BucketPlan, Strategy, choose
 from gradcomp.exchange.slices import WHOLE, Slicing
+from gradcomp.exchange.stages import AddResiduals, Job, LocalTransform, Stage
 from gradcomp.exchange.stats import Stats
 from gradcomp.kernels import CPU
 from gradcomp.memory.moments import SecondMoments
-from gradcomp.memory.residuals import Feedback
+from gradcomp.memory.planes import Planes
 from gradcomp.memory.transform import Transform, Transforming
 from gradcomp.payload.pieces import ByElements, Slot
 
@@ -83,8 +84,8 @@ class ExchangeOptions:
 
     dtype: torch.dtype
     stats: Stats
-    feedback: Feedback | None = None
-    owner_feedback: Feedback | None = None
+    residuals: Planes | None = None
+    owner_residuals: Planes | None = None
     seed: int = 0
     draw_rank: int | None = None
     timeout_s: float = 300.0
@@ -224,7 +225,7 @@ class FlatRoute(Route):
         return self.plan(slots, codec).sent_nbytes
 
     def plan(
-        self, slots: list[Slot], codec: Codec, owner_feedback: Feedback | None = None
+        self, slots: list[Slot], codec: Codec, owner_residuals: Planes | None = None
     ) -> BucketPlan:
         """Return where every byte of a bucket goes."""
         world_size, strategy = self._comm.world_size, self.strategy
@@ -236,8 +237,8 @@ class FlatRoute(Route):
                 codec, world_size, strategy.exchange if codec.error_feedback else "auto"
             )
         offsets = (
-            {s.index: owner_feedback.offset(s.index) for s in slots if s.compressed}
-            if owner_feedback is not None
+            {s.index: owner_residuals.offset(s.index) for s in slots if s.compressed}
+            if owner_residuals is not None
             else None
         )
         return BucketPlan(
@@ -246,8 +247,8 @@ class FlatRoute(Route):
 
     def exchange(self, slots: list[Slot], codec: Codec, options: ExchangeOptions) -> BucketExchange:
         if not self.packs:
-            options = replace(options, feedback=None, owner_feedback=None)
-        plan = self.plan(slots, codec, options.owner_feedback)
+            options = replace(options, residuals=None, owner_residuals=None)
+        plan = self.plan(slots, codec, options.owner_residuals)
         return BucketExchange(plan, self._comm, **vars(options))
 
     def abort(self, reason: str = "") -> None:
@@ -290,15 +291,15 @@ class SingleRankExchange:
     averages: Averages | None = None
 
     def __init__(self, slots: list[Slot], options: ExchangeOptions) -> None:
-        self._stats, self._transform = options.stats, options.transform
-        self._feedback = feedback = options.feedback
-        self._spans = [(s.index, s.offset, s.numel) for s in slots]
-        self._with_residuals = [
-            (s.index, s.offset, s.numel)
-            for s in slots
-            if s.compressed and feedback is not None and feedback.knows(s.index)
-        ]
-        self._added: list[int] = []  # positions of tensors whose residuals this step has added
+        self._stats, transform = options.stats, options.transform
+        self._stages: list[Stage] = []
+        if transform is not None:
+            self._stages.append(LocalTransform(transform, slots))
+        if options.residuals is not None:
+            self._stages.append(AddResiduals(options.residuals, slots))
+        # residuals are of what a local transform sends, and part of the mean that an owner changes
+        if transform is not None and transform.transform.place == "owner":
+            self._stages.reverse()
         self.flagged = False
 
     @property
@@ -308,41 +309,22 @@ class SingleRankExchange:
 
     def begin(self, buffer: Tensor, step: int, bucket: int) -> None:
         """Take the bucket."""
-        self._buffer = buffer
+        self._job = Job(buffer, step, bucket, None, buffer, buffer)
 
     def unpack(self) -> None:
         """Averages are never packed."""
 
     def commit(self) -> None:
         """Make the residuals and states that this step wrote current."""
-        if self._feedback is not None:
-            self._feedback.commit(self._added)
-        if self._transform is not None:
-            self._transform.planes.commit(index for index, _, _ in self._spans)
+        for stage in self._stages:
+            stage.commit()
 
     def _apply(self) -> None:
-        self.flagged, self._added = False, []
-        # residuals are of what a local transform sends, and part of the mean that an owner changes
-        if self._transform is not None and self._transform.transform.place == "local":
-            self._run_transform()
-            self._add_residuals()
-        else:
-            self._add_residuals()
-            self._run_transform()
+        bad = [stage.before_encode(self._job) for stage in self._stages]
+        self.flagged = any(bad)
         if self.flagged:
-            self._buffer.fill_(float("nan"))
+            self._job.bucket.fill_(float("nan"))
             self._stats.nonfinite_buckets += 1
-
-    def _add_residuals(self) -> None:
-        if self._feedback is None or not self._feedback.begun:
-            return
-        for index, offset, numel in self._with_residuals:
-            self.flagged |= self._feedback.pay(index, self._buffer[offset : offset + numel])
-            self._added.append(index)
-
-    def _run_transform(self) -> None:
-        if self._transform is not None:
-            self.flagged |= self._transform.run(self._buffer, self._spans)
 
 
 # ---- hierarchical --------------------------------------------------------------------------------

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from gradcomp.comm.base import Work
+from gradcomp.memory.planes import Planes
 from gradcomp.memory.transform import Transforming
 from gradcomp.payload.pieces import Slot
 
@@ -126,3 +128,36 @@ class OwnerTransform(Stage):
 
     def commit(self) -> None:
         self._transform.planes.commit(index for index, _, _ in self._spans)
+
+
+class AddResiduals(Stage):
+    """Adds residuals to the gradients of a rank that sends nothing: a run of several ranks has
+    left them.
+
+    Args:
+        residuals: of the compressed parameters.
+        slots: of the bucket.
+    """
+
+    def __init__(self, residuals: Planes, slots: Iterable[Slot]) -> None:
+        self._residuals = residuals
+        self._slots = [s for s in slots if s.compressed and residuals.knows(s.index)]
+        self._added: list[int] = []  # positions of the parameters
+
+    def before_encode(self, job: Job) -> bool:
+        """Add residuals in place; what rounding to the bucket's dtype leaves out is the residual
+        after this step.
+        """
+        self._added, bad = [], False
+        for slot in self._slots if self._residuals.begun else ():
+            values = job.bucket[slot.offset : slot.offset + slot.numel]
+            old, new = self._residuals.pair(slot.index)
+            torch.add(values, old, out=new)
+            values.copy_(new)
+            new.sub_(values)
+            bad |= not bool(torch.isfinite(values).all())
+            self._added.append(slot.index)
+        return bad
+
+    def commit(self) -> None:
+        self._residuals.commit(self._added)

@@ -180,7 +180,7 @@ class ReduceScatter:
                 device=device,
                 module=number_of(self.parts),
                 draw_rank=group_rank(),  # replicas of a shard draw other numbers
-                feedback=Carried(trained, kept) if kept is not None else None,
+                residuals=Carried(trained, kept) if kept is not None else None,
             )
         return self._exchanges[kind]
 
@@ -250,5 +250,5 @@ class InFlight:
 
 
 def _discard(exchange: BucketExchange) -> None:
-    if exchange.feedback is not None:
-        exchange.feedback.discard()
+    if exchange.residuals is not None:
+        exchange.residuals.discard()

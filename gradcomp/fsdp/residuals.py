@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradcomp.exchange.gather import BufferPool
 from gradcomp.fsdp.parts import Part
-from gradcomp.memory.residuals import Feedback
+from gradcomp.memory.planes import Planes
 
 FLOAT_NBYTES = 4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -113,7 +113,7 @@ class Kept:
                 )
 
 
-class Carried(Feedback):
+class Carried(Planes):
     """The residuals of one module's gradients, as an exchange sees them.
 
     Args:

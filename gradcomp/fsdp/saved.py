@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from gradcomp.memory.parts import STEPS, same_codec
+from gradcomp.memory.saved import STEPS, same_codec
 from gradcomp.payload.form import removal
 
 STATE_VERSION = 2

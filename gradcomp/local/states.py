@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from gradcomp.memory.parts import STEPS
+from gradcomp.memory.saved import STEPS
 from gradcomp.optim import SplitOptimizer
 from gradcomp.optim.state import check_saved
 

@@ -8,12 +8,13 @@ rank, an optimizer step that is skipped, or an error half-way leaves everything 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from gradcomp import kernels
 from gradcomp.payload.pieces import round_up
 
 
@@ -72,8 +73,11 @@ class Planes:
 
     def pair(self, index: int) -> tuple[Tensor, Tensor]:
         """Return a parameter's values to read and to write, ``(numel,)`` float32 each."""
-        side = self._current[index]
-        return self._view(side, index), self._view(1 - side, index)
+        return self.current(index), self._view(1 - self._current[index], index)
+
+    def current(self, index: int) -> Tensor:
+        """Return a view of a parameter's current values, ``(numel,)`` float32."""
+        return self._view(self._current[index], index)
 
     def commit(self, indices: Iterable[int]) -> None:
         """Make the written plane current for these parameters."""
@@ -89,7 +93,7 @@ class Planes:
     def free_unused(self) -> None:
         """Give the memory back if every value is the initial one again."""
         if self._planes is not None and all(
-            bool((self.pair(i)[0] == self._initial).all()) for i in self._spans
+            bool((self.current(i) == self._initial).all()) for i in self._spans
         ):
             self._planes = None
 
@@ -103,11 +107,22 @@ class Planes:
             self._current[index] ^= 1
         self._committed.clear()
 
+    def rescale(self, factor: float) -> None:
+        """Multiply all values, of both planes, by `factor`."""
+        for plane in self._planes or ():
+            kernels.of(plane.device).rescale(plane, factor)
+
+    def multiply(self, factor: Callable[[int], float]) -> None:
+        """Multiply every parameter's current values by its factor."""
+        if self._planes is not None:
+            for index in self._spans:
+                self.current(index).mul_(factor(index))
+
     def state(self, names: Mapping[int, str]) -> dict[str, Tensor]:
         """Return copies of all current values by parameter name; empty before the first step."""
         if self._planes is None and self._total:
             return {}
-        return {names[index]: self.pair(index)[0].clone() for index in self._spans}
+        return {names[index]: self.current(index).clone() for index in self._spans}
 
     def check(self, state: object, names: Mapping[int, str]) -> None:
         """Raise ValueError for a state with a missing, unknown or differently sized entry, or
@@ -151,7 +166,7 @@ class Planes:
             plane.fill_(self._initial)
         self._committed.clear()
         for name, tensor in state.items():
-            self.pair(wanted[name])[0].copy_(tensor.reshape(-1))
+            self.current(wanted[name]).copy_(tensor.reshape(-1))
 
     def _allocate(self) -> tuple[Tensor, Tensor]:
         if self._planes is None:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradcomp.memory.parts import PARTS, read_numbers
+from gradcomp.memory.saved import read_numbers
+from gradcomp.memory.store import PARTS
 from gradcomp.payload.pieces import ByElements
 
 
@@ -23,8 +24,7 @@ def reshard(
     of the old ranks' residuals: what they have left out of averages so far. Owners' residuals, and
     states of an owner's transform, are joined and cut anew; where new ranks keep no owner's
     residuals these are added to everyone's. States of a local transform become their mean, second
-    moments are the same on all ranks. A single rank adds its residuals to its next gradients
-    (`Feedback.pay`).
+    moments are the same on all ranks. A single rank adds its residuals to its next gradients.
 
     Args:
         states: from `state_dict` of every rank of one run, at the same step, in any order.

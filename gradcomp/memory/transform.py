@@ -103,8 +103,7 @@ class Transforming:
         self.scale = 1.0
 
     def begin_step(self) -> None:
-        """Forget what `Planes.discard` could undo."""
-        self.planes.begin_step()
+        """Take note that a step begins."""
 
     def share_of(self, index: int) -> float:
         """Return what becomes of a residual of the warm-up's gradients when the transform

@@ -32,7 +32,7 @@ from gradcomp.exchange.second import owners_feed_back
 from gradcomp.exchange.sizing import BucketPlan, Strategy
 from gradcomp.exchange.stats import Stats
 from gradcomp.kernels import CPU, of
-from gradcomp.memory.residuals import Feedback
+from gradcomp.memory.planes import Planes
 from gradcomp.optim import SplitSGD
 from gradcomp.payload.pieces import ByElements, Slot
 from gradcomp.plan.costs import FP32_NBYTES, METHODS, Method, find_method
@@ -247,9 +247,9 @@ def _run_exchange(
     group = max(1, numel // 64) if codec.whole_groups else numel
     plan = BucketPlan(codec, [Slot(0, numel, group, True, 0)], strategy, n, 0, {0: 0})
     stats, values = Stats(), torch.randn(numel, generator=torch.Generator().manual_seed(0)) * 1e-3
-    kept = {"feedback": Feedback({0: numel})} if codec.error_feedback else {}
+    kept = {"residuals": Planes({0: numel})} if codec.error_feedback else {}
     if owners_feed_back(strategy.second_phase, codec):
-        kept["owner_feedback"] = Feedback({0: ByElements(n).numel(numel, 0)})
+        kept["owner_residuals"] = Planes({0: ByElements(n).numel(numel, 0)})
     exchange = BucketExchange(plan, _Echo(n), torch.float32, stats, **kept)  # type: ignore[arg-type]
     buffer, seen = torch.empty_like(values), []
     for step in range(repeats + 1):

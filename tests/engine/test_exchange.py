@@ -18,6 +18,7 @@ from gradcomp.exchange.routes import run_stages
 from gradcomp.exchange.sizing import BucketPlan, choose
 from gradcomp.exchange.slices import Slicing
 from gradcomp.exchange.stats import Stats
+from gradcomp.memory.planes import Planes
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.parameters import Parameter
 from gradcomp.payload.pieces import ByElements, Slot
@@ -303,7 +304,7 @@ def memory_of(exchange):
     found, seen, todo = {}, set(), list(vars(exchange).values())
     while todo:
         value = todo.pop()
-        if id(value) in seen or isinstance(value, Feedback):
+        if id(value) in seen or isinstance(value, Planes):
             continue
         seen.add(id(value))
         if isinstance(value, torch.Tensor):
@@ -325,9 +326,9 @@ def test_steady_state_allocates_no_tensor():
         plan = BucketPlan(
             OneBit(), [slot], choose(OneBit(), 2, "reduce_scatter"), 2, comm.rank, {0: 0}
         )
-        feedback, owner = Feedback({0: 1 << 16}), Feedback({0: 1 << 15})
+        residuals, owned = Planes({0: 1 << 16}), Planes({0: 1 << 15})
         exchange = BucketExchange(
-            plan, comm, torch.float32, Stats(), feedback=feedback, owner_feedback=owner
+            plan, comm, torch.float32, Stats(), residuals=residuals, owner_residuals=owned
         )
         tensor = torch.randn(1 << 16)
         run_stages(exchange, tensor, 0)

@@ -10,7 +10,6 @@ from _ranks import run_local
 from gradcomp import (
     Block,
     CorruptPayload,
-    Feedback,
     GradientAverager,
     Identity,
     OneBit,
@@ -24,8 +23,10 @@ from gradcomp.exchange.routes import run_stages
 from gradcomp.exchange.sizing import BucketPlan, Strategy, choose
 from gradcomp.exchange.slices import SLICE_NUMEL, WHOLE, Slicing, cut, cuts_groups
 from gradcomp.exchange.stats import Stats
+from gradcomp.memory.planes import Planes
 from gradcomp.payload.pieces import Slot, whole_pieces
 
+NAMES = dict(enumerate("abcd"))
 CODECS = {
     "terngrad": TernGrad(seed=3),
     "ternary": Ternary(residual_decay=0.25),
@@ -72,12 +73,12 @@ def test_slices_change_no_bit(name, exchange, world):
         plan = plan_of(codec, exchange, comm.world_size, comm.rank, slicing, owner)
         sizes = {s.index: s.numel for s in plan.slots}
         kept = (
-            {"feedback": Feedback(sizes), "owner_feedback": Feedback(sizes)}
+            {"residuals": Planes(sizes), "owner_residuals": Planes(sizes)}
             if codec.error_feedback
             else {}
         )
         if "block4" in name:
-            kept = {"owner_feedback": Feedback(sizes)}
+            kept = {"owner_residuals": Planes(sizes)}
         made = BucketExchange(plan, comm, torch.float32, Stats(), timeout_s=30, **kept)
         assert len(made.slices) == (1 if slicing is WHOLE else SLICES)
         out = []
@@ -111,11 +112,11 @@ def test_one_bad_value_in_any_slice_is_everyones_verdict(name, exchange, where):
     codec, numel = CODECS[name], sum(int(np.prod(s)) for s in SHAPES)
 
     def work(comm):
-        feedback = (
-            Feedback({s.index: s.numel for s in slots_of(codec)}) if codec.error_feedback else None
+        residuals = (
+            Planes({s.index: s.numel for s in slots_of(codec)}) if codec.error_feedback else None
         )
         plan = plan_of(codec, exchange, 3, comm.rank, Slicing(numel // SLICES))
-        made = BucketExchange(plan, comm, torch.float32, Stats(), feedback=feedback, timeout_s=30)
+        made = BucketExchange(plan, comm, torch.float32, Stats(), residuals=residuals, timeout_s=30)
         good = torch.randn(numel, generator=torch.Generator().manual_seed(comm.rank))
         out = []
         for step, bad in enumerate((False, True, False)):
@@ -124,7 +125,11 @@ def test_one_bad_value_in_any_slice_is_everyones_verdict(name, exchange, where):
                 bucket[where] = float("inf")
             run_stages(made, bucket, step)
             out.append(
-                (made.flagged, bucket, feedback.state(dict(enumerate("abcd"))) if feedback else {})
+                (
+                    made.flagged,
+                    bucket,
+                    residuals.state(dict(enumerate("abcd"))) if residuals else {},
+                )
             )
         return out
 

@@ -326,7 +326,7 @@ def scale_follows():
     before = state.state_dict()["residual"]["weight"].clone()
     scaler.update(new_scale=2.0)
     state._engine.begin_step()
-    after = state._engine.memory.feedback.residual(0).clone()
+    after = state._engine.store.residuals.current(0).clone()
     state.close()
     return torch.equal(after, before / 4)
 

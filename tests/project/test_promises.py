@@ -158,7 +158,7 @@ def residuals_by_place():
 
     def make(slots_of):
         def slots(self, members):
-            kept = self.memory.feedback if self.comm.world_size > 1 else None
+            kept = self.store.residuals if self.comm.world_size > 1 else None
             found = slots_of(self, members)
             return [
                 dataclasses.replace(
@@ -173,16 +173,16 @@ def residuals_by_place():
 
 
 def residuals_keep_their_loss_scale():
-    from gradcomp.memory.residuals import Feedback
+    from gradcomp.memory.planes import Planes
 
-    swap(Feedback, "rescale", lambda rescale: lambda self, factor: None)
+    swap(Planes, "rescale", lambda rescale: lambda self, factor: None)
 
 
 def owner_residuals_not_saved():
-    from gradcomp.memory.parts import Memory
+    from gradcomp.memory.store import StateStore
 
     swap(
-        Memory,
+        StateStore,
         "state",
         lambda state: lambda self, names: {**state(self, names), "owner_residual": {}},
     )
@@ -434,7 +434,7 @@ BREAKS = [
     Break(
         "6 one verdict: a bad step's sums of squares stay",
         commits_do_not_flip,
-        "engine/test_feedback.py",
+        "engine/test_planes.py",
     ),
     Break(
         "6 one verdict: a peer's flag is not taken over",
