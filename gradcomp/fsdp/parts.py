@@ -4,12 +4,13 @@ side by side.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from gradcomp.memory.planes import Planes
 from gradcomp.payload.parameters import Parameter
 from gradcomp.payload.pieces import Slot
 
@@ -37,17 +38,16 @@ class Part:
         """Elements that every rank's chunk takes, padding included."""
         return numel_of(self.chunks[0])
 
-    def joined(self, rows: Tensor) -> Tensor:
-        """Return values of the parameter's shape from ``(N, padded_numel)``, a row for every rank's
-        chunk.
-        """
-        return torch.cat(
-            [
-                row[: numel_of(shape)].view(shape)
-                for row, shape in zip(rows, self.chunks, strict=True)
-            ],
-            self.dim,
-        )
+    @property
+    def slot_indices(self) -> range:
+        """Positions of every rank's chunk among slots: number times N plus rank."""
+        first = self.number * len(self.chunks)
+        return range(first, first + len(self.chunks))
+
+    def joined(self, chunks: Iterable[Tensor]) -> Tensor:
+        """Return a copy of the parameter's shape from every rank's chunk, ``(numel,)`` each."""
+        shaped = [flat.view(shape) for flat, shape in zip(chunks, self.chunks, strict=True)]
+        return torch.cat(shaped, self.dim)
 
     def split(self, whole: Tensor) -> list[Tensor]:
         """Return every rank's chunk of values of the parameter's shape."""
@@ -61,11 +61,11 @@ def number_of(parts: Sequence[Part]) -> int:
     return 1 + min(part.number for part in parts)
 
 
-def slots_of(parts: Sequence[Part], world_size: int) -> list[list[Slot]]:
+def slots_of(
+    parts: Sequence[Part], world_size: int, residuals: Planes | None = None
+) -> list[list[Slot]]:
     """Return where every rank's chunks stand in a flat whole that has them rank after rank, a slot
-    each: number times N plus rank.
-
-    What codes leave out of a chunk stands at the same place of a plane.
+    each, and what codes leave out of them in the planes of `residuals`.
     """
     each = sum(part.padded_numel for part in parts)
     out = []
@@ -73,17 +73,9 @@ def slots_of(parts: Sequence[Part], world_size: int) -> list[list[Slot]]:
         offset, slots = rank * each, []
         for part in parts:
             p = part.parameter
-            numel = numel_of(part.chunks[rank])
-            slots.append(
-                Slot(
-                    part.number * world_size + rank,
-                    numel,
-                    p.group_numel,
-                    p.compressed,
-                    offset,
-                    offset,
-                )
-            )
+            index, numel = part.slot_indices[rank], numel_of(part.chunks[rank])
+            residual = residuals.offset(index) if residuals is not None and p.compressed else 0
+            slots.append(Slot(index, numel, p.group_numel, p.compressed, offset, residual))
             offset += part.padded_numel
         out.append(slots)
     return out

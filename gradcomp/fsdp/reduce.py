@@ -19,7 +19,7 @@ from gradcomp.exchange.bucket import BucketExchange
 from gradcomp.exchange.sizing import BucketPlan, Strategy
 from gradcomp.exchange.stats import Stats
 from gradcomp.fsdp.parts import Part, number_of, slots_of
-from gradcomp.fsdp.residuals import Carried, Kept
+from gradcomp.fsdp.residuals import ModuleResiduals
 from gradcomp.kernels.tables import DTYPES
 from gradcomp.payload.pieces import BySlots
 
@@ -35,7 +35,7 @@ class ReduceScatter:
         warmup_steps: the first so many reduce-scatters belong to the warm-up.
         comm: the ranks that share the module out.
         stats: counts bytes and seconds.
-        kept: residuals of the model, for codecs that leave some.
+        residuals: of the module, for codecs that leave some.
 
     Attributes:
         module: as torch has it.
@@ -53,13 +53,11 @@ class ReduceScatter:
         warmup_steps: int,
         comm: TorchCommunicator,
         stats: Stats,
-        kept: Kept | None = None,
+        residuals: ModuleResiduals | None = None,
     ) -> None:
         self.module, self.name, self.parts, self.steps = module, name, list(parts), 0
         self._codecs, self._warmup_steps = codecs, warmup_steps
-        self._comm, self._stats, self._kept = comm, stats, kept
-        if kept is not None:
-            kept.add(parts)
+        self._comm, self._stats, self._residuals = comm, stats, residuals
         self._exchanges: dict[tuple[object, ...], BucketExchange] = {}
         self._pending: tuple[BucketExchange, Tensor, int] | None = None
         self._failed: GradcompError | None = None
@@ -85,7 +83,7 @@ class ReduceScatter:
                 exchange.measure()
                 exchange.encode()
         except GradcompError as error:
-            self._fail(exchange, error)
+            self._fail(error)
             raise
         exchange.forget()
         self._pending = exchange, output, factor
@@ -112,12 +110,12 @@ class ReduceScatter:
         try:
             exchange.average_shard(output if as_they_are else None)
         except GradcompError as error:
-            self._fail(exchange, error)
+            self._fail(error)
             raise
         if exchange.flagged:
             output.fill_(float("nan"))
             self._stats.nonfinite_buckets += 1
-            _discard(exchange)
+            self._discard()
             return
         exchange.commit()
         filled = 0
@@ -133,13 +131,8 @@ class ReduceScatter:
     def abandon(self, error: GradcompError) -> None:
         """Do not wait for what is under way, and raise `error` from now on."""
         if self._pending is not None:
-            (exchange, _, _), self._pending = self._pending, None
-            self._fail(exchange, error)
-
-    def discard_residuals(self) -> None:
-        """Leave residuals as they are now when what is under way arrives."""
-        if self._pending is not None:
-            _discard(self._pending[0])
+            self._pending = None
+            self._fail(error)
 
     def comes_late(self, dtype: torch.dtype) -> bool:
         """Whether torch leaves what `finish` writes alone until the backward pass is over."""
@@ -149,9 +142,14 @@ class ReduceScatter:
         """Return those whose gradients are averaged, sharded as ``model.parameters()`` has them."""
         return [part.sharded for part in self._trained()]
 
-    def _fail(self, exchange: BucketExchange, error: GradcompError) -> None:
+    def _discard(self) -> None:
+        """Leave residuals as they were before the step."""
+        if self._residuals is not None:
+            self._residuals.discard()
+
+    def _fail(self, error: GradcompError) -> None:
         self._failed = error
-        _discard(exchange)
+        self._discard()
         self._exchanges.clear()  # collectives under way keep their connections, and their buffers
 
     def _trained(self) -> list[Part]:
@@ -169,7 +167,6 @@ class ReduceScatter:
         if kind not in self._exchanges:
             if self.steps == self._warmup_steps:
                 self._exchanges.clear()  # those of the warm-up
-            kept = self._kept if codec.error_feedback else None
             self._exchanges[kind] = BucketExchange(
                 self._plan(codec, trained),
                 self._comm,
@@ -180,13 +177,13 @@ class ReduceScatter:
                 device=device,
                 module=number_of(self.parts),
                 draw_rank=group_rank(),  # replicas of a shard draw other numbers
-                residuals=Carried(trained, kept) if kept is not None else None,
+                residuals=self._residuals if codec.error_feedback else None,
             )
         return self._exchanges[kind]
 
     def _plan(self, codec: Codec, trained: Sequence[Part]) -> BucketPlan:
         world = self._comm.world_size
-        slots = [slot for one in slots_of(trained, world) for slot in one]
+        slots = [slot for one in slots_of(trained, world, self._residuals) for slot in one]
         strategy = Strategy("reduce_scatter", "fp32")
         return BucketPlan(
             codec,
@@ -242,13 +239,3 @@ class InFlight:
         """Wait for nothing any more: all modules under way raise `error` from now on."""
         while self._modules:
             self._modules.popleft().abandon(error)
-
-    def discard_residuals(self) -> None:
-        """Leave residuals as they are now when averages arrive."""
-        for module in self._modules:
-            module.discard_residuals()
-
-
-def _discard(exchange: BucketExchange) -> None:
-    if exchange.residuals is not None:
-        exchange.residuals.discard()

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from gradcomp.memory.saved import STEPS, same_codec
+from gradcomp.memory.saved import check_step, differing_key
 from gradcomp.payload.form import removal
 
 STATE_VERSION = 2
 
 
 def check_state(state: Any, origin: Mapping[str, object], names: Collection[str]) -> None:
-    """Check all of one rank's state but the tensors of its residuals (`Kept.load`).
+    """Check all of one rank's state but the tensors of its residuals (`ModelResiduals.load`).
 
     Args:
         state: from `FsdpState.state_dict`.
@@ -24,14 +24,12 @@ def check_state(state: Any, origin: Mapping[str, object], names: Collection[str]
     """
     if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
         raise ValueError(f"not a state of gradcomp.fsdp that this version knows: {state!r}"[:200])
-    for key, mine in origin.items():
-        if state.get(key) != mine and not (
-            key == "codec" and same_codec(state.get(key), str(mine))
-        ):
-            raise ValueError(
-                f"this state has {key} {state.get(key)!r}, here it is {mine!r}"
-                f"{removal(state.get(key))}"
-            )
+    key = differing_key(state, origin)
+    if key is not None:
+        raise ValueError(
+            f"this state has {key} {state.get(key)!r}, here it is {origin[key]!r}"
+            f"{removal(state.get(key))}"
+        )
     world, residual = state.get("world_size"), state.get("residual")
     if type(world) is not int or world < 1:
         raise ValueError(f"this state has world_size {world!r}, a positive integer expected")
@@ -50,11 +48,7 @@ def _check_steps(given: Any, names: Collection[str]) -> None:
         said = f"this state's steps must be pairs of name and step, each name once: {given!r}"
         raise ValueError(said[:200])
     for name, step in steps.items():
-        if type(step) is not int or not 0 <= step < STEPS:
-            raise ValueError(
-                f"this state has step {step!r} of {name!r}, "
-                "an integer of at least 0 and below 2^32 expected"
-            )
+        check_step(step, f" of {name!r}")
     if steps and names and steps.keys() != set(names):
         odd = min(steps.keys() ^ set(names), key=str)
         raise ValueError(f"this state is of other parameters: {odd!r} is on one side only")

@@ -36,7 +36,7 @@ from gradcomp.exchange.stats import Stats
 from gradcomp.exchange.telemetry import Telemetry
 from gradcomp.fsdp.parts import Part, number_of
 from gradcomp.fsdp.reduce import InFlight, ReduceScatter
-from gradcomp.fsdp.residuals import Kept
+from gradcomp.fsdp.residuals import ModelResiduals
 from gradcomp.fsdp.saved import STATE_VERSION, check_all_of_one_run, check_state, ranks_to_load
 from gradcomp.fsdp.weights import AllGather, Forward
 from gradcomp.kernels import of as kernels_of
@@ -85,7 +85,7 @@ class FsdpState:
             )
         self.codec, self.weights, self._options = codec, weights, options
         self.stats, self.weights_stats, self.plain = Stats(), Stats(), 0
-        self._kept = Kept(residuals)
+        self._residuals = ModelResiduals(residuals)
         self._model = weakref.ref(model)
         self._comms: dict[int, TorchCommunicator] = {}  # by process group
         self._reduces: list[ReduceScatter] = []
@@ -94,7 +94,8 @@ class FsdpState:
         # number of the backward pass at whose end averages are waited for
         self._called_back = -1
         self._alone: list[Part] = []  # parameters that this rank shares with none
-        self._unpaid: set[str] = set()  # of these, those whose next gradient gets a loaded residual
+        # loaded residuals that are added to the next gradients of these, by name
+        self._unpaid: dict[str, Tensor] = {}
         self._reports: list[Telemetry] = []
         self._hooks: list[Any] = []
         self._backwards = self._calls = 0
@@ -114,12 +115,12 @@ class FsdpState:
             before_any_step(mine, self._before_step),
             model.register_forward_pre_hook(self._hold),
         ]
-        if self._kept.nbytes > 1e6:
+        if self._residuals.nbytes > 1e6:
             logger.warning(
                 "gradcomp: residuals of %r take %.0f MB on every rank, which sharding does not"
                 " divide ('bf16' takes half of 'fp32')",
                 codec,
-                self._kept.nbytes / 1e6,
+                self._residuals.nbytes / 1e6,
             )
 
     def _replace_collectives(
@@ -149,7 +150,6 @@ class FsdpState:
                 self._comms[id(one.group)] = comm
                 self._agree(comm, options, gradients)
             feeds_back = self.codec.error_feedback or warm_up.error_feedback
-            kept = self._kept if feeds_back else None
             name = called[id(one.module)] or "(the model)"
             reduce = ReduceScatter(
                 one.module,
@@ -159,7 +159,7 @@ class FsdpState:
                 options.warmup_steps,
                 comm,
                 self.stats,
-                kept,
+                self._residuals.add(parts) if feeds_back else None,
             )
             self._reduces.append(reduce)
             torch_private.reduce_scatter_by(
@@ -189,7 +189,7 @@ class FsdpState:
             "codec": self.codec,
             "weights": self.weights,
             "keep_weights": self._forward is not None,
-            "residuals": repr(self._kept.dtype),
+            "residuals": repr(self._residuals.dtype),
             "min_numel": options.min_numel,
             "warmup_steps": options.compared()["warmup_steps"],
             "parameters": [(p.name, p.shape, p.compressed) for p in described.values()],
@@ -337,7 +337,8 @@ class FsdpState:
         steps = sorted(
             [part.parameter.name, module.steps] for module in self._reduces for part in module.parts
         )
-        residual = {str(group_rank()): self._kept.state()} if self._kept.nbytes else {}
+        residuals = self._residuals
+        residual = {str(group_rank()): residuals.state()} if residuals.nbytes else {}
         return {**self._origin(), "world_size": group_size(), "steps": steps, "residual": residual}
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
@@ -392,14 +393,14 @@ class FsdpState:
         """Take steps, and the residuals of this rank or the mean of all ranks'. A rank alone
         adds these to its next gradients.
         """
-        kept = self._kept
+        residuals = self._residuals
         # a run of one rank exchanges nothing and leaves nothing out
         exchanged = bool(state["steps"] or ranks)
         pays = exchanged and bool(self._alone) and not self._reduces and self.codec.error_feedback
         if pays:
-            kept = Kept(self._kept.dtype)
-            kept.add(self._alone)
-        if kept.nbytes:
+            residuals = ModelResiduals(residuals.dtype)
+            alone = residuals.add(self._alone)
+        if residuals.nbytes:
             old, size = state["world_size"], group_size()
             if self._split and old != size:
                 raise ValueError(
@@ -407,8 +408,7 @@ class FsdpState:
                     " with as many, on the same mesh"
                 )
             wanted = ranks_to_load(ranks, old, size, group_rank()) if exchanged else range(0)
-            kept.load(residual(str(rank)) for rank in wanted)
-        self._in_flight.discard_residuals()  # of a backward pass that ended with an error
+            residuals.load(residual(str(rank)) for rank in wanted)
         steps = dict(state["steps"])
         for module in self._reduces:
             module.steps = max(steps.get(part.parameter.name, 0) for part in module.parts)
@@ -416,8 +416,12 @@ class FsdpState:
             trained: list[tuple[Part, Any]] = [
                 (part, part.sharded) for part in self._alone if part.sharded.requires_grad
             ]
-            self._kept = kept
-            self._unpaid = {part.parameter.name for part, _ in trained if part.parameter.compressed}
+            self._residuals = residuals
+            self._unpaid = {
+                part.parameter.name: alone.current(part.slot_indices[0])
+                for part, _ in trained
+                if part.parameter.compressed
+            }
             self._hooks += [
                 sharded.register_post_accumulate_grad_hook(partial(self._pay, part))
                 for part, sharded in trained
@@ -425,14 +429,13 @@ class FsdpState:
 
     def _pay(self, part: Part, p: Any) -> None:
         """Add a loaded residual to the first gradient after it."""
-        if part.parameter.name not in self._unpaid:
+        residual = self._unpaid.pop(part.parameter.name, None)
+        if residual is None:
             return
-        residual = self._kept.of(part)
-        p.grad.to_local().add_(part.joined(residual))
+        p.grad.to_local().add_(residual.view(part.parameter.shape))
         residual.zero_()
-        self._unpaid.remove(part.parameter.name)
         if not self._unpaid:
-            self._kept = Kept(self._kept.dtype)
+            self._residuals = ModelResiduals(self._residuals.dtype)
 
     def _check_state(self, state: Any) -> None:
         check_state(

@@ -9,59 +9,61 @@ rank, an optimizer step that is skipped, or an error half-way leaves everything 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gradcomp import kernels
+from gradcomp.memory.saved import check_tensors
 from gradcomp.payload.pieces import round_up
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
-    offset: int
-    numel: int
-
-
 class Planes:
-    """Old and new float32 values of a set of tensors.
+    """Old and new values of a set of tensors.
 
     Args:
         numels: elements kept of each tensor, by the parameter's position.
         what: is kept, for error messages.
         initial: value of every element at first.
+        dtype: of the planes.
+        count: of the planes: two, or one in a subclass that lends others for a step.
+
+    Attributes:
+        numels: as given.
+        numel: elements of a plane, in which each tensor begins at a multiple of 16.
     """
 
     def __init__(
-        self, numels: Mapping[int, int], what: str = "residual", initial: float = 0.0
+        self,
+        numels: Mapping[int, int],
+        what: str = "residual",
+        initial: float = 0.0,
+        dtype: torch.dtype = torch.float32,
+        count: int = 2,
     ) -> None:
-        self._spans: dict[int, _Span] = {}
-        total = 0
+        self.numels, self.numel = dict(numels), 0
+        self._offsets: dict[int, int] = {}
         for index, numel in numels.items():
-            self._spans[index] = _Span(total, numel)
-            total += round_up(numel, 16)
-        self._what, self._initial = what, initial
-        self._planes: tuple[Tensor, Tensor] | None = None
-        self._total = total
-        self._current = dict.fromkeys(self._spans, 0)
+            self._offsets[index] = self.numel
+            self.numel += round_up(numel, 16)
+        self._what, self._initial, self._dtype, self._count = what, initial, dtype, count
+        self._planes: tuple[Tensor, ...] = ()  # allocated when they are used first
+        self._current = dict.fromkeys(numels, 0)
         self._committed: list[int] = []  # what discard would flip back
 
     def knows(self, index: int) -> bool:
         """Whether there are values for a parameter."""
-        return index in self._spans
+        return index in self.numels
 
     def offset(self, index: int) -> int:
         """Return where a parameter's values begin in a plane (elements)."""
-        return self._spans[index].offset
+        return self._offsets[index]
 
     def tensors(self, indices: Iterable[int]) -> tuple[Tensor, Tensor]:
         """Return the plane to read and the plane to write for these parameters."""
         planes = self._allocate()
         wanted = list(indices)
-        if not wanted:
-            return planes
-        side = self._current[wanted[0]]
+        side = self._current[wanted[0]] if wanted else 0
         # after a bucket rebuild, tensors of one bucket may stand on different planes
         for index in wanted:
             if self._current[index] != side:
@@ -88,14 +90,14 @@ class Planes:
     @property
     def begun(self) -> bool:
         """Whether any value has ever been other than the initial one."""
-        return self._planes is not None
+        return bool(self._planes)
 
     def free_unused(self) -> None:
         """Give the memory back if every value is the initial one again."""
-        if self._planes is not None and all(
-            bool((self.current(i) == self._initial).all()) for i in self._spans
+        if self.begun and all(
+            bool((self.current(index) == self._initial).all()) for index in self.numels
         ):
-            self._planes = None
+            self._planes = ()
 
     def begin_step(self) -> None:
         """Forget what `discard` could undo."""
@@ -109,73 +111,57 @@ class Planes:
 
     def rescale(self, factor: float) -> None:
         """Multiply all values, of both planes, by `factor`."""
-        for plane in self._planes or ():
+        for plane in self._planes:
             kernels.of(plane.device).rescale(plane, factor)
 
     def multiply(self, factor: Callable[[int], float]) -> None:
         """Multiply every parameter's current values by its factor."""
-        if self._planes is not None:
-            for index in self._spans:
+        if self.begun:
+            for index in self.numels:
                 self.current(index).mul_(factor(index))
 
     def state(self, names: Mapping[int, str]) -> dict[str, Tensor]:
         """Return copies of all current values by parameter name; empty before the first step."""
-        if self._planes is None and self._total:
+        if not self.begun and self.numel:
             return {}
-        return {names[index]: self.current(index).clone() for index in self._spans}
+        return {names[index]: self.current(index).clone() for index in self.numels}
 
     def check(self, state: object, names: Mapping[int, str]) -> None:
-        """Raise ValueError for a state with a missing, unknown or differently sized entry, or
-        with NaN or Inf.
+        """Raise ValueError unless a state is empty or has finite float32 values for every
+        parameter.
         """
-        if not isinstance(state, Mapping):
-            raise ValueError(  # noqa: TRY004
-                f"{self._what}s are a dictionary by parameter name, got {type(state).__name__}"
-            )
-        wanted = {names[index]: index for index in self._spans}
-        if state and state.keys() != wanted.keys():
-            odd = min(state.keys() ^ wanted.keys(), key=str)
-            raise ValueError(f"{self._what}s do not fit this model: {odd!r} is on one side only")
-        for name, tensor in state.items():
-            numel = self._spans[wanted[name]].numel
-            if (
-                not isinstance(tensor, Tensor)
-                or tensor.dtype != torch.float32
-                or tensor.numel() != numel
-            ):
-                got = (
-                    f"{tensor.numel()} x {tensor.dtype}"
-                    if isinstance(tensor, Tensor)
-                    else type(tensor).__name__
-                )
-                raise ValueError(
-                    f"{self._what} of {name!r} is {got}, {numel} x torch.float32 expected"
-                )
-            if not bool(torch.isfinite(tensor).all()):
-                raise ValueError(f"{self._what} of {name!r} holds NaN or Inf")
+        if isinstance(state, Mapping) and not state:
+            return
+        check_tensors(state, {names[i]: (numel,) for i, numel in self.numels.items()}, self._what)
 
     def load(self, state: Mapping[str, Tensor], names: Mapping[int, str]) -> None:
         """Take values from a checkpoint that `check` accepts; an empty state is the initial
         value everywhere.
         """
         self.check(state, names)
-        wanted = {names[index]: index for index in self._spans}
-        if not state and self._planes is None:
+        index_of = {names[index]: index for index in self.numels}
+        self.replace({index_of[name]: tensor for name, tensor in state.items()})
+
+    def replace(self, values: Mapping[int, Tensor]) -> None:
+        """Take other values, the initial one where there are none; commits cannot be undone
+        then.
+        """
+        self.discard()
+        if not values and not self.begun:
             return
         for plane in self._allocate():
             plane.fill_(self._initial)
-        self._committed.clear()
-        for name, tensor in state.items():
-            self.current(wanted[name]).copy_(tensor.reshape(-1))
+        for index, tensor in values.items():
+            self.current(index).copy_(tensor.reshape(-1))
 
-    def _allocate(self) -> tuple[Tensor, Tensor]:
-        if self._planes is None:
-            self._planes = (
-                torch.full((self._total,), self._initial),
-                torch.full((self._total,), self._initial),
+    def _allocate(self) -> tuple[Tensor, ...]:
+        if not self._planes:
+            self._planes = tuple(
+                torch.full((self.numel,), self._initial, dtype=self._dtype)
+                for _ in range(self._count)
             )
         return self._planes
 
     def _view(self, side: int, index: int) -> Tensor:
-        span = self._spans[index]
-        return self._allocate()[side][span.offset : span.offset + span.numel]
+        first = self._offsets[index]
+        return self._allocate()[side][first : first + self.numels[index]]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradcomp.memory.saved import read_numbers
+from gradcomp.memory.saved import mean_by_name, read_numbers
 from gradcomp.memory.store import PARTS
 from gradcomp.payload.pieces import ByElements
 
@@ -37,29 +37,35 @@ def reshard(
             exchange.
     """
     old = _in_rank_order(states)
-    count = len(old)
-    if count == world_size:
+    if len(old) == world_size:
         return dict(old[rank])
-    residual = _total(old, "residual", 1.0 / count)
+    residual = _mean(old, "residual")
     owned = _joined(old, "owner_residual")
     if not owns_means:
         for name, tensor in owned.items():
             residual[name] = residual[name] + tensor if name in residual else tensor
         owned = {}
-    transformed = (
-        _joined(old, "transform_state")
-        if place == "owner"
-        else _total(old, "transform_state", 1.0 / count)
-    )
-    shares = {"owner_residual": owned, "transform_state": transformed if place == "owner" else {}}
-    for part in shares.values():
+
+    def share(part: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what this rank owns of whole tensors."""
+        owner, out = ByElements(world_size), {}
         for name, tensor in part.items():
-            first, last = ByElements(world_size).bounds(tensor.numel(), rank)
-            part[name] = tensor[first:last].clone()
-    new = {**old[0], "rank": rank, "world_size": world_size, "residual": residual, **shares}
-    if place != "owner":
-        new["transform_state"] = transformed
-    return new
+            first, last = owner.bounds(tensor.numel(), rank)
+            out[name] = tensor[first:last].clone()
+        return out
+
+    if place == "owner":
+        transformed = share(_joined(old, "transform_state"))
+    else:
+        transformed = _mean(old, "transform_state")
+    return {
+        **old[0],
+        "rank": rank,
+        "world_size": world_size,
+        "residual": residual,
+        "owner_residual": share(owned),
+        "transform_state": transformed,
+    }
 
 
 def _in_rank_order(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -119,9 +125,9 @@ def _check_state(state: Mapping[str, Any]) -> None:
                 )
 
 
-def _total(states: Sequence[Mapping[str, Any]], key: str, factor: float) -> dict[str, Tensor]:
-    """Return `factor` times the sum of all ranks' values, by name; ValueError unless all ranks
-    have the same tensors.
+def _mean(states: Sequence[Mapping[str, Any]], key: str) -> dict[str, Tensor]:
+    """Return the mean of all ranks' values, by name; ValueError unless all ranks have the same
+    tensors.
     """
     parts = [state.get(key, {}) for state in states]
     for rank, part in enumerate(parts):
@@ -130,10 +136,7 @@ def _total(states: Sequence[Mapping[str, Any]], key: str, factor: float) -> dict
             raise ValueError(
                 f"{key} of rank {rank} does not fit that of rank 0: not the same tensors"
             )
-    return {
-        name: (factor * torch.stack([p[name].double() for p in parts]).sum(0)).float()
-        for name in parts[0]
-    }
+    return {name: tensor.float() for name, tensor in mean_by_name(parts).items()}
 
 
 def _joined(states: Sequence[Mapping[str, Any]], key: str) -> dict[str, Tensor]:

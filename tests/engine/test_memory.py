@@ -71,7 +71,7 @@ WRONG = {
     ),
     "residual is NaN": (
         lambda s: changed(s, 1, residual={"w": s[1]["residual"]["w"] * float("nan")}),
-        "NaN or Inf",
+        "has values that are not finite",
     ),
     "owner's residual gone": (lambda s: changed(s, 1, owner_residual={}), "owner_residual of 'w'"),
     "of another model": (lambda s: run_local(3, trained, (64, 16)), "'w'"),
