@@ -4,7 +4,7 @@ before its first byte.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -97,7 +97,15 @@ class Layouts:
         tensors = {index: likes[index] for index in sorted(self.trained)}
         try:
             states = keep_states(options.transform, tensors, self.route.owner_numel)
-            self.store = StateStore(*self._make_residuals(), states, self._make_moments())
+            compressed = {
+                p.index: p.numel
+                for p in self.parameters
+                if p.compressed and p.index in self.trained
+            }
+            moments = None
+            if isinstance(options.precondition, Precondition):
+                moments = SecondMoments(options.precondition, compressed)
+            self.store = StateStore(*self._make_residuals(compressed), states, moments)
         except BaseException:
             self.route.close()
             raise
@@ -220,30 +228,21 @@ class Layouts:
 
     # ---- parts -----------------------------------------------------------------------------------
 
-    def _make_residuals(self) -> tuple[Planes | None, Planes | None]:
+    def _make_residuals(self, compressed: Mapping[int, int]) -> tuple[Planes | None, Planes | None]:
+        """Return residuals of this rank's gradients and of the means that it owns.
+
+        Args:
+            compressed: elements of the compressed tensors, by position.
+        """
         owner = self.comm.world_size > 1 and owners_feed_back(
             self.strategy.second_phase, self.codec
         )
         if not (self.codec.error_feedback or self._plain.error_feedback or owner):
             return None, None
-        share = self.route.residual_numel
-        numels = {
-            p.index: share(p.numel)
-            for p in self.parameters
-            if p.compressed and p.index in self.trained
-        }
+        numels = {i: self.route.residual_numel(numel) for i, numel in compressed.items()}
         owned = {index: self.route.owner_numel(numel) for index, numel in numels.items()}
         # planes take memory when they are written first, which a codec without residuals never does
         return Planes(numels), Planes(owned) if owner else None
-
-    def _make_moments(self) -> SecondMoments | None:
-        options = self.options.precondition
-        if not isinstance(options, Precondition):
-            return None
-        return SecondMoments(
-            options,
-            {p.index: p.numel for p in self.parameters if p.compressed and p.index in self.trained},
-        )
 
     def _slots(self, members: Members) -> list[Slot]:
         slots, transform = [], self.store.transform

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradcomp.engine.layouts import Layouts
-from gradcomp.memory.reshard import reshard
-from gradcomp.memory.saved import check_origin
+from gradcomp.memory.saved import check_origin, reshard
 
 STATE_VERSION = 1
 

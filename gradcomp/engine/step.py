@@ -338,7 +338,7 @@ class Engine:
         """Go on where `state_dict` of the same rank, world size, codec and transform was taken.
 
         With the states of all ranks of a run, also of another world size: see
-        `gradcomp.memory.reshard`.
+        `gradcomp.memory.saved.reshard`.
 
         Raises:
             ValueError: a state of another version, rank, world size, codec or model; nothing is

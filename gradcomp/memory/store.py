@@ -1,8 +1,7 @@
 """What a rank keeps from step to step, by parameter: residuals, the owner's residuals, states of a
 transform, second moments.
 
-All of it commits, rolls back and is saved together (`gradcomp.memory.reshard`: for another number
-of ranks).
+All of it commits, rolls back and is saved together.
 """
 
 from __future__ import annotations
@@ -14,9 +13,8 @@ from torch import Tensor
 
 from gradcomp.memory.moments import SecondMoments
 from gradcomp.memory.planes import Planes
+from gradcomp.memory.saved import PARTS
 from gradcomp.memory.transform import Transforming
-
-PARTS = ("residual", "owner_residual", "transform_state", "second_moment")
 
 
 class StateStore:
@@ -132,7 +130,6 @@ class Feedback(StateStore):
 
     def __init__(self, numels: Mapping[int, int]) -> None:
         super().__init__(Planes(numels))
-        self._numels = dict(numels)
 
     def owned(self, share: Callable[[int], int]) -> Planes:
         """Return the residuals of the owner's means of these tensors, made at the first call.
@@ -141,7 +138,8 @@ class Feedback(StateStore):
             share: elements that this rank owns of a tensor of so many.
         """
         if self.owner_residuals is None:
-            self.owner_residuals = Planes({key: share(n) for key, n in self._numels.items()})
+            numels = {key: share(numel) for key, numel in self.residuals.numels.items()}
+            self.owner_residuals = Planes(numels)
         return self.owner_residuals
 
     def residual(self, key: int) -> Tensor:

@@ -189,7 +189,7 @@ def owner_residuals_not_saved():
 
 
 def owner_residuals_go_with_the_ranks():
-    from gradcomp.memory import reshard
+    from gradcomp.memory.saved import reshard
 
     def make(change):
         def forget(states, rank, world_size, *, owns_means, place):
@@ -199,7 +199,7 @@ def owner_residuals_go_with_the_ranks():
 
         return forget
 
-    swap_everywhere(reshard.reshard, make)
+    swap_everywhere(reshard, make)
 
 
 # ---- one verdict --------------------------------------------------------------------------------
