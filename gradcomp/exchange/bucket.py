@@ -136,6 +136,7 @@ class BucketExchange:
         job = self._job
         if self.residuals:
             job.residuals = self.residuals.tensors(self.plan.compressed)
+            job.written[self.residuals] = self.plan.compressed
         for stage in self._stages:
             with self.stats.timed("encode"):
                 job.unencodable |= stage.before_encode(job)
@@ -233,12 +234,7 @@ class BucketExchange:
 
     def commit(self) -> None:
         """Make the residuals and states that this step has written current."""
-        if self.residuals:
-            self.residuals.commit(self.plan.compressed)
-        if self.owner_residuals and self.plan.scatters:
-            self.owner_residuals.commit(self.plan.owned_compressed)
-        for stage in self._stages:
-            stage.commit()
+        self._job.commit()
 
     # ---- parts -----------------------------------------------------------------------------------
 
@@ -315,12 +311,13 @@ class BucketExchange:
 
     def _encode_owned(self, number: int, owned: Owned) -> bool:
         """Write the body of a second payload; return True if a value is not finite."""
-        bad, planes = False, None
+        job, bad = self._job, False
         if self.owner_residuals:
-            planes = self.owner_residuals.tensors(self.plan.owned_compressed)
+            job.owner_residuals = self.owner_residuals.tensors(self.plan.owned_compressed)
+            job.written[self.owner_residuals] = self.plan.owned_compressed
         for stage in self._stages:
-            bad |= stage.before_owner_encode(number, self.shard, planes[0] if planes else None)
-        residuals = self._residuals(planes)
+            bad |= stage.before_owner_encode(job, number, self.shard)
+        residuals = self._residuals(job.owner_residuals)
         bad |= self.plan.second_phase.encode(
             self._kernels, owned, self._key(STREAM_SECOND), residuals
         )

@@ -57,7 +57,7 @@ class Rotation(Stage):
         job.values = job.target = self._values
         return False
 
-    def before_owner_encode(self, number: int, shard: Tensor, residual: Tensor | None) -> bool:
+    def before_owner_encode(self, job: Job, number: int, shard: Tensor) -> bool:
         """Rotate means once more if they are encoded in 1 bit: sums of a few ranks' codes have few
         values, of which 1-bit codes are not unbiased.
         """

@@ -316,8 +316,7 @@ class SingleRankExchange:
 
     def commit(self) -> None:
         """Make the residuals and states that this step wrote current."""
-        for stage in self._stages:
-            stage.commit()
+        self._job.commit()
 
     def _apply(self) -> None:
         bad = [stage.before_encode(self._job) for stage in self._stages]

@@ -7,7 +7,7 @@ stage sees values, never messages.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ class Job:
         bucket: ``(n,)`` of the exchange's dtype: gradients, which averages replace.
         step: of training, modulo 2**32.
         number: of the bucket, for errors.
-        residuals: planes to read and to write; None: the codec leaves none.
+        residuals, owner_residuals: planes to read and to write; None: codecs leave none.
         values: ``(n,)``, what is encoded: the bucket, or float32 memory of a stage.
         target: ``(n,)``, what decoded values times `units` should be, for `gradcomp.quality`.
         units: ``(n,)`` float32, in which values are encoded; None: 1.
@@ -35,6 +35,7 @@ class Job:
         arrived_bad: on some rank, in the slices that have arrived.
         owned_bad: an average here, or the code of one.
         averages_bad: on any rank, for any reason, in the slices that have been decoded.
+        written: planes that hold new values, and of which parameters.
     """
 
     bucket: Tensor
@@ -43,16 +44,25 @@ class Job:
     residuals: tuple[Tensor, Tensor] | None
     values: Tensor
     target: Tensor
+    owner_residuals: tuple[Tensor, Tensor] | None = None
     units: Tensor | None = None
     scale_round: Work | None = None
     unencodable: bool = False
     arrived_bad: bool = False
     owned_bad: bool = False
     averages_bad: bool = False
+    written: dict[Planes, list[int]] = field(default_factory=dict)
+
+    def commit(self) -> None:
+        """Make the values that this step has written current."""
+        for planes, indices in self.written.items():
+            planes.commit(indices)
 
 
 class Stage:
     """One stage of one bucket layout. Its methods do nothing; a stage overrides what it needs.
+
+    A stage that writes planes enters them in `Job.written`.
 
     Attributes:
         takes_residuals: the stage adds residuals to the values, so that encoding must not.
@@ -71,7 +81,7 @@ class Stage:
     def after_encode(self, residual: Tensor) -> None:
         """Bring what codes have left out of the bucket to units of the gradient, in place."""
 
-    def before_owner_encode(self, number: int, shard: Tensor, residual: Tensor | None) -> bool:
+    def before_owner_encode(self, job: Job, number: int, shard: Tensor) -> bool:
         """Change the means that this rank owns of a slice, in place; return True if one is not
         finite.
         """
@@ -89,9 +99,6 @@ class Stage:
         """
         return False
 
-    def commit(self) -> None:
-        """Make the state that this step has written current."""
-
 
 class LocalTransform(Stage):
     """A transform of this rank's gradients.
@@ -106,10 +113,8 @@ class LocalTransform(Stage):
         self._spans = [(s.index, s.offset, s.numel) for s in slots]
 
     def before_encode(self, job: Job) -> bool:
+        job.written[self._transform.planes] = [index for index, _, _ in self._spans]
         return self._transform.run(job.bucket, self._spans)
-
-    def commit(self) -> None:
-        self._transform.planes.commit(index for index, _, _ in self._spans)
 
 
 class OwnerTransform(Stage):
@@ -123,11 +128,9 @@ class OwnerTransform(Stage):
     def __init__(self, transform: Transforming, spans: Iterable[tuple[int, int, int]]) -> None:
         self._transform, self._spans = transform, list(spans)
 
-    def before_owner_encode(self, number: int, shard: Tensor, residual: Tensor | None) -> bool:
+    def before_owner_encode(self, job: Job, number: int, shard: Tensor) -> bool:
+        job.written[self._transform.planes] = [index for index, _, _ in self._spans]
         return self._transform.run(shard, self._spans)
-
-    def commit(self) -> None:
-        self._transform.planes.commit(index for index, _, _ in self._spans)
 
 
 class AddResiduals(Stage):
@@ -142,22 +145,20 @@ class AddResiduals(Stage):
     def __init__(self, residuals: Planes, slots: Iterable[Slot]) -> None:
         self._residuals = residuals
         self._slots = [s for s in slots if s.compressed and residuals.knows(s.index)]
-        self._added: list[int] = []  # positions of the parameters
 
     def before_encode(self, job: Job) -> bool:
         """Add residuals in place; what rounding to the bucket's dtype leaves out is the residual
         after this step.
         """
-        self._added, bad = [], False
-        for slot in self._slots if self._residuals.begun else ():
+        if not self._residuals.begun:
+            return False
+        job.written[self._residuals] = [slot.index for slot in self._slots]
+        bad = False
+        for slot in self._slots:
             values = job.bucket[slot.offset : slot.offset + slot.numel]
             old, new = self._residuals.pair(slot.index)
             torch.add(values, old, out=new)
             values.copy_(new)
             new.sub_(values)
             bad |= not bool(torch.isfinite(values).all())
-            self._added.append(slot.index)
         return bad
-
-    def commit(self) -> None:
-        self._residuals.commit(self._added)

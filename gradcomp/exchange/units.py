@@ -80,9 +80,10 @@ class Units(Stage):
     def after_encode(self, residual: Tensor) -> None:
         self._multiply(residual, self._first)
 
-    def before_owner_encode(self, number: int, shard: Tensor, residual: Tensor | None) -> bool:
+    def before_owner_encode(self, job: Job, number: int, shard: Tensor) -> bool:
         """Turn means, which are in units of moments, into mean + residual / d."""
-        if residual is not None and self._encodes:
+        if job.owner_residuals is not None and self._encodes:
+            residual = job.owner_residuals[0]
             for at, kept, first, numel in self._owned[number]:
                 shard[at : at + numel].add_(
                     residual[kept : kept + numel] / self._units[first : first + numel]
@@ -96,11 +97,8 @@ class Units(Stage):
         bad = self._write(job.bucket) if self._encodes else False
         if self._observes and not bad:
             bad = self._moments.observe(self._slots, job.bucket, job.step)
+            job.written[self._moments.planes] = [s.index for s in self._slots if s.compressed]
         return bad
-
-    def commit(self) -> None:
-        if self._observes:
-            self._moments.planes.commit(s.index for s in self._slots if s.compressed)
 
     def _multiply(self, residual: Tensor, pieces: Sequence[tuple[int, int, int, int]]) -> None:
         for _, kept, first, numel in pieces if self._encodes else ():

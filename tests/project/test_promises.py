@@ -111,7 +111,7 @@ def owner_transforms_after_encoding():
             bad = encode(self, number, owned)
             for stage in self._stages:
                 if isinstance(stage, OwnerTransform):
-                    bad |= transform(stage, number, self.shard, None)
+                    bad |= transform(stage, self._job, number, self.shard)
             return bad
 
         return first
