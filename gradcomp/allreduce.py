@@ -20,7 +20,7 @@ from gradcomp.exchange.slices import Slicing
 from gradcomp.exchange.stats import Stats
 from gradcomp.memory.planes import Planes
 from gradcomp.memory.saved import STEPS
-from gradcomp.memory.store import Feedback
+from gradcomp.memory.store import Feedback, StateStore
 from gradcomp.payload.order import storage_order, storage_shape
 from gradcomp.payload.pieces import ByElements, Slot
 from gradcomp.payload.rng import check_uint32
@@ -131,8 +131,8 @@ def all_reduce(
                 owned = feedback.owned(partial(ByElements(comm.world_size).numel, rank=comm.rank))
             feedback.begin_step()
         found = _exchange(call, what, strategy, tensor, codec, key, residuals, owned)
-        found.timeout_s, found.owner_residuals = timeout_s, owned
-        found.residuals = residuals if codec.error_feedback else None
+        found.timeout_s = timeout_s
+        found.state = StateStore(residuals if codec.error_feedback else None, owned)
         try:
             run_stages(
                 found, tensor.as_strided((tensor.numel(),), (1,)) if order else tensor.view(-1), now
@@ -142,7 +142,7 @@ def all_reduce(
             call.forget(found)
             raise
         finally:
-            found.residuals = found.owner_residuals = None  # the caller's; buffers stay
+            found.state = StateStore()  # residuals are the caller's, buffers stay
     return tensor
 
 

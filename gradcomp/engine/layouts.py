@@ -157,12 +157,12 @@ class Layouts:
         options = ExchangeOptions(
             buffer.dtype,
             self._stats,
-            residuals=store.residuals if codec.error_feedback else None,
-            owner_residuals=(
-                store.owner_residuals if codec.error_feedback or codec is self.codec else None
+            StateStore(
+                store.residuals if codec.error_feedback else None,
+                store.owner_residuals if codec.error_feedback or codec is self.codec else None,
+                None if plain else store.transform,
+                store.moments,
             ),
-            transform=None if plain else store.transform,
-            moments=store.moments,
             probe=None if plain else self.probe,
             seed=codec.seed,
             timeout_s=self._timeout_s,

@@ -32,9 +32,7 @@ from gradcomp.exchange.stats import Stats
 from gradcomp.exchange.units import Units
 from gradcomp.kernels import CPU, NO_RESIDUALS, Kernels, Residuals, host
 from gradcomp.kernels.tables import DTYPES
-from gradcomp.memory.moments import SecondMoments
-from gradcomp.memory.planes import Planes
-from gradcomp.memory.transform import Transforming
+from gradcomp.memory.store import StateStore
 from gradcomp.payload.layout import PayloadLayout, Rows
 from gradcomp.payload.rng import STREAM_FIRST, STREAM_SECOND, RngKey
 
@@ -47,16 +45,13 @@ class BucketExchange:
         comm: moves the bytes.
         dtype: of the bucket.
         stats: counts bytes and seconds.
-        residuals, owner_residuals: what codes leave out of the ranks' own gradients and of the
-            owner's means (error feedback only).
+        state: residuals, a transform and second moments, as far as this exchange uses them. Values
+            in fp32 are not encoded in units of second moments, which only observe them.
         seed: of the random numbers.
         draw_rank: rank of the random numbers; the communicator's by default.
         timeout_s: longest wait for a peer.
         keeps_packed: leave averages packed where none can overflow.
-        transform: changes this rank's gradients, or the means that it owns.
-        moments: by whose roots values are divided before they are encoded; fp32 values are only
-            observed.
-        observes: whether the moments take in these averages, which needs whole tensors.
+        observes: whether second moments take in these averages, which needs whole tensors.
         probe: samples what is encoded, now and then.
         device: of the bucket.
         module: number of the FSDP module, for headers; 0 elsewhere.
@@ -69,25 +64,22 @@ class BucketExchange:
         dtype: torch.dtype,
         stats: Stats,
         *,
-        residuals: Planes | None = None,
-        owner_residuals: Planes | None = None,
+        state: StateStore | None = None,
         seed: int = 0,
         draw_rank: int | None = None,
         timeout_s: float = 300.0,
         keeps_packed: bool = False,
-        transform: Transforming | None = None,
-        moments: SecondMoments | None = None,
         observes: bool = True,
         probe: Probe | None = None,
         device: torch.device = CPU,
         module: int = 0,
     ) -> None:
         self.plan, self.comm, self.stats, self.timeout_s = plan, comm, stats, timeout_s
-        self.residuals, self.owner_residuals, self._probe = residuals, owner_residuals, probe
+        self.state, self._probe = state or StateStore(), probe
         self._draws = seed, plan.rank if draw_rank is None else draw_rank
         self._kernels = kernels.of(device)
         self._buffers = Buffers(plan, self._kernels, comm, stats, DTYPES[dtype], module)
-        self._stages = _stages(plan, self._kernels, dtype, seed, transform, moments, observes)
+        self._stages = _stages(plan, self._kernels, dtype, seed, self.state, observes)
         self._packs = keeps_packed and not any(stage.needs_averages for stage in self._stages)
         # averages of the last step, where they are kept packed, and where those of any step arrive
         self.averages: Averages | None = None
@@ -134,9 +126,10 @@ class BucketExchange:
         if number:
             return
         job = self._job
-        if self.residuals:
-            job.residuals = self.residuals.tensors(self.plan.compressed)
-            job.written[self.residuals] = self.plan.compressed
+        residuals = self.state.residuals
+        if residuals is not None:
+            job.residuals = residuals.tensors(self.plan.compressed)
+            job.written[residuals] = self.plan.compressed
         for stage in self._stages:
             with self.stats.timed("encode"):
                 job.unencodable |= stage.before_encode(job)
@@ -311,10 +304,10 @@ class BucketExchange:
 
     def _encode_owned(self, number: int, owned: Owned) -> bool:
         """Write the body of a second payload; return True if a value is not finite."""
-        job, bad = self._job, False
-        if self.owner_residuals:
-            job.owner_residuals = self.owner_residuals.tensors(self.plan.owned_compressed)
-            job.written[self.owner_residuals] = self.plan.owned_compressed
+        job, kept, bad = self._job, self.state.owner_residuals, False
+        if kept is not None:
+            job.owner_residuals = kept.tensors(self.plan.owned_compressed)
+            job.written[kept] = self.plan.owned_compressed
         for stage in self._stages:
             bad |= stage.before_owner_encode(job, number, self.shard)
         residuals = self._residuals(job.owner_residuals)
@@ -365,12 +358,12 @@ def _stages(
     kernels: Kernels,
     dtype: torch.dtype,
     seed: int,
-    transform: Transforming | None,
-    moments: SecondMoments | None,
+    state: StateStore,
     observes: bool,
 ) -> list[Stage]:
     """Return the stages of one bucket layout, in the order in which values pass them."""
     stages: list[Stage] = []
+    transform, moments = state.transform, state.moments
     if transform is not None and transform.transform.place == "local":
         stages.append(LocalTransform(transform, plan.slots))
     elif transform is not None:

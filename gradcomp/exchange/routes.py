@@ -26,9 +26,9 @@ from gradcomp.exchange.slices import WHOLE, Slicing
 from gradcomp.exchange.stages import AddResiduals, Job, LocalTransform, Stage
 from gradcomp.exchange.stats import Stats
 from gradcomp.kernels import CPU
-from gradcomp.memory.moments import SecondMoments
 from gradcomp.memory.planes import Planes
-from gradcomp.memory.transform import Transform, Transforming
+from gradcomp.memory.store import StateStore
+from gradcomp.memory.transform import Transform
 from gradcomp.payload.pieces import ByElements, Slot
 
 
@@ -84,14 +84,11 @@ class ExchangeOptions:
 
     dtype: torch.dtype
     stats: Stats
-    residuals: Planes | None = None
-    owner_residuals: Planes | None = None
+    state: StateStore
     seed: int = 0
     draw_rank: int | None = None
     timeout_s: float = 300.0
     keeps_packed: bool = False
-    transform: Transforming | None = None
-    moments: SecondMoments | None = None
     observes: bool = True
     probe: Probe | None = None
     device: torch.device = CPU
@@ -247,8 +244,9 @@ class FlatRoute(Route):
 
     def exchange(self, slots: list[Slot], codec: Codec, options: ExchangeOptions) -> BucketExchange:
         if not self.packs:
-            options = replace(options, residuals=None, owner_residuals=None)
-        plan = self.plan(slots, codec, options.owner_residuals)
+            state = StateStore(transform=options.state.transform, moments=options.state.moments)
+            options = replace(options, state=state)
+        plan = self.plan(slots, codec, options.state.owner_residuals)
         return BucketExchange(plan, self._comm, **vars(options))
 
     def abort(self, reason: str = "") -> None:
@@ -291,12 +289,12 @@ class SingleRankExchange:
     averages: Averages | None = None
 
     def __init__(self, slots: list[Slot], options: ExchangeOptions) -> None:
-        self._stats, transform = options.stats, options.transform
+        self._stats, transform = options.stats, options.state.transform
         self._stages: list[Stage] = []
         if transform is not None:
             self._stages.append(LocalTransform(transform, slots))
-        if options.residuals is not None:
-            self._stages.append(AddResiduals(options.residuals, slots))
+        if options.state.residuals is not None:
+            self._stages.append(AddResiduals(options.state.residuals, slots))
         # residuals are of what a local transform sends, and part of the mean that an owner changes
         if transform is not None and transform.transform.place == "owner":
             self._stages.reverse()

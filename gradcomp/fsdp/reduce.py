@@ -21,6 +21,7 @@ from gradcomp.exchange.stats import Stats
 from gradcomp.fsdp.parts import Part, number_of, slots_of
 from gradcomp.fsdp.residuals import ModuleResiduals
 from gradcomp.kernels.tables import DTYPES
+from gradcomp.memory.store import StateStore
 from gradcomp.payload.pieces import BySlots
 
 IN_FLIGHT = 2  # modules whose averages are on their way at a time
@@ -177,7 +178,7 @@ class ReduceScatter:
                 device=device,
                 module=number_of(self.parts),
                 draw_rank=group_rank(),  # replicas of a shard draw other numbers
-                residuals=self._residuals if codec.error_feedback else None,
+                state=StateStore(self._residuals if codec.error_feedback else None),
             )
         return self._exchanges[kind]
 

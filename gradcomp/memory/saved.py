@@ -200,18 +200,7 @@ def _in_rank_order(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any
             f"states of ranks {ranks}{of}; one of every rank of the old run is needed, and none of"
             " another run's files"
         )
-    for key in (
-        "version",
-        "codec",
-        "strategy",
-        "nodes",
-        "world_size",
-        "step",
-        "loss_scale",
-        "transform",
-        "precondition",
-        "memory_order",
-    ):
+    for key in sorted(set().union(*old) - {"rank", *PARTS}, key=str):
         found = {repr(state.get(key)) for state in old}
         if len(found) > 1:
             raise ValueError(

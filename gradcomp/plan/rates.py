@@ -33,6 +33,7 @@ from gradcomp.exchange.sizing import BucketPlan, Strategy
 from gradcomp.exchange.stats import Stats
 from gradcomp.kernels import CPU, of
 from gradcomp.memory.planes import Planes
+from gradcomp.memory.store import StateStore
 from gradcomp.optim import SplitSGD
 from gradcomp.payload.pieces import ByElements, Slot
 from gradcomp.plan.costs import FP32_NBYTES, METHODS, Method, find_method
@@ -247,10 +248,10 @@ def _run_exchange(
     group = max(1, numel // 64) if codec.whole_groups else numel
     plan = BucketPlan(codec, [Slot(0, numel, group, True, 0)], strategy, n, 0, {0: 0})
     stats, values = Stats(), torch.randn(numel, generator=torch.Generator().manual_seed(0)) * 1e-3
-    kept = {"residuals": Planes({0: numel})} if codec.error_feedback else {}
+    state = StateStore(Planes({0: numel}) if codec.error_feedback else None)
     if owners_feed_back(strategy.second_phase, codec):
-        kept["owner_residuals"] = Planes({0: ByElements(n).numel(numel, 0)})
-    exchange = BucketExchange(plan, _Echo(n), torch.float32, stats, **kept)  # type: ignore[arg-type]
+        state.owner_residuals = Planes({0: ByElements(n).numel(numel, 0)})
+    exchange = BucketExchange(plan, _Echo(n), torch.float32, stats, state=state)
     buffer, seen = torch.empty_like(values), []
     for step in range(repeats + 1):
         buffer.copy_(values)

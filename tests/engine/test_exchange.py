@@ -19,6 +19,7 @@ from gradcomp.exchange.sizing import BucketPlan, choose
 from gradcomp.exchange.slices import Slicing
 from gradcomp.exchange.stats import Stats
 from gradcomp.memory.planes import Planes
+from gradcomp.memory.store import StateStore
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.parameters import Parameter
 from gradcomp.payload.pieces import ByElements, Slot
@@ -326,10 +327,8 @@ def test_steady_state_allocates_no_tensor():
         plan = BucketPlan(
             OneBit(), [slot], choose(OneBit(), 2, "reduce_scatter"), 2, comm.rank, {0: 0}
         )
-        residuals, owned = Planes({0: 1 << 16}), Planes({0: 1 << 15})
-        exchange = BucketExchange(
-            plan, comm, torch.float32, Stats(), residuals=residuals, owner_residuals=owned
-        )
+        state = StateStore(Planes({0: 1 << 16}), Planes({0: 1 << 15}))
+        exchange = BucketExchange(plan, comm, torch.float32, Stats(), state=state)
         tensor = torch.randn(1 << 16)
         run_stages(exchange, tensor, 0)
         held = memory_of(exchange)

@@ -24,6 +24,7 @@ from gradcomp.exchange.sizing import BucketPlan, Strategy, choose
 from gradcomp.exchange.slices import SLICE_NUMEL, WHOLE, Slicing, cut, cuts_groups
 from gradcomp.exchange.stats import Stats
 from gradcomp.memory.planes import Planes
+from gradcomp.memory.store import StateStore
 from gradcomp.payload.pieces import Slot, whole_pieces
 
 NAMES = dict(enumerate("abcd"))
@@ -72,14 +73,11 @@ def test_slices_change_no_bit(name, exchange, world):
         owner = {s.index: s.residual for s in slots_of(codec)}
         plan = plan_of(codec, exchange, comm.world_size, comm.rank, slicing, owner)
         sizes = {s.index: s.numel for s in plan.slots}
-        kept = (
-            {"residuals": Planes(sizes), "owner_residuals": Planes(sizes)}
-            if codec.error_feedback
-            else {}
+        state = StateStore(
+            Planes(sizes) if codec.error_feedback and "block4" not in name else None,
+            Planes(sizes) if codec.error_feedback or "block4" in name else None,
         )
-        if "block4" in name:
-            kept = {"owner_residuals": Planes(sizes)}
-        made = BucketExchange(plan, comm, torch.float32, Stats(), timeout_s=30, **kept)
+        made = BucketExchange(plan, comm, torch.float32, Stats(), timeout_s=30, state=state)
         assert len(made.slices) == (1 if slicing is WHOLE else SLICES)
         out = []
         for step in range(3):
@@ -89,7 +87,7 @@ def test_slices_change_no_bit(name, exchange, world):
             run_stages(made, bucket, step)
             assert not made.flagged
             out.append(bucket)
-        return out + [k.state({i: str(i) for i in sizes}) for k in kept.values()]
+        return out + [*state.state(NAMES).values()]
 
     whole, sliced = (
         run_local(world, work, slicing) for slicing in (WHOLE, Slicing(numel // SLICES))
@@ -112,11 +110,10 @@ def test_one_bad_value_in_any_slice_is_everyones_verdict(name, exchange, where):
     codec, numel = CODECS[name], sum(int(np.prod(s)) for s in SHAPES)
 
     def work(comm):
-        residuals = (
-            Planes({s.index: s.numel for s in slots_of(codec)}) if codec.error_feedback else None
-        )
+        sizes = {s.index: s.numel for s in slots_of(codec)}
+        state = StateStore(Planes(sizes) if codec.error_feedback else None)
         plan = plan_of(codec, exchange, 3, comm.rank, Slicing(numel // SLICES))
-        made = BucketExchange(plan, comm, torch.float32, Stats(), residuals=residuals, timeout_s=30)
+        made = BucketExchange(plan, comm, torch.float32, Stats(), state=state, timeout_s=30)
         good = torch.randn(numel, generator=torch.Generator().manual_seed(comm.rank))
         out = []
         for step, bad in enumerate((False, True, False)):
@@ -124,13 +121,7 @@ def test_one_bad_value_in_any_slice_is_everyones_verdict(name, exchange, where):
             if bad and comm.rank == 1:
                 bucket[where] = float("inf")
             run_stages(made, bucket, step)
-            out.append(
-                (
-                    made.flagged,
-                    bucket,
-                    residuals.state(dict(enumerate("abcd"))) if residuals else {},
-                )
-            )
+            out.append((made.flagged, bucket, state.state(NAMES)["residual"]))
         return out
 
     for first, second, third in run_local(3, work):
