@@ -5,6 +5,9 @@ import torch
 
 from gradcomp import Feedback
 from gradcomp.memory.planes import Planes
+from gradcomp.memory.store import StateStore
+from gradcomp.memory.transform import Transforming
+from gradcomp.onebit_sgd import AggregateAdagrad
 
 NAMES = {3: "a", 8: "b"}
 
@@ -112,3 +115,20 @@ def test_a_state_that_does_not_fit_changes_nothing(state):
     with pytest.raises(ValueError):
         planes.load(state, NAMES)
     assert planes.current(3).tolist() == [3.0] * 4
+
+
+def test_every_plane_forgets_what_was_committed_before_a_step():
+    """Commits of transforms with a `begin_step` of their own were never forgotten: the list of them
+    grew by a number for each parameter and step of 1-bit Adam.
+    """
+
+    class Watched(Transforming):
+        def begin_step(self):
+            pass
+
+    store = StateStore(transform=Watched(AggregateAdagrad(), {3: 4}))
+    write(store.transform.planes, [3], 1.0)
+    store.transform.planes.commit([3])
+    store.begin_step()
+    store.discard()
+    assert store.state(NAMES)["transform_state"]["a"].tolist() == [1.0] * 4
