@@ -18,7 +18,6 @@ from gradcomp.fsdp.parts import Part, numel_of
 from gradcomp.memory.planes import Planes
 from gradcomp.memory.saved import check_tensors, mean_by_name
 
-FLOAT_NBYTES = 4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -50,7 +49,7 @@ class ModuleResiduals(Planes):
         `commit` or `discard`.
         """
         if self._lent is None:
-            self._lent = self._pool.take(2 * FLOAT_NBYTES * self.numel)
+            self._lent = self._pool.take(2 * self.numel * torch.float32.itemsize)
         old, new = self._lent_planes(self._lent)
         old.copy_(self._allocate()[0])
         return old, new

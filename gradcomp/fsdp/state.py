@@ -95,7 +95,7 @@ class FsdpState:
         self._called_back = -1
         self._alone: list[Part] = []  # parameters that this rank shares with none
         # loaded residuals that are added to the next gradients of these, by name
-        self._unpaid: dict[str, Tensor] = {}
+        self._to_add: dict[str, Tensor] = {}
         self._reports: list[Telemetry] = []
         self._hooks: list[Any] = []
         self._backwards = self._calls = 0
@@ -396,8 +396,8 @@ class FsdpState:
         residuals = self._residuals
         # a run of one rank exchanges nothing and leaves nothing out
         exchanged = bool(state["steps"] or ranks)
-        pays = exchanged and bool(self._alone) and not self._reduces and self.codec.error_feedback
-        if pays:
+        adds = exchanged and bool(self._alone) and not self._reduces and self.codec.error_feedback
+        if adds:
             residuals = ModelResiduals(residuals.dtype)
             alone = residuals.add(self._alone)
         if residuals.nbytes:
@@ -412,29 +412,23 @@ class FsdpState:
         steps = dict(state["steps"])
         for module in self._reduces:
             module.steps = max(steps.get(part.parameter.name, 0) for part in module.parts)
-        if pays:
-            trained: list[tuple[Part, Any]] = [
-                (part, part.sharded) for part in self._alone if part.sharded.requires_grad
-            ]
-            self._residuals = residuals
-            self._unpaid = {
-                part.parameter.name: alone.current(part.slot_indices[0])
-                for part, _ in trained
-                if part.parameter.compressed
-            }
-            self._hooks += [
-                sharded.register_post_accumulate_grad_hook(partial(self._pay, part))
-                for part, sharded in trained
-            ]
+        if adds:
+            self._residuals, self._to_add = residuals, {}
+            for part in alone.parts:
+                sharded: Any = part.sharded
+                if sharded.requires_grad:
+                    self._to_add[part.parameter.name] = alone.current(part.slot_indices[0])
+                    add = partial(self._add_residual, part)
+                    self._hooks.append(sharded.register_post_accumulate_grad_hook(add))
 
-    def _pay(self, part: Part, p: Any) -> None:
+    def _add_residual(self, part: Part, p: Any) -> None:
         """Add a loaded residual to the first gradient after it."""
-        residual = self._unpaid.pop(part.parameter.name, None)
+        residual = self._to_add.pop(part.parameter.name, None)
         if residual is None:
             return
         p.grad.to_local().add_(residual.view(part.parameter.shape))
         residual.zero_()
-        if not self._unpaid:
+        if not self._to_add:
             self._residuals = ModelResiduals(self._residuals.dtype)
 
     def _check_state(self, state: Any) -> None:
