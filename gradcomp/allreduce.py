@@ -119,7 +119,8 @@ def all_reduce(
     strategy = choose(codec, comm.world_size, exchange)
     if comm.world_size == 1:
         return tensor
-    what = (tensor.shape, order, tensor.dtype, repr(codec), exchange, feedback is not None)
+    memory = tensor.shape, order, tensor.dtype, tensor.device
+    what = (*memory, repr(codec), exchange, feedback is not None)
     with call.lease:
         # at every call: gloo ends the process where another rank sends as many bytes as another
         # tensor has

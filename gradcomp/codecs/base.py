@@ -20,7 +20,7 @@ from gradcomp.codecs.checks import check_alone, check_memory, check_payload_room
 from gradcomp.codecs.lanes import Lanes
 from gradcomp.codecs.magnitude import refuse_unflagged
 from gradcomp.errors import CorruptPayload, UnsupportedTensor
-from gradcomp.kernels import NO_RESIDUALS, Code, Kernels, Payloads, Residuals, host, of
+from gradcomp.kernels import CPU, NO_RESIDUALS, Code, Kernels, Payloads, Residuals, host, of
 from gradcomp.kernels.tables import DTYPES, MAX_NUMEL
 from gradcomp.payload import wire
 from gradcomp.payload.form import HEADER_NBYTES, PLAIN, Form, form_name
@@ -136,20 +136,20 @@ class Codec(ABC):
         group_numel = self.group_numel(tuple(x.shape)) if x.numel() else 1
         slot = Slot(key.parameter, x.numel(), group_numel, True, 0, start=key.first)
         layout = _layout_of_one(self.form, slot, self.whole_groups)
-        payload = torch.empty(layout.nbytes, dtype=torch.uint8) if out is None else out
+        payload = host.empty(layout.nbytes) if out is None else out
         check_payload_room(payload, layout.nbytes)
         kernels, nonfinite = of(x.device), False
         if scale is not None:
             given = self.check_scale(scale, layout.group_count)
             self.place_scales(layout, given, payload)
         elif self.measures and layout.group_count:
-            scales = torch.empty(layout.group_count)
+            scales = host.empty(layout.group_count, torch.float32)
             nonfinite = self.measure(kernels, x, layout, self.scratch(kernels, layout), scales)
             self.place_scales(layout, scales, payload)
         residuals, kept = NO_RESIDUALS, None
         if residual is not None:
             self._check_residual(residual, x.numel())
-            residuals, kept = Residuals(residual, residual), _spare_plane(x.numel())
+            residuals, kept = Residuals(residual, residual), _spare_plane(kernels, x.numel())
         nonfinite |= self.encode_body(kernels, x, layout, payload, key, residuals, kept)
         if residual is not None and kept is not None and nonfinite:
             residual.view(-1).copy_(kept)
@@ -180,7 +180,7 @@ class Codec(ABC):
             raise UnsupportedTensor(
                 f"payload must be 1-D uint8, got {payload.dim()}-D {payload.dtype}"
             )
-        check_memory(payload, "payload")
+        check_memory(payload, "payload", on_host=True)
         view = payload.numpy()
         header = wire.parse(view)
         if header.segmented:
@@ -191,7 +191,7 @@ class Codec(ABC):
         self.check_header(header, layout, view.size)
         size = max((p.data + p.numel for p in layout.pieces), default=0)
         if out is None:
-            out = torch.empty(size)
+            out = of(CPU).empty(size)
         else:
             check_memory(out, "out")
             if out.dtype != torch.float32:
@@ -458,11 +458,11 @@ def _layout_of_one(form: Form, slot: Slot, whole_groups: bool) -> PayloadLayout:
 _spare = threading.local()
 
 
-def _spare_plane(numel: int) -> Tensor:
+def _spare_plane(kernels: Kernels, numel: int) -> Tensor:
     """Return float32 memory of this thread's, used again and grown: pages of a fresh plane cost
     more than encoding into it.
     """
-    plane: Tensor | None = getattr(_spare, "plane", None)
-    if plane is None or plane.numel() < numel:
-        plane = _spare.plane = torch.empty(numel)
-    return plane[:numel]
+    planes: dict[Kernels, Tensor] = _spare.__dict__.setdefault("planes", {})
+    if kernels not in planes or planes[kernels].numel() < numel:
+        planes[kernels] = kernels.empty(numel)
+    return planes[kernels][:numel]

@@ -9,21 +9,25 @@ import torch
 from torch import Tensor
 
 from gradcomp.errors import UnsupportedTensor
+from gradcomp.kernels import check_device
 from gradcomp.kernels.tables import DTYPES, MAX_NUMEL
 
 SECOND_PHASES = ("exact", "requantize", "block2", "block4", "block8", "bf16", "fp32")
 
 
-def check_memory(tensor: Tensor, name: str, *, contiguous: bool = True) -> None:
-    """Raise UnsupportedTensor unless `tensor` is dense, on the CPU and, where asked for,
-    contiguous and no negative view.
+def check_memory(
+    tensor: Tensor, name: str, *, contiguous: bool = True, on_host: bool = False
+) -> None:
+    """Raise UnsupportedTensor unless `tensor` is dense, on a device that has kernels and, where
+    asked for, contiguous and no negative view.
+
+    `on_host`: of payloads, which are host memory whatever device their values are on.
     """
     if tensor.layout != torch.strided:
         raise UnsupportedTensor(f"{name} is {tensor.layout}; gradcomp takes dense tensors")
-    if tensor.device.type != "cpu":
-        raise UnsupportedTensor(
-            f"{name} is on {tensor.device}: not supported yet, gradcomp takes CPU tensors"
-        )
+    check_device(tensor.device, name)
+    if on_host and tensor.device.type != "cpu":
+        raise UnsupportedTensor(f"{name} is on {tensor.device}: payloads are on the CPU")
     if contiguous and tensor.is_neg():
         raise UnsupportedTensor(
             f"{name} is a negative view (its memory holds the opposite); call .resolve_neg() first"
@@ -51,7 +55,7 @@ def check_tensor(tensor: Tensor, name: str, *, contiguous: bool = True) -> None:
 
 def check_payload_room(out: Tensor, nbytes: int) -> None:
     """Raise UnsupportedTensor or ValueError unless `out` is memory for a payload of `nbytes`."""
-    check_memory(out, "out")
+    check_memory(out, "out", on_host=True)
     if out.dtype != torch.uint8 or out.dim() != 1:
         raise UnsupportedTensor(f"out must be 1-D uint8, got {out.dim()}-D {out.dtype}")
     if out.numel() != nbytes:

@@ -270,9 +270,13 @@ class ReusedTensors:
 
     torch asks for new memory for whole modules in every step, whose pages the system then makes
     one by one.
+
+    Args:
+        allocate: makes new ones.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, allocate: Allocate) -> None:
+        self._allocate = allocate
         self._made: dict[tuple[int, torch.dtype, torch.device], list[tuple[torch.Tensor, int]]] = {}
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -281,7 +285,7 @@ class ReusedTensors:
         for tensor, idle in made:
             if _storage_uses(tensor) <= idle:
                 return tensor.view(-1)
-        tensor = torch.empty(numel, dtype=dtype, device=device)
+        tensor = self._allocate(numel, dtype, device)
         uses = _storage_uses(tensor)
         if uses:
             made.append((tensor, uses))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gradcomp.codecs.checks import check_tensor
 from gradcomp.errors import UnsupportedTensor
+from gradcomp.kernels import of
 from gradcomp.payload.order import storage_view
 from gradcomp.payload.parameters import assign_buckets
 
@@ -48,7 +49,7 @@ def shard_of(tensor: Any) -> object:
 
 
 def check_gradient(name: str, parameter: Tensor) -> None:
-    """Raise UnsupportedTensor unless a gradient is a dense CPU tensor of its parameter's dtype,
+    """Raise UnsupportedTensor unless a gradient is a dense tensor of its parameter's dtype,
     sharded as that is.
     """
     grad: Any = parameter.grad
@@ -185,7 +186,7 @@ class Bucket:
     def __init__(self, sources: Sequence[tuple[int, Source]]) -> None:
         likes = [source.like for _, source in sources]
         numels = [like.numel() for like in likes]
-        self.flat = torch.zeros(sum(numels), dtype=likes[0].dtype)
+        self.flat = of(likes[0].device).empty(sum(numels), likes[0].dtype).zero_()
         views = [
             storage_view(v, like)
             for v, like in zip(torch.split(self.flat, numels), likes, strict=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gradcomp.codecs import Codec, Identity, resolve
@@ -21,6 +22,7 @@ from gradcomp.exchange.quality import Probe
 from gradcomp.exchange.routes import Exchange, ExchangeOptions, Route, make_route
 from gradcomp.exchange.second import owners_feed_back
 from gradcomp.exchange.stats import Stats
+from gradcomp.kernels import device_of
 from gradcomp.memory.moments import Precondition, SecondMoments
 from gradcomp.memory.planes import Planes
 from gradcomp.memory.store import StateStore
@@ -95,6 +97,7 @@ class Layouts:
         self.keeps_packed = self.compressed = False
         self.take(comm)
         tensors = {index: likes[index] for index in sorted(self.trained)}
+        device = device_of(tensors.values())
         try:
             states = keep_states(options.transform, tensors, self.route.owner_numel)
             compressed = {
@@ -104,8 +107,9 @@ class Layouts:
             }
             moments = None
             if isinstance(options.precondition, Precondition):
-                moments = SecondMoments(options.precondition, compressed)
-            self.store = StateStore(*self._make_residuals(compressed), states, moments)
+                moments = SecondMoments(options.precondition, compressed, device)
+            residuals = self._make_residuals(compressed, device)
+            self.store = StateStore(*residuals, states, moments)
         except BaseException:
             self.route.close()
             raise
@@ -228,11 +232,14 @@ class Layouts:
 
     # ---- parts -----------------------------------------------------------------------------------
 
-    def _make_residuals(self, compressed: Mapping[int, int]) -> tuple[Planes | None, Planes | None]:
+    def _make_residuals(
+        self, compressed: Mapping[int, int], device: torch.device
+    ) -> tuple[Planes | None, Planes | None]:
         """Return residuals of this rank's gradients and of the means that it owns.
 
         Args:
             compressed: elements of the compressed tensors, by position.
+            device: of the tensors.
         """
         owner = self.comm.world_size > 1 and owners_feed_back(
             self.strategy.second_phase, self.codec
@@ -242,7 +249,8 @@ class Layouts:
         numels = {i: self.route.residual_numel(numel) for i, numel in compressed.items()}
         owned = {index: self.route.owner_numel(numel) for index, numel in numels.items()}
         # planes take memory when they are written first, which a codec without residuals never does
-        return Planes(numels), Planes(owned) if owner else None
+        residuals = Planes(numels, device=device)
+        return residuals, Planes(owned, device=device) if owner else None
 
     def _slots(self, members: Members) -> list[Slot]:
         slots, transform = [], self.store.transform

@@ -14,7 +14,7 @@ from gradcomp.exchange.second import Owned
 from gradcomp.exchange.sizing import BucketPlan
 from gradcomp.exchange.slices import Slice
 from gradcomp.exchange.stats import Stats
-from gradcomp.kernels import Kernels
+from gradcomp.kernels import Kernels, host
 
 
 @dataclass(eq=False)
@@ -69,12 +69,13 @@ class Buffers:
     ) -> None:
         self._plan, self._kernels, self._comm, self._stats = plan, kernels, comm, stats
         self._module, n = module, plan.world_size
-        self.local = torch.empty(plan.local.nbytes, dtype=torch.uint8)
-        self.scales = torch.empty(plan.local.group_count if plan.codec.measures else 0)
-        self.shard = torch.empty(plan.shard_numel if plan.scatters else 0)
+        self.local = host.empty(plan.local.nbytes)
+        groups = plan.local.group_count if plan.codec.measures else 0
+        self.scales = host.empty(groups, torch.float32)
+        self.shard = kernels.empty(plan.shard_numel if plan.scatters else 0)
         arriving = [one.messages[plan.rank if plan.scatters else 0] for one in plan.slices]
         nbytes = [n * layout.nbytes for layout in arriving]
-        recv = torch.empty(sum(nbytes), dtype=torch.uint8)
+        recv = host.empty(sum(nbytes))
         self.scratch = plan.codec.scratch(kernels, plan.local, free=recv)
         self.slices = []
         for one, layout, part in zip(plan.slices, arriving, torch.split(recv, nbytes), strict=True):
@@ -106,14 +107,14 @@ class Buffers:
         """
         plan, layout = self._plan, one.own_second
         assert one.own_first is not None  # every slice of a reduce_scatter has it
-        measured = layout is not None and layout.scale_count
+        groups = layout.group_count if layout is not None and layout.scale_count else 0
         return Owned(
             MixedPayloads(first.tensors, plan.codec.code, torch.float32, one.own_first),
             one.own_first,
             one.own_first if layout is None else layout,
             self.shard,
-            torch.zeros(one.second_nbytes, dtype=torch.uint8),
-            torch.empty(layout.group_count if layout is not None and measured else 0),
+            host.empty(one.second_nbytes).zero_(),
+            host.empty(groups, torch.float32),
             plan.second_phase.scratch(self._kernels, layout, free) if layout is not None else None,
         )
 
@@ -125,7 +126,7 @@ class Buffers:
             self._stats,
             owned.payload,
             [owned.second],
-            torch.empty(n * one.second_nbytes, dtype=torch.uint8),
+            host.empty(n * one.second_nbytes),
             one.second,
             plan.second_phase.validate,
             stride=one.second_nbytes,

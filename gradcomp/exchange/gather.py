@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from gradcomp.codecs.base import MixedPayloads
 from gradcomp.comm.base import Communicator
 from gradcomp.exchange.phase import SECOND, Phase
 from gradcomp.exchange.stats import Stats
-from gradcomp.kernels import CPU
+from gradcomp.kernels import CPU, host
 from gradcomp.kernels.tables import DTYPES
 from gradcomp.payload.layout import PayloadLayout, joined_rows
 from gradcomp.payload.pieces import Piece, Slot, whole_pieces
@@ -26,15 +26,19 @@ class BufferPool:
     def __init__(self) -> None:
         self._free: list[Tensor] = []
 
-    def take(self, nbytes: int) -> Tensor:
-        """Return ``(nbytes,)`` uint8 or more of it: the smallest buffer that is large enough."""
+    def take(self, nbytes: int, allocate: Callable[[int], Tensor] = host.empty) -> Tensor:
+        """Return ``(nbytes,)`` uint8 or more of it: the smallest buffer that is large enough.
+
+        Args:
+            allocate: makes so many bytes where there is none; by default for payloads.
+        """
         self._free.sort(key=Tensor.numel)
         for n, buffer in enumerate(self._free):
             if buffer.numel() >= nbytes:
                 return self._free.pop(n)
         if self._free:
             self._free.pop(0)  # too small: replaced by what is made now
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return allocate(nbytes)
 
     def give(self, buffer: Tensor) -> None:
         """Take memory back."""

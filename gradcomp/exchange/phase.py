@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-import torch
 from torch import Tensor
 
 from gradcomp.codecs.magnitude import refuse_unflagged
@@ -96,7 +95,7 @@ class Phase:
         ends = list(accumulate(one.nbytes for one in outgoing))
         self._send, self._cut = send, None
         if whole is not None and outgoing[0] is not whole:
-            self._send = torch.empty(ends[-1], dtype=torch.uint8)
+            self._send = host.empty(ends[-1])
             self._cut = send, message_copies(whole, outgoing, [0, *ends[:-1]])
         bytes_sent = self._send.numpy()
         bytes_sent[ends[-1] :] = 0  # what is sent depends on the values alone

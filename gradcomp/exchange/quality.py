@@ -165,7 +165,7 @@ class Probe:
             units: ``(n,)``, by which decoded values are multiplied; None: 1.
             residual: the plane after this step.
         """
-        decoded, reach = torch.zeros(gradient.numel()), codec.reach
+        decoded, reach = kernels.empty(gradient.numel()).zero_(), codec.reach
         scales = (
             payload[HEADER_NBYTES : HEADER_NBYTES + 4 * layout.scale_count]
             .clone()
@@ -191,7 +191,8 @@ class Probe:
             clipped = math.nan
             if reach is not None:  # such codecs have one scale a group
                 limits = (scales[groups] * reach).repeat_interleave(sizes[groups])
-                clipped = int(torch.count_nonzero(measured["x"].abs() > limits)) / piece.numel
+                beyond = measured["x"].abs() > limits.to(gradient.device)
+                clipped = int(torch.count_nonzero(beyond)) / piece.numel
             self._enter(piece.slot.index, step, piece.numel, measured, clipped)
 
     def report(self) -> Quality:

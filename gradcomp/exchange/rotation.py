@@ -35,8 +35,8 @@ class Rotation(Stage):
         self._plan, self._kernels, self._seed, self._step = plan, kernels, seed, 0
         numel = max((s.offset + s.numel for s in plan.slots), default=0)
         self._slots = [s for s in plan.slots if s.numel]
-        self._values = torch.empty(numel)
-        self.averages = None if dtype == torch.float32 else torch.empty(numel)
+        self._values = kernels.empty(numel)
+        self.averages = None if dtype == torch.float32 else kernels.empty(numel)
         self._requantizes = plan.scatters and plan.strategy.second_phase == "requantize"
         owned = (
             [layout for one in plan.slices for layout in one.second] if self._requantizes else []

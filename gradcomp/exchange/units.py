@@ -47,9 +47,9 @@ class Units(Stage):
         # shards need not lie side by side, and the memory between them is undefined
         self._runs = _runs(plan.slots)
         numel = self._runs[-1].stop if self._runs and encodes else 0
-        self._units, self._values = torch.ones(numel), torch.empty(numel)
+        self._units, self._values = kernels.empty(numel).fill_(1.0), kernels.empty(numel)
         if encodes and dtype != torch.float32:
-            self.averages = torch.empty(numel)
+            self.averages = kernels.empty(numel)
         self._first = [
             (s.offset, s.residual, s.offset, s.numel) for s in plan.slots if s.compressed
         ]

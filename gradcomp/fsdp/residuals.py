@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gradcomp.exchange.gather import BufferPool
 from gradcomp.fsdp.parts import Part, numel_of
+from gradcomp.kernels import device_of, of
 from gradcomp.memory.planes import Planes
 from gradcomp.memory.saved import check_tensors, mean_by_name
 
@@ -49,7 +50,9 @@ class ModuleResiduals(Planes):
         `commit` or `discard`.
         """
         if self._lent is None:
-            self._lent = self._pool.take(2 * self.numel * torch.float32.itemsize)
+            nbytes = 2 * self.numel * torch.float32.itemsize
+            empty = of(self._allocate()[0].device).empty
+            self._lent = self._pool.take(nbytes, lambda count: empty(count, torch.uint8))
         old, new = self._lent_planes(self._lent)
         old.copy_(self._allocate()[0])
         return old, new
@@ -76,6 +79,11 @@ class ModuleResiduals(Planes):
     def whole(self, part: Part) -> Tensor:
         """Return a parameter's residuals in its shape, a copy."""
         return part.joined([self.current(index) for index in part.slot_indices])
+
+    def _allocate(self) -> tuple[Tensor, ...]:
+        if not self.begun:  # the weights may have had no memory before
+            self._device = device_of(part.sharded for part in self.parts)
+        return super()._allocate()
 
     def _lent_planes(self, lent: Tensor) -> tuple[Tensor, Tensor]:
         old, new = lent.view(torch.float32)[: 2 * self.numel].view(2, self.numel)

@@ -137,7 +137,7 @@ class FsdpState:
         gradients = _described(wholes, self.codec, options)
         warm_up = Identity() if options.warmup_codec is None else resolve(options.warmup_codec)
         values = _described(wholes, self.weights, options) if self.weights is not None else {}
-        pool, reused = BufferPool(), torch_private.ReusedTensors()
+        pool, reused = BufferPool(), torch_private.ReusedTensors(_allocate)
         for one in sharded:
             own = [names[id(p)] for p in one.parameters]
             parts = _parts(one, own, gradients)
@@ -544,6 +544,10 @@ def _check(options: Options) -> None:
     options.under(None)  # a codec for a warm-up that has no steps
 
 
+def _allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return kernels_of(device).empty(numel, dtype)
+
+
 def _unless_shards(
     reused: torch_private.ReusedTensors, module: ReduceScatter
 ) -> torch_private.Allocate:
@@ -555,7 +559,7 @@ def _unless_shards(
         return (
             reused.take(numel, dtype, device)
             if module.fits(numel)
-            else torch.empty(numel, dtype=dtype, device=device)
+            else _allocate(numel, dtype, device)
         )
 
     return allocate

@@ -4,16 +4,35 @@ device.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch
+from torch import Tensor
 
 from gradcomp.errors import UnsupportedTensor
 from gradcomp.kernels.interface import NO_RESIDUALS, Code, Kernels, Payloads, Residuals
 from gradcomp.kernels.native import NativeKernels
 
 CPU = torch.device("cpu")
-_CPU_KERNELS = NativeKernels()
+MakeKernels = Callable[[torch.device], Kernels]
+_native = NativeKernels()
+# how the set of a device is made, by the kind of device
+_makers: dict[str, MakeKernels] = {"cpu": lambda _: _native}
+_sets: dict[torch.device, Kernels] = {}
 
-__all__ = ["CPU", "NO_RESIDUALS", "Code", "Kernels", "Payloads", "Residuals", "of"]
+__all__ = [
+    "CPU",
+    "NO_RESIDUALS",
+    "Code",
+    "Kernels",
+    "MakeKernels",
+    "Payloads",
+    "Residuals",
+    "check_device",
+    "device_of",
+    "install",
+    "of",
+]
 
 
 def of(device: torch.device) -> Kernels:
@@ -22,8 +41,40 @@ def of(device: torch.device) -> Kernels:
     Raises:
         UnsupportedTensor: a kind of device that has none.
     """
-    if device.type != "cpu":
-        raise UnsupportedTensor(
-            f"there are no kernels for {device}: not supported yet, gradcomp takes CPU tensors"
-        )
-    return _CPU_KERNELS
+    found = _sets.get(device)
+    if found is None:
+        if device.type not in _makers:
+            raise UnsupportedTensor(f"there are no kernels for {device}: {_unsupported()}")
+        found = _sets.setdefault(device, _makers[device.type](device))
+    return found
+
+
+def check_device(device: torch.device, name: str) -> None:
+    """Raise UnsupportedTensor, for a tensor called `name`, if its device has no kernel set."""
+    if device.type not in _makers:
+        raise UnsupportedTensor(f"{name} is on {device}: {_unsupported()}")
+
+
+def device_of(tensors: Iterable[Tensor]) -> torch.device:
+    """Return the device of the first of some tensors, which are all on one; the CPU for none."""
+    return next((tensor.device for tensor in tensors), CPU)
+
+
+def install(kind: str, make: MakeKernels | None) -> MakeKernels | None:
+    """Have `make` make the kernel sets of a kind of device, for whatever is built from now on;
+    None: such devices have none.
+
+    Returns:
+        What made them before.
+    """
+    before = _makers.pop(kind, None)
+    if make is not None:
+        _makers[kind] = make
+    for device in [device for device in _sets if device.type == kind]:
+        del _sets[device]
+    return before
+
+
+def _unsupported() -> str:
+    kinds = " and ".join(kind.upper() for kind in _makers)
+    return f"not supported yet, gradcomp takes {kinds} tensors"

@@ -1,5 +1,5 @@
 """Operations on the bytes of payloads, which lie in host memory whatever device their values are
-on: copies, checksums, checks of what was received, integer sums of codes.
+on: memory for them, copies, checksums, checks of what was received, integer sums of codes.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -16,6 +17,11 @@ from gradcomp.kernels.native.kernels import options_of
 from gradcomp.kernels.native.library import check, ffi, lib, pointer, pointers_of
 from gradcomp.kernels.native.threads import run
 from gradcomp.kernels.tables import CopyTable, Table
+
+
+def empty(numel: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """Return ``(numel,)`` host memory for payloads or scales, with anything in it."""
+    return torch.empty(numel, dtype=dtype, device="cpu")
 
 
 def crc32c(data: NDArray[np.uint8], crc: int = 0) -> int:

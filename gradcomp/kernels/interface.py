@@ -1,9 +1,11 @@
 """What a kernel set offers: the one protocol between everything above and compiled code.
 
 A kernel set works on the values of one kind of device (buckets, shards, residual planes, weights).
-Payloads and tables are host memory whatever the device. Every set gives the same bits. Tensors are
-dense; a set takes their addresses, its callers take none. `gradcomp.kernels.of` returns the set of
-a device.
+Payloads, scales and tables are host memory whatever the device. Every set gives the same bits.
+Tensors are dense; a set takes their addresses, its callers take none. `gradcomp.kernels.of` returns
+the set of a device.
+
+Callers touch values through a set, or through torch operations; nothing else reads their memory.
 """
 
 from __future__ import annotations
@@ -80,13 +82,18 @@ class Payloads:
 
 
 class Kernels(Protocol):
-    """The kernels of one kind of device."""
+    """The kernels of one device."""
+
+    # ---- memory ----------------------------------------------------------------------------------
+
+    def empty(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return ``(numel,)`` memory for values, with anything in it: nobody else allocates any."""
 
     # ---- statistics ------------------------------------------------------------------------------
 
     def scratch(self, groups: Groups, free: Tensor | None = None) -> Tensor:
-        """Return memory for `scales`, uint8; in `free`, uint8 memory that nobody uses meanwhile, if
-        it is large enough.
+        """Return memory for `scales`, uint8; in `free`, host memory of uint8 that nobody uses
+        meanwhile, if the set works on host memory and it is large enough.
         """
 
     def scales(
@@ -105,7 +112,7 @@ class Kernels(Protocol):
             values: float32, bfloat16 or float16, whose groups `table` and `groups` describe.
             clip_sigma: None: the absolute maximum.
             scratch: from `scratch`.
-            out: ``(groups,)`` float32, written.
+            out: ``(groups,)`` float32, host memory, written.
         """
 
     # ---- encoding --------------------------------------------------------------------------------
@@ -229,7 +236,7 @@ class Kernels(Protocol):
         unbiased under random rotations.
         """
 
-    # ---- memory ----------------------------------------------------------------------------------
+    # ---- residuals and weights -------------------------------------------------------------------
 
     def rescale(self, plane: Tensor, factor: float) -> None:
         """Multiply a residual plane by `factor`, in place."""

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradcomp.kernels import of
+from gradcomp.kernels import CPU, host, of
 from gradcomp.memory.planes import Planes
 from gradcomp.payload.form import BLOCKS
 from gradcomp.payload.layout import PayloadLayout
@@ -87,11 +87,14 @@ class SecondMoments:
     Args:
         options: see `Precondition`.
         numels: elements of the compressed tensors, by position.
+        device: of the tensors.
     """
 
-    def __init__(self, options: Precondition, numels: Mapping[int, int]) -> None:
+    def __init__(
+        self, options: Precondition, numels: Mapping[int, int], device: torch.device = CPU
+    ) -> None:
         self.options = options
-        self.planes = Planes(numels, "second moment")
+        self.planes = Planes(numels, "second moment", device=device)
 
     def divide(
         self, slot: Slot, values: Tensor, residual: Tensor | None, units: Tensor, out: Tensor
@@ -152,8 +155,8 @@ def typical(values: Tensor) -> float:
     """Return the larger of mean and standard deviation of ``(n,)`` float32, or the largest
     |value| if that is smaller.
     """
-    kernels, layout, out = of(values.device), _one_group(values.numel()), torch.empty(1)
-    scratch = kernels.scratch(layout.groups)
+    kernels, layout = of(values.device), _one_group(values.numel())
+    scratch, out = kernels.scratch(layout.groups), host.empty(1, torch.float32)
     kernels.scales(values, layout.packed, layout.groups, 1.0, scratch, out)
     return _exact(int(out.view(torch.int32)))
 

@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -148,12 +147,10 @@ class SharedMomentum(Transforming):
 
     def _mix(self, chunk: Tensor, momentum: Tensor, beta: float) -> bool:
         x = chunk if chunk.dtype == torch.float32 else chunk.float()
-        g, m = x.numpy(), momentum.numpy()
-        with np.errstate(all="ignore"):
-            np.multiply(g, np.float32((1.0 - beta) / self.scale), out=g)
-            np.add(g, np.float32(beta) * m, out=g)
-            if self.scale != 1.0:
-                np.multiply(g, np.float32(self.scale), out=g)
+        x.mul_((1.0 - beta) / self.scale)
+        x.add_(momentum * beta)  # with alpha=beta torch rounds once where it can
+        if self.scale != 1.0:
+            x.mul_(self.scale)
         if x is not chunk:
             chunk.copy_(x)
         return not bool(torch.isfinite(chunk).all())

@@ -27,6 +27,7 @@ class Planes:
         initial: value of every element at first.
         dtype: of the planes.
         count: of the planes: two, or one in a subclass that lends others for a step.
+        device: of the planes.
 
     Attributes:
         numels: as given.
@@ -40,6 +41,7 @@ class Planes:
         initial: float = 0.0,
         dtype: torch.dtype = torch.float32,
         count: int = 2,
+        device: torch.device = kernels.CPU,
     ) -> None:
         self.numels, self.numel = dict(numels), 0
         self._offsets: dict[int, int] = {}
@@ -47,6 +49,7 @@ class Planes:
             self._offsets[index] = self.numel
             self.numel += round_up(numel, 16)
         self._what, self._initial, self._dtype, self._count = what, initial, dtype, count
+        self._device = device
         self._planes: tuple[Tensor, ...] = ()  # allocated when they are used first
         self._current = dict.fromkeys(numels, 0)
         self._committed: list[int] = []  # what discard would flip back
@@ -156,9 +159,9 @@ class Planes:
 
     def _allocate(self) -> tuple[Tensor, ...]:
         if not self._planes:
+            empty = kernels.of(self._device).empty
             self._planes = tuple(
-                torch.full((self.numel,), self._initial, dtype=self._dtype)
-                for _ in range(self._count)
+                empty(self.numel, self._dtype).fill_(self._initial) for _ in range(self._count)
             )
         return self._planes
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from gradcomp.kernels import CPU
 from gradcomp.memory.moments import SecondMoments
 from gradcomp.memory.planes import Planes
 from gradcomp.memory.saved import PARTS
@@ -124,12 +126,14 @@ class Feedback(StateStore):
 
     Args:
         numels: elements of each tensor, by its key.
+        device: of the tensors.
     """
 
     residuals: Planes
 
-    def __init__(self, numels: Mapping[int, int]) -> None:
-        super().__init__(Planes(numels))
+    def __init__(self, numels: Mapping[int, int], device: torch.device = CPU) -> None:
+        super().__init__(Planes(numels, device=device))
+        self._device = device
 
     def owned(self, share: Callable[[int], int]) -> Planes:
         """Return the residuals of the owner's means of these tensors, made at the first call.
@@ -139,7 +143,7 @@ class Feedback(StateStore):
         """
         if self.owner_residuals is None:
             numels = {key: share(numel) for key, numel in self.residuals.numels.items()}
-            self.owner_residuals = Planes(numels)
+            self.owner_residuals = Planes(numels, device=self._device)
         return self.owner_residuals
 
     def residual(self, key: int) -> Tensor:

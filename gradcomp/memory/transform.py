@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
+from gradcomp.kernels import CPU, device_of
 from gradcomp.memory.planes import Planes
 
 # 64 KB of each of values, old and new state: they stay in the second-level cache
@@ -63,7 +64,7 @@ class Transform(ABC):
             numels: elements whose state this rank keeps.
             tensors: the parameters themselves.
         """
-        return Transforming(self, numels)
+        return Transforming(self, numels, device_of(tensors.values()))
 
     def options(self) -> Mapping[str, object]:
         """Return what must be the same on every rank, and in every part of a run that is
@@ -92,14 +93,18 @@ class Transforming:
     Args:
         transform: what to do.
         numels: elements whose state this rank keeps, by the parameter's position.
+        device: of the states.
 
     Attributes:
         scale: loss scale of the values that `run` is given.
     """
 
-    def __init__(self, transform: Transform, numels: Mapping[int, int]) -> None:
+    def __init__(
+        self, transform: Transform, numels: Mapping[int, int], device: torch.device = CPU
+    ) -> None:
         self.transform = transform
-        self.planes = Planes(numels, f"state of {type(transform).__name__}", transform.initial)
+        what = f"state of {type(transform).__name__}"
+        self.planes = Planes(numels, what, transform.initial, device=device)
         self.scale = 1.0
 
     def begin_step(self) -> None:

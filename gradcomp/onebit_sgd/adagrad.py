@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradcomp.kernels import of
 from gradcomp.memory.transform import Transform
 
 
@@ -47,8 +48,12 @@ class _Adagrad(Transform):
 
     def apply(self, values: Tensor, old: Tensor, new: Tensor) -> None:
         torch.mul(values, values, out=new)
-        root = np.sqrt(new.add_(old).numpy())  # torch's own (MKL) rounds some roots wrongly
-        values.div_(torch.from_numpy(root).add_(self.eps))
+        new.add_(old)
+        kernels, numel = of(values.device), values.numel()
+        root, quotients = kernels.empty(numel), kernels.empty(numel)
+        # torch's own root is MKL's, which rounds some wrongly
+        kernels.divide(values, None, new, self.eps, root, quotients)
+        values.copy_(quotients)
 
     def options(self) -> dict[str, object]:
         return {"eps": self.eps, "initial_accumulator_value": self.initial}

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -197,7 +196,7 @@ class FusedGradients:
                 continue
             placeholder, _ = self._placeholders[waiting[0][0]]
             numel = sum(p.numel() for p, _ in named)
-            flat = torch.empty(numel, dtype=placeholder.dtype)
+            flat = kernels.of(placeholder.device).empty(numel, placeholder.dtype)
             averages.decode(flat)
             if self._factor != 1.0:
                 flat.mul_(self._factor)

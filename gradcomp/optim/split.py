@@ -38,11 +38,10 @@ def check_dtype(tensor: Tensor, name: str, *dtypes: torch.dtype) -> None:
 
 
 def check_dense(tensor: Tensor, name: str) -> None:
-    """Raise UnsupportedTensor unless a tensor fills one range of CPU memory, in any order."""
-    if tensor.layout != torch.strided or tensor.device.type != "cpu":
-        raise UnsupportedTensor(
-            f"{name} is {tensor.layout} on {tensor.device}; split optimizers take dense CPU tensors"
-        )
+    """Raise UnsupportedTensor unless a tensor fills one range of memory, in any order."""
+    kernels.check_device(tensor.device, name)
+    if tensor.layout != torch.strided:
+        raise UnsupportedTensor(f"{name} is {tensor.layout}; split optimizers take dense tensors")
     if torch.empty_like(tensor, device="meta").stride() != tensor.stride():
         raise UnsupportedTensor(
             f"{name} does not fill its memory (strides {tensor.stride()}): it is a slice or a view"
@@ -63,7 +62,7 @@ def new_state(like: Tensor, dtype: torch.dtype, number: int, value: float = 0.0)
     a 4 KB page, and tensors a multiple of 4 KB apart collide in the first-level cache.
     """
     offset = (number * SHIFT_NBYTES % PAGE_NBYTES) // dtype.itemsize
-    memory = torch.full((offset + like.numel(),), value, dtype=dtype)
+    memory = torch.full((offset + like.numel(),), value, dtype=dtype, device=like.device)
     return memory.as_strided(like.shape, like.stride(), offset)
 
 
@@ -132,7 +131,7 @@ def checksum(top: Tensor) -> int:
     comes from elsewhere.
     """
     flat = top.detach().as_strided((top.numel(),), (1,))
-    return host.crc32c(flat.view(torch.uint8).numpy()) if flat.numel() else 0
+    return host.crc32c(flat.view(torch.uint8).cpu().numpy()) if flat.numel() else 0
 
 
 class SplitParameters:

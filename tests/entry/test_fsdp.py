@@ -1524,7 +1524,10 @@ def test_bytes_of_weights_do_not_depend_on_the_memory_used(bad):
 
 
 def test_memory_is_used_again_when_nobody_holds_a_part_of_it(monkeypatch):
-    reused, like = torch_private.ReusedTensors(), (torch.float32, torch.device("cpu"))
+    def allocate(numel, dtype, device):
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    reused, like = torch_private.ReusedTensors(allocate), (torch.float32, torch.device("cpu"))
     first = reused.take(100, *like)
     at, part = first.data_ptr(), first[20:30].view(2, 5)
     del first
@@ -1534,7 +1537,7 @@ def test_memory_is_used_again_when_nobody_holds_a_part_of_it(monkeypatch):
     assert reused.take(100, *like).data_ptr() == at and reused.take(101, *like).numel() == 101
     # a torch that does not tell: new memory always
     monkeypatch.delattr(torch._C, "_storage_Use_Count")
-    blind = torch_private.ReusedTensors()
+    blind = torch_private.ReusedTensors(allocate)
     held = [blind.take(100, *like) for _ in range(3)]
     del held[0]
     assert blind.take(100, *like).data_ptr() not in {one.data_ptr() for one in held}

@@ -35,13 +35,18 @@ class NativeKernels(Kernels):
     No thread is started before the first call that is worth sharing.
     """
 
+    # ---- memory ----------------------------------------------------------------------------------
+
+    def empty(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device="cpu")
+
     # ---- statistics ------------------------------------------------------------------------------
 
     def scratch(self, groups: Groups, free: Tensor | None = None) -> Tensor:
         nbytes = int(groups.blocks[-1]) * BLOCK.itemsize
         if free is not None and free.numel() >= nbytes:
             return free[:nbytes]
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return self.empty(nbytes, torch.uint8)
 
     def scales(
         self,
@@ -251,7 +256,7 @@ class NativeKernels(Kernels):
     def unbias(self, values: Tensor, group_numel: int, first: int) -> None:
         check(lib.gc_unbias(pointer(values), values.numel(), group_numel, first), "gc_unbias")
 
-    # ---- memory ----------------------------------------------------------------------------------
+    # ---- residuals and weights -------------------------------------------------------------------
 
     def rescale(self, plane: Tensor, factor: float) -> None:
         check(lib.gc_rescale(pointer(plane), plane.numel(), factor), "gc_rescale")
