@@ -243,6 +243,39 @@ def flagged_buckets_commit():
     swap_everywhere(routes.run_stages, make)
 
 
+# ---- values are where their kernel set has them -------------------------------------------------
+
+
+def averages_read_by_numpy():
+    from gradcomp.exchange.units import Units
+
+    def make(write):
+        def by_numpy(stage, bucket):
+            bucket.numpy()
+            return write(stage, bucket)
+
+        return by_numpy
+
+    swap(Units, "_write", make)
+
+
+def shards_on_the_host():
+    import torch
+
+    from gradcomp.exchange.buffers import Buffers
+
+    def make(init):
+        def on_host(buffers, plan, *args):
+            init(buffers, plan, *args)
+            buffers.shard = torch.empty(buffers.shard.numel())
+            for one in buffers.slices:
+                one.owned.shard = buffers.shard
+
+        return on_host
+
+    swap(Buffers, "__init__", make)
+
+
 # ---- hostile bytes ------------------------------------------------------------------------------
 
 
@@ -450,6 +483,18 @@ BREAKS = [
         "6 one verdict: a flagged bucket commits its residual",
         flagged_buckets_commit,
         "engine/test_exchange.py::test_one_bad_rank_is_everyones_verdict",
+    ),
+    Break(
+        "values are where their kernel set has them: units multiplied by way of NumPy",
+        averages_read_by_numpy,
+        "entry/test_golden.py::test_a_kernel_set_whose_values_cannot_be_read_computes_the_same[ddp,"
+        " precondition]",
+    ),
+    Break(
+        "values are where their kernel set has them: shards in host memory",
+        shards_on_the_host,
+        "entry/test_golden.py::test_a_kernel_set_whose_values_cannot_be_read_computes_the_same[fsdp,"
+        " bf16 residuals]",
     ),
     Break(
         "7 hostile bytes: no checksum",

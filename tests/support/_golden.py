@@ -24,7 +24,7 @@ def digest_of(*parts):
 
 
 def bytes_of(tensor):
-    tensor = getattr(tensor, "to_local", lambda: tensor)().detach().contiguous()
+    tensor = getattr(tensor, "to_local", lambda: tensor)().detach().cpu().contiguous()
     return tensor.view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
