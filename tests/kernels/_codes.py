@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from _shadow import ShadowKernels
 from _tables import (
     ARRAY_DTYPES,
     KINDS,
@@ -34,6 +35,7 @@ from reference import codec as ref
 
 from gradcomp import kernels
 from gradcomp.kernels import tables
+from gradcomp.kernels.native import NativeKernels
 
 NULL = ffi.NULL
 KEY = ref.Key()
@@ -222,24 +224,37 @@ def sum_lanes(payloads: list[Any], source: Table, target: Table, code: Code) -> 
 
 # ---- kernel sets ---------------------------------------------------------------------------------
 class Row(NamedTuple):
-    """A kernel set that tests run, and the CPU's tier meanwhile."""
+    """A kernel set that tests run.
+
+    Attributes:
+        name: of the row.
+        kernels: the set.
+        tier: of the CPU meanwhile.
+        part: tests of many cases run one in so many, where copies to the set's memory and back
+            take longer than all else.
+    """
 
     name: str
     kernels: kernels.Kernels
     tier: int
+    part: int = 1
 
     def __str__(self) -> str:
         return self.name
 
 
-SETS = [Row(f"cpu {TIER_NAMES[number]}", kernels.of(kernels.CPU), number) for number in TIERS]
+SETS = [
+    *(Row(f"cpu {TIER_NAMES[number]}", kernels.of(kernels.CPU), number) for number in TIERS),
+    Row("shadow", ShadowKernels(), TIERS[-1], part=10),
+]
 
 
 @contextmanager
 def running(row: Row) -> Iterator[kernels.Kernels]:
-    """Run on a kernel set."""
+    """Run on a kernel set, whose values are all in its memory."""
     with tier(row.tier):
         yield row.kernels
+    assert not getattr(row.kernels, "counts", {}).get("host values")
 
 
 def tensor(array: Any) -> torch.Tensor:
@@ -247,6 +262,28 @@ def tensor(array: Any) -> torch.Tensor:
     if array.dtype == np.uint16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
+
+
+@contextmanager
+def on(kernel_set: kernels.Kernels, *arrays: Any) -> Iterator[list[Any]]:
+    """Yield tensors with the values of arrays in memory of a kernel set, as far from multiples of
+    64 bytes as the arrays begin; afterwards the arrays have what is there then.
+
+    None for None; an array that is given twice is one tensor. The CPU's set works on the arrays
+    themselves.
+    """
+    if isinstance(kernel_set, NativeKernels):
+        yield [None if array is None else tensor(array) for array in arrays]
+        return
+    made = {}
+    for array in arrays:
+        if array is not None and id(array) not in made:
+            values, first = tensor(array), array.ctypes.data % 64 // array.itemsize
+            memory = kernel_set.empty(first + len(array), values.dtype)
+            made[id(array)] = values, memory[first:].copy_(values)
+    yield [None if array is None else made[id(array)][1] for array in arrays]
+    for values, there in made.values():
+        values.copy_(there)
 
 
 def rows_of(table: Table) -> tables.Table:
@@ -279,17 +316,17 @@ def encode(
     """Encode a table; return whether a value was not finite. `planes` are those of old, new and
     kept residuals.
     """
-    old, new, kept = (None if plane is None else tensor(plane) for plane in planes)
     more = {"decay": decay, "means": means} if code.feeds_back else {}
-    return kernel_set.encode(
-        code_for(code, **more),
-        tensor(source),
-        rows_of(table),
-        tensor(payload),
-        key=(key.seed, key.rank, key.step, key.stream),
-        residuals=kernels.Residuals(old, new),
-        kept=kept,
-    )
+    with on(kernel_set, source, *planes) as (given, old, new, kept):
+        return kernel_set.encode(
+            code_for(code, **more),
+            given,
+            rows_of(table),
+            tensor(payload),
+            key=(key.seed, key.rank, key.step, key.stream),
+            residuals=kernels.Residuals(old, new),
+            kept=kept,
+        )
 
 
 def decode(
@@ -306,9 +343,10 @@ def decode(
     outputs are larger than a cache.
     """
     more = {"shared": shared} if code.decoder == "ternary" else {}
-    into = tensor(out)
-    source = kernels.Payloads([tensor(one) for one in payloads], code_for(code, **more), into.dtype)
-    return kernel_set.sum_decode(source, rows_of(table), into, (1 << 26) * streams)
+    tensors = [tensor(one) for one in payloads]
+    with on(kernel_set, out) as (into,):
+        source = kernels.Payloads(tensors, code_for(code, **more), into.dtype)
+        return kernel_set.sum_decode(source, rows_of(table), into, (1 << 26) * streams)
 
 
 # ---- inputs --------------------------------------------------------------------------------------

@@ -1,9 +1,8 @@
 """Every kernel set against the NumPy reference, byte for byte, by way of the protocol that all of
 them have (`gradcomp.kernels.Kernels`); the bytes around their output stay as they were.
 
-The CPU's set is a row for each tier. Another kernel set is another row of `_codes.SETS`. Rotation,
-weight updates and splits run by way of the protocol in `tests/engine/test_rotate.py` and
-`test_update.py`.
+The CPU's set is a row for each tier. Another kernel set is another row of `_codes.SETS`. Weight
+updates and splits are in `test_update.py`.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from _codes import (
     encode,
     encoded,
     lanes,
+    on,
     one_piece,
     random_payload,
     rows_of,
@@ -54,9 +54,11 @@ from _tables import (
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import codec as ref
+from reference import rotation
 
 from gradcomp.kernels import host
 from gradcomp.kernels.tables import Groups
+from gradcomp.payload.rng import STREAM_ROTATION
 
 NEAREST_OF_ONE = Code("nearest", 2, 1, 2, 3, (1.0,))
 
@@ -86,9 +88,9 @@ def test_scales(parts, dtype, kind, sigma, seed):
     for row in SETS:
         out = guarded(len(want), np.float32)
         with running(row) as kernels:
-            given_values, into = tensor(source), tensor(out[: len(want)])
-            blocks = kernels.scratch(groups)
-            seen = kernels.scales(given_values, rows_of(table), groups, sigma, blocks, into)
+            into, blocks = tensor(out[: len(want)]), kernels.scratch(groups)
+            with on(kernels, source) as (x,):
+                seen = kernels.scales(x, rows_of(table), groups, sigma, blocks, into)
         same_bytes(out[: len(want)], np.array(want, np.float32), row.tier)
         assert (out[len(want) :].view(np.uint8) == GUARD).all()
         assert seen == bad
@@ -234,9 +236,9 @@ def test_groups_are_summed_in_runs(code, row):
         table.rows["block"] = 0
         groups = Groups(np.array([0, len(x) // 512], np.uint64), np.array([len(x)], np.uint32))
         out = guarded(1, np.float32)[:1]
-        with running(row) as kernels:
+        with running(row) as kernels, on(kernels, source) as (given,):
             scratch = kernels.scratch(groups)
-            kernels.scales(tensor(source), rows_of(table), groups, 1.0, scratch, tensor(out))
+            kernels.scales(given, rows_of(table), groups, 1.0, scratch, tensor(out))
         seen, want = out[0], ref.ternary_scales(x, table.pieces[0].ref, 1.0)[0]
     else:
         table, source = one_piece(code, x)
@@ -473,8 +475,6 @@ def test_moments(n, kind, row):
         follow = {True: squares + v * np.float32(keep), False: squares + np.float32(keep)}
         quotients, products = {True: (x + r) / units, False: x / units}, x * units
     memory = {name: guarded(n, np.float32) for name in ("units", "out", "after", "values")}
-    into = {name: tensor(array[:n]) for name, array in memory.items()}
-    given, residual, moments = (tensor(array) for array in (x, r, v))
 
     def same(name, wanted):
         same_bytes(canonical(memory[name][:n]), canonical(wanted.astype(np.float32)), row.tier)
@@ -482,15 +482,19 @@ def test_moments(n, kind, row):
 
     with running(row) as kernels:
         for whole in (True, False):
-            added, before = (residual, moments) if whole else (None, None)
-            kernels.divide(given, added, moments, floor, into["units"], into["out"])
+            residual, before = (r, v) if whole else (None, None)
+            into = memory["units"], memory["out"]
+            with on(kernels, x, residual, v, *into) as (given, added, moments, d, out):
+                kernels.divide(given, added, moments, floor, d[:n], out[:n])
             same("units", units)
             same("out", quotients[whole])
-            seen = kernels.follow(given, inverse, before, keep, gain, into["after"])
+            with on(kernels, x, before, memory["after"]) as (given, moments, after):
+                seen = kernels.follow(given, inverse, moments, keep, gain, after[:n])
             same("after", follow[whole])
             assert seen == (not np.isfinite(follow[whole]).all())
         memory["values"][:n] = x
-        seen = kernels.multiply(into["values"], into["units"])
+        with on(kernels, memory["values"], memory["units"]) as (given, d):
+            seen = kernels.multiply(given[:n], d[:n])
         same("values", products)
         assert seen == (not np.isfinite(products).all())
 
@@ -501,11 +505,101 @@ def test_are_finite(n, row):
     """Also the largest numbers; one value that is not finite anywhere is found."""
     x = np.resize(SPECIAL, n).astype(np.float32)
     with running(row) as kernels:
-        assert kernels.are_finite(tensor(x))
+        with on(kernels, x) as (given,):
+            assert kernels.are_finite(given)
         for at, value in zip(range(0, n, 1 + n // 10), [np.nan, np.inf, -np.inf] * 4, strict=False):
             before, x[at] = x[at], value
-            assert not kernels.are_finite(tensor(x))
+            with on(kernels, x) as (given,):
+                assert not kernels.are_finite(given)
             x[at] = before
+
+
+# ---- rotation ------------------------------------------------------------------------------------
+TURN = 7, 0, 3, STREAM_ROTATION  # seed, rank, step, stream
+
+
+def turned(row, x, group, first=0, parameter=11, key=TURN, *, back=False):
+    """Return values that a kernel set has rotated."""
+    out = x.copy()
+    with running(row) as kernels, on(kernels, out) as (given,):
+        kernels.rotate(given, group, first, parameter, key, back=back)
+    return out
+
+
+def unbiased(row, x, group, first=0):
+    out = x.copy()
+    with running(row) as kernels, on(kernels, out) as (given,):
+        kernels.unbias(given, group, first)
+    return out
+
+
+@pytest.mark.parametrize("row", SETS, ids=str)
+@pytest.mark.parametrize(
+    ("numel", "group", "first"),
+    [
+        (1, 5, 0),
+        (2, 2, 0),
+        (3, 3, 0),
+        (7, 100, 0),
+        (300, 300, 0),
+        (384, 128, 0),
+        (1000, 96, 0),
+        (5000, 5000, 0),
+        (2048, 1024, 512),
+        (100, 33, 40),
+    ],
+)
+def test_rotation(numel, group, first, row):
+    rng = np.random.default_rng(numel)
+    x = (rng.standard_normal(numel) * 10.0 ** rng.integers(-3, 4, numel)).astype(np.float32)
+    key = ref.Key(7, 0, 3, 11, STREAM_ROTATION)
+    there = turned(row, x, group, first)
+    same_bytes(there, rotation.rotate(x, group, first, key), row.tier)
+    assert np.isclose(np.linalg.norm(there), np.linalg.norm(x), rtol=1e-5)
+    same_bytes(unbiased(row, there, group, first), rotation.unbias(there, group, first), row.tier)
+    back = turned(row, there, group, first, back=True)
+    same_bytes(back, rotation.rotate(there, group, first, key, back=True), row.tier)
+    assert np.allclose(back, x, rtol=1e-4, atol=1e-4 * np.abs(x).max())
+
+
+@pytest.mark.parametrize("row", SETS, ids=str)
+def test_other_steps_and_parameters_are_rotated_otherwise(row):
+    x = np.arange(256, dtype=np.float32)
+    seen = {
+        turned(row, x, 256, parameter=parameter, key=key).tobytes()
+        for parameter, key in (
+            (0, (0, 0, 0, 4)),
+            (1, (0, 0, 0, 4)),
+            (0, (0, 0, 1, 4)),
+            (0, (1, 0, 0, 4)),
+            (0, (0, 0, 0, 1)),
+        )
+    }
+    assert len(seen) == 5
+
+
+@pytest.mark.parametrize("row", SETS, ids=str)
+def test_rotation_of_values_that_are_special(row):
+    assert not unbiased(row, np.zeros(100, np.float32), 10).any()
+    bad = np.ones(64, np.float32)
+    bad[3] = np.nan
+    assert np.isnan(unbiased(row, turned(row, bad, 64), 64)).all()
+
+
+# ---- residuals -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("row", SETS, ids=str)
+def test_rescaling_keeps_denormals(row):
+    """As a torch operation it flushed where the thread does, and residuals became 0."""
+    plane = guarded(100, np.float32)
+    plane[:100] = 2.0**-130
+    assert torch.set_flush_denormal(True)
+    try:
+        with running(row) as kernels, on(kernels, plane) as (given,):
+            kernels.rescale(given[:100], 0.25)
+    finally:
+        torch.set_flush_denormal(False)
+    assert (plane[:100].view(np.uint32) == np.float32(2.0**-132).view(np.uint32)).all()
+    assert (plane[100:].view(np.uint8) == GUARD).all()
 
 
 # ---- every operation -----------------------------------------------------------------------------

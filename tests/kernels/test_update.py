@@ -1,17 +1,19 @@
-"""gc_update, gc_split and gc_join on every tier against the NumPy reference, bit for bit; SGD
-against torch as well.
+"""Updates, splits and joins of every kernel set against the NumPy reference, bit for bit; SGD
+against torch as well, and what C refuses.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from _tables import GUARD, TIERS, guarded, same_bytes, tier, values
+from _codes import SETS, on, running
+from _tables import ARRAY_DTYPES, GUARD, guarded, same_bytes, values
 from reference import codec as ref
 from reference import optim
 
@@ -93,6 +95,17 @@ class Weights:
             row["gradient"], row["gradient_dtype"] = g.ctypes.data, int(g.dtype == np.uint16)
         return row
 
+    @contextmanager
+    def targets(self, kernels, g, position=0):
+        """Yield the targets of an update, of which these weights are the one at `position`."""
+        names = "weight", "trail", "gradient", "state0", "state1"
+        arrays = self.weight, self.trail, g, *self.state
+        with on(kernels, *arrays) as tensors:
+            given = dict(zip(names, tensors, strict=False))
+            found = kernels.targets(**{name: [None] * position + [t] for name, t in given.items()})
+            found["rule"] = 0
+            yield found
+
     def read(self, n):
         if self.stored == "fp32":
             return self.weight[:n].copy()
@@ -103,8 +116,10 @@ class Weights:
             assert (memory[n:].view(np.uint8) == GUARD).all(), "written past the end"
 
 
-def step(weights, g, row, table, norms=None):
-    KERNELS.update(table, weights.target(g), row, norms=norms)
+def step(weights, g, row, table, norms=None, kernels=KERNELS, **more):
+    """Update weights by a kernel set; `more` as of `Kernels.update`. Returns what that does."""
+    with weights.targets(kernels, g) as targets:
+        return kernels.update(table, targets, row, norms=norms, **more)
 
 
 def data(n, dtype, seed, kind="normal"):
@@ -204,25 +219,26 @@ OPTIMIZERS = [
 ]
 
 
-@pytest.mark.parametrize("number", TIERS)
+@pytest.mark.parametrize("row", SETS, ids=str)
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("dtype", [ref.F32, ref.BF16])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda one: one.name)
-def test_steps(number, stored, dtype, optimizer):
-    for n, kind in itertools.product(LENGTHS, ["normal", "tiny", "special"]):
+def test_steps(row, stored, dtype, optimizer):
+    cases = list(itertools.product(LENGTHS, ["normal", "tiny", "special"]))
+    for n, kind in cases[:: row.part]:
         w, gradients, rng = data(n, dtype, len(optimizer.states), kind)
         states = [np.full(n, value, np.float32) for value in optimizer.states]
-        with tier(number):
+        with running(row) as kernels:
             weights = Weights(w, stored, int(rng.integers(0, 8)))
             for memory, state in zip(weights.state, states, strict=False):
                 memory[:n] = state
             for t, g in enumerate(gradients, 1):
-                given = g.copy()
+                given, table = g.copy(), segments(n, optimizer.cuts)
                 w, states = optimizer.step(w, ref.to_float32(g), states, t)
-                step(weights, given, optimizer.row(stored, t), segments(n, optimizer.cuts))
-                same_bytes(weights.read(n), w, number)
+                step(weights, given, optimizer.row(stored, t), table, kernels=kernels)
+                same_bytes(weights.read(n), w, row.tier)
                 for memory, state in zip(weights.state, states, strict=False):
-                    same_bytes(memory[:n], state, number)
+                    same_bytes(memory[:n], state, row.tier)
                 assert given.tobytes() == g.tobytes(), "the gradient was written to"
         weights.check_guards()
 
@@ -242,53 +258,49 @@ def test_sgd_equals_torch(options):
             assert weights.read(n).tobytes() == p.detach().numpy().tobytes(), (n, t)
 
 
-@pytest.mark.parametrize("number", TIERS)
+@pytest.mark.parametrize("row", SETS, ids=str)
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("dtype", [ref.F32, ref.BF16])
 @pytest.mark.parametrize("fused", [True, False])
-def test_lamb(number, stored, dtype, fused):
+def test_lamb(row, stored, dtype, fused):
     """`fused`: moments and norms in one pass, or moments from segments of any cut and norms in a
     pass of their own.
     """
-    for n, weight_decay in itertools.product([*LENGTHS, 70000], [0.0, 0.1]):
+    for n, weight_decay in list(itertools.product([*LENGTHS, 70000], [0.1, 0.0]))[:: row.part]:
         w, gradients, rng = data(n, dtype, 4)
         m, v = np.zeros(n, np.float32), np.zeros(n, np.float32)
         whole = segments(n, (1 << 16,))
-        with tier(number):
+        with running(row) as kernels:
             weights = Weights(w, stored, int(rng.integers(0, 8)))
             for t, g in enumerate(gradients[: 2 if n > 10000 else 4], 1):
                 options = {"lr": LR, "betas": BETAS, "weight_decay": weight_decay, "eps": EPS}
                 w, m, v = optim.lamb(w, ref.to_float32(g), m, v, t, prescale=0.7, **options)
                 scaled = {"prescale": 0.7, "flags": Flag.PRESCALE}
-                row = adam_rule(Kind.LAMB_START, stored, t, BETAS, weight_decay, **scaled)
+                made = adam_rule(Kind.LAMB_START, stored, t, BETAS, weight_decay, **scaled)
                 norms = np.full(2 * len(whole), np.nan)
                 if not fused:
-                    row["kind"] = Kind.MOMENTS
-                    step(weights, g, row, segments(n, (8, 16, 120)))
-                    row["kind"] = Kind.LAMB_NORMS
-                step(weights, g, row, whole, norms)
+                    made["kind"] = Kind.MOMENTS
+                    step(weights, g, made, segments(n, (8, 16, 120)), kernels=kernels)
+                    made["kind"] = Kind.LAMB_NORMS
+                step(weights, g, made, whole, norms, kernels)
                 above, under = (float(np.sqrt(sum(norms[k::2], 0.0))) for k in (0, 1))
-                row["kind"] = Kind.LAMB_APPLY
-                row["step_size"] = -LR * (above / under if above > 0 and under > 0 else 1.0)
-                step(weights, None, row, segments(n, (24,)))
-                same_bytes(weights.read(n), w, number)
-                same_bytes(weights.state[0][:n], m, number)
-                same_bytes(weights.state[1][:n], v, number)
+                made["kind"] = Kind.LAMB_APPLY
+                made["step_size"] = -LR * (above / under if above > 0 and under > 0 else 1.0)
+                step(weights, None, made, segments(n, (24,)), kernels=kernels)
+                same_bytes(weights.read(n), w, row.tier)
+                same_bytes(weights.state[0][:n], m, row.tier)
+                same_bytes(weights.state[1][:n], v, row.tier)
         weights.check_guards()
 
 
-@pytest.mark.parametrize("number", TIERS)
-def test_squares(number):
-    for n, dtype in itertools.product([*LENGTHS, 70000], [ref.F32, ref.BF16]):
+@pytest.mark.parametrize("row", SETS, ids=str)
+def test_squares(row):
+    for n, dtype in list(itertools.product([*LENGTHS, 70000], [ref.F32, ref.BF16]))[:: row.part]:
         _, gradients, _ = data(n, dtype, 5)
         table, norms = segments(n, (1 << 16,)), np.zeros(2 * -(-n // (1 << 16)))
-        with tier(number):
-            KERNELS.update(
-                table,
-                Weights(np.zeros(n, "f"), "fp32", 0).target(gradients[0]),
-                rule(Kind.SQUARES, ""),
-                norms=norms,
-            )
+        weights = Weights(np.zeros(n, "f"), "fp32", 0)
+        with running(row) as kernels:
+            step(weights, gradients[0], rule(Kind.SQUARES, ""), table, norms, kernels)
         assert float(np.sqrt(sum(norms[::2], 0.0))) == optim.norm(ref.to_float32(gradients[0]))
         assert not norms[1::2].any()
 
@@ -296,8 +308,8 @@ def test_squares(number):
 UPDATE_NUMEL = 2048  # elements of payloads that are decoded, and whose squares are added, at a time
 
 
-@pytest.mark.parametrize("number", TIERS)
-def test_squares_of_payloads_are_those_of_their_average(number):
+@pytest.mark.parametrize("row", SETS, ids=str)
+def test_squares_of_payloads_are_those_of_their_average(row):
     codec, n, group = TernGrad(scale="own"), 70_003, 9_600
     slot = Slot(0, n, group, True, 0)
     layout = PayloadLayout(codec.form, whole_pieces([slot]), segmented=False)
@@ -307,18 +319,19 @@ def test_squares_of_payloads_are_those_of_their_average(number):
         codec.encode(torch.randn(n, generator=generator), key=RngKey(rank=rank))
         for rank in range(3)
     ]
-    decoded, wanted = torch.empty(n), []
+    decoded, wanted = np.empty(n, np.float32), []
     norms = np.full(2 * len(layout.packed), np.nan)
-    with tier(number):
-        codec.decode_body(KERNELS, payloads, layout, decoded)
+    with running(row) as kernels:
+        with on(kernels, decoded) as (out,):
+            codec.decode_body(kernels, payloads, layout, out)
         source = Payloads(payloads, codec.code, torch.float32)
-        KERNELS.update(
+        kernels.update(
             layout.packed, np.zeros(1, TARGET), rule(Kind.SQUARES, ""), source, norms=norms
         )
-    for row in layout.packed.rows:
+    for start, numel in layout.packed.rows[["start", "numel"]].tolist():
         runs = [
-            decoded[first : min(first + UPDATE_NUMEL, row["start"] + row["numel"])].numpy()
-            for first in range(row["start"], row["start"] + row["numel"], UPDATE_NUMEL)
+            decoded[first : min(first + UPDATE_NUMEL, start + numel)]
+            for first in range(start, start + numel, UPDATE_NUMEL)
         ]
         wanted.append(sum((optim.squares(run) for run in runs), 0.0))
     assert norms[::2].tolist() == wanted
@@ -368,10 +381,10 @@ def payload_cases():
     yield "bf16", Identity("bf16"), 2
 
 
-@pytest.mark.parametrize("number", TIERS)
+@pytest.mark.parametrize("row", SETS, ids=str)
 @pytest.mark.parametrize("dtype", [ref.F32, ref.BF16])
 @pytest.mark.parametrize("case", list(payload_cases()), ids=lambda c: c[0])
-def test_updates_from_payloads_equal_decode_then_update(number, dtype, case):
+def test_updates_from_payloads_equal_decode_then_update(row, dtype, case):
     _, codec, count = case
     for shape in [(1,), (5, 3), (40, 129), (3, 7000)]:
         n = int(np.prod(shape))
@@ -384,25 +397,24 @@ def test_updates_from_payloads_equal_decode_then_update(number, dtype, case):
         w = torch.randn(n, generator=generator).numpy()
         for kind in (Kind.SGD, Kind.ADAMW, Kind.MOMENTS):
             sizes = {"step_size": -LR, "momentum": 0.9 * (kind == Kind.SGD)}
-            row = adam_rule(kind, optim.TRUNCATE, 1, BETAS, 0.1, **sizes)
-            with tier(number):
-                decoded = torch.empty(
-                    n, dtype=torch.float32 if dtype == ref.F32 else torch.bfloat16
-                )
-                codec.decode_body(KERNELS, payloads, layout, decoded)
-                g = decoded.view(torch.uint16 if dtype else torch.float32).numpy()
-                unfused, fused = Weights(w, optim.TRUNCATE, 0), Weights(w, optim.TRUNCATE, 0)
-                step(unfused, g, row, segments(n))
-                targets = np.concatenate([np.zeros(1, TARGET), fused.target(None)])
+            made = adam_rule(kind, optim.TRUNCATE, 1, BETAS, 0.1, **sizes)
+            unfused, fused = Weights(w, optim.TRUNCATE, 0), Weights(w, optim.TRUNCATE, 0)
+            g = np.empty(n, ARRAY_DTYPES[dtype])
+            with running(row) as kernels:
+                with on(kernels, g) as (decoded,):
+                    codec.decode_body(kernels, payloads, layout, decoded)
+                step(unfused, g, made, segments(n), kernels=kernels)
                 source = Payloads(payloads, codec.code, decoded.dtype)
-                bad = KERNELS.update(layout.packed, targets, row, source)
+                with fused.targets(kernels, None, position=1) as targets:
+                    bad = kernels.update(layout.packed, targets, made, source)
             assert not bad
-            same_bytes(fused.read(n), unfused.read(n), number)
-            same_bytes(fused.state[0][:n], unfused.state[0][:n], number)
+            same_bytes(fused.read(n), unfused.read(n), row.tier)
+            same_bytes(fused.state[0][:n], unfused.state[0][:n], row.tier)
             assert (fused.read(n) != w).any() or kind == Kind.MOMENTS
 
 
-def test_averages_that_are_not_finite_are_told():
+@pytest.mark.parametrize("row", SETS, ids=str)
+def test_averages_that_are_not_finite_are_told(row):
     x = torch.full((10,), 3.4e38)
     layout = PayloadLayout(
         Identity().form, whole_pieces([Slot(0, 10, 10, True, 0)]), segmented=False
@@ -411,12 +423,10 @@ def test_averages_that_are_not_finite_are_told():
     weights = Weights(np.zeros(10, "f"), optim.TRUNCATE, 0)
     for dtype, bad in ((torch.float32, False), (torch.bfloat16, True)):  # rounds to Inf as bf16
         source = Payloads([payload], Code("values", dtype=torch.float32), dtype)
-        assert (
-            KERNELS.update(
-                layout.packed, weights.target(None), rule(Kind.SGD, "", step_size=0.0), source
-            )
-            is bad
-        )
+        made = rule(Kind.SGD, "", step_size=0.0)
+        with running(row) as kernels:
+            told = step(weights, None, made, layout.packed, kernels=kernels, payloads=source)
+        assert told is bad
 
 
 # ---- what is refused, what is passed over --------------------------------------------------------
@@ -497,22 +507,24 @@ def test_kinds_and_flags_are_those_of_the_header():
 # ---- storage -------------------------------------------------------------------------------------
 
 
-def round_trip(bits, rounding):
+def round_trip(bits, rounding, kernels):
     n = len(bits)
     top, trail, back = np.empty(n, np.uint16), np.empty(n, np.uint16), np.empty(n, np.uint32)
     nearest = rounding == optim.NEAREST
-    KERNELS.split(*map(torch.from_numpy, (bits, top, trail)), nearest=nearest)
-    KERNELS.join(*map(torch.from_numpy, (top, trail, back)), nearest=nearest)
+    with on(kernels, bits, top, trail) as (given, high, low):
+        kernels.split(given, high, low, nearest=nearest)
+    with on(kernels, top, trail, back) as (high, low, joined):
+        kernels.join(high, low, joined, nearest=nearest)
     return top, trail, back
 
 
-def check_patterns(bits):
+def check_patterns(bits, kernels=KERNELS):
     w = bits.view(np.float32)
-    top, trail, back = round_trip(bits, optim.TRUNCATE)
+    top, trail, back = round_trip(bits, optim.TRUNCATE, kernels)
     assert (back == bits).all()
     assert (top == bits >> 16).all()
     assert (trail == (bits & 0xFFFF)).all()
-    top, trail, back = round_trip(bits, optim.NEAREST)
+    top, trail, back = round_trip(bits, optim.NEAREST, kernels)
     signalling = np.isnan(w) & ((bits & 0x00400000) == 0)
     assert (back == np.where(signalling, bits | 0x00400000, bits)).all()
     even = torch.from_numpy(w.copy()).to(torch.bfloat16).view(torch.uint16).numpy()
@@ -523,7 +535,8 @@ def check_patterns(bits):
     return int((top != even)[~np.isnan(w)].sum())
 
 
-def test_split_and_join_lose_nothing_sample():
+@pytest.mark.parametrize("row", SETS, ids=str)
+def test_split_and_join_lose_nothing_sample(row):
     rng = np.random.default_rng(0)
     corners = [
         s << 31 | e << 23 | m
@@ -540,11 +553,9 @@ def test_split_and_join_lose_nothing_sample():
         [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-45, 3.4028235e38, -3.4028235e38]
     )
     everything = [*corners, *edges, 0x7F800001, 0xFFBFFFFF, *special.view(np.uint32).tolist()]
-    check_patterns(
-        np.concatenate(
-            [np.array(everything, np.uint32), rng.integers(0, 1 << 32, 1 << 20, np.uint32)]
-        )
-    )
+    drawn = rng.integers(0, 1 << 32, (1 << 20) // row.part, np.uint32)
+    with running(row) as kernels:
+        check_patterns(np.concatenate([np.array(everything, np.uint32), drawn]), kernels)
 
 
 @pytest.mark.long
