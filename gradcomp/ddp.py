@@ -229,12 +229,14 @@ class CompressionState(Controls):
 
     def handle(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         """Average a bucket in its own memory; the future completes when that is done."""
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
         if isinstance(bucket, tuple):
             raise UnsupportedTensor(
                 "compiled autograd's python reducer passes (grad, param) pairs: not supported yet"
             )
         buffer = bucket.buffer()
+        # DDP's stream waits for what has been queued when the future completes
+        devices = [] if buffer.is_cpu else [buffer.device]
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         engine, task = self._engine, torch_private.graph_task()
         in_backward = task != -1
         momentum = isinstance(engine.options.transform, Momentum)

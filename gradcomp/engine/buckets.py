@@ -106,9 +106,8 @@ def poison(parameters: Iterable[Tensor]) -> None:
         if parameter.grad.layout == torch.strided:
             parameter.grad.fill_(float("nan"))
         else:
-            parameter.grad = torch.full((), float("nan"), dtype=parameter.grad.dtype).expand(
-                parameter.shape
-            )
+            nan = parameter.grad.new_full((), float("nan"), layout=torch.strided)
+            parameter.grad = nan.expand(parameter.shape)
 
 
 class Source(Protocol):

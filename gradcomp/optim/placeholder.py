@@ -35,7 +35,8 @@ class Placeholder(Tensor):
         """Replace `parameter.grad` by a placeholder, and return it."""
         assert parameter.grad is not None
         integers, bits = _NAN[parameter.grad.dtype]
-        nan = torch.full((), bits, dtype=integers).view(parameter.grad.dtype)
+        nan = torch.full((), bits, dtype=integers, device=parameter.device)
+        nan = nan.view(parameter.grad.dtype)
         placeholder = nan.expand(parameter.shape).as_subclass(cls)
         placeholder._parameter = weakref.ref(parameter)
         parameter.grad = placeholder
