@@ -111,7 +111,7 @@ def main() -> None:
         model,
         optimizer,
         args.codec,
-        comm,
+        comm=comm,
         sync_every=args.sync_every,
         fragments=args.fragments,
         fragment_sync_delay=args.delay,

@@ -46,7 +46,7 @@ def main() -> None:
     model = LeNet()
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, weight_decay=5e-4)
     codec = gradcomp.Identity() if args.codec == "fp32" else args.codec
-    averager = gradcomp.GradientAverager(model.named_parameters(), codec, comm)
+    averager = gradcomp.GradientAverager(model.named_parameters(), codec, comm=comm)
     if comm.rank == 0:
         print(averager.describe(), flush=True)
 

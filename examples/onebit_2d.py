@@ -60,7 +60,7 @@ def main() -> None:
     model = LeNet()
     parallelize_module(model, mesh["tp"], {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()})
     comm = TorchCommunicator(mesh["dp"].get_group())
-    averager = gradcomp.GradientAverager(model.named_parameters(), args.codec, comm)
+    averager = gradcomp.GradientAverager(model.named_parameters(), args.codec, comm=comm)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, weight_decay=5e-4)
     if dist.get_rank() == 0:
         print(averager.describe(), flush=True)

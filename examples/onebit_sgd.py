@@ -107,11 +107,10 @@ class Averaged:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         codec: object,
-        comm: object,
         **options,
     ):
         self._optimizer = optimizer
-        self._averager = gradcomp.GradientAverager(model.named_parameters(), codec, comm, **options)
+        self._averager = gradcomp.GradientAverager(model.named_parameters(), codec, **options)
         self.stats, self.check_replicas = self._averager.stats, self._averager.check_replicas
         self.close = self._averager.close
 
@@ -157,7 +156,7 @@ def train(row: Row, seed: int, args: argparse.Namespace, data: ImageData, on_sam
     transforms = {"local": LocalAdagrad(**first), "aggregate": AggregateAdagrad(**first)}
     options = {
         "warmup_steps": math.ceil(warm / per_exchange),
-        "transform": transforms.get(row.adagrad),
+        "advanced": gradcomp.Advanced(transform=transforms.get(row.adagrad)),
     }
     if row.adagrad == "momentum":
         optimizer = MomentumAdagrad(
@@ -168,7 +167,9 @@ def train(row: Row, seed: int, args: argparse.Namespace, data: ImageData, on_sam
             model.parameters(), args.lr, MOMENTUM, weight_decay=WEIGHT_DECAY
         )
     codec = gradcomp.Identity() if row.codec == "fp32" else gradcomp.OneBit()
-    trainer = (DoubleBuffer if row.halves else Averaged)(model, optimizer, codec, comm, **options)
+    trainer = (DoubleBuffer if row.halves else Averaged)(
+        model, optimizer, codec, comm=comm, **options
+    )
 
     def loss_fn(images: Tensor, labels: Tensor) -> Tensor:
         return cross_entropy(model(images), labels)

@@ -145,7 +145,7 @@ class TernGradStep:
         calls = []
         for index, (grad, scale) in enumerate(zip(grads, scales, strict=True)):
             # each worker its own rank: its own draws
-            key = gradcomp.RngKey(CODEC.seed, self.rank, step, index)
+            key = gradcomp.codecs.RngKey(CODEC.seed, self.rank, step, index)
             payload = CODEC.encode(grad, scale=scale, key=key)
             # travels while the next one is encoded
             push = client.push_parameter(f"grad {index}", payload, wait=False)
@@ -192,7 +192,7 @@ def check(client: ParameterClient, step: TernGradStep, rank: int, workers: int) 
     def reduce(comm: LocalCommunicator) -> None:
         grads = [g.clone() for g in torch.split(everyone[comm.rank], numels)]
         for index, grad in enumerate(grads):
-            gradcomp.all_reduce(grad, CODEC, comm, key=index, step=0)
+            gradcomp.all_reduce(grad, CODEC, comm=comm, key=index, step=0)
         if comm.rank == 0:
             wanted.extend(grads)
 

@@ -19,48 +19,41 @@ interrupt.begin()
 import torch
 
 from gradcomp import codecs, comm
-from gradcomp.allreduce import all_reduce, forget_buffers
+from gradcomp.allreduce import all_reduce
 from gradcomp.averager import GradientAverager
-from gradcomp.codecs import Block, Codec, Identity, OneBit, Ternary, TernGrad
-from gradcomp.engine.options import Options
+from gradcomp.codecs import Block, Identity, OneBit, Ternary, TernGrad
+from gradcomp.engine.options import Advanced
 from gradcomp.errors import (
     CorruptPayload,
     GradcompError,
-    NativeError,
     NotFinite,
     PeerLost,
     PeerMismatch,
     UnsupportedTensor,
 )
 from gradcomp.memory.moments import Precondition
-from gradcomp.memory.store import Feedback
 from gradcomp.memory.transform import Transform
 from gradcomp.payload.form import removal
-from gradcomp.payload.rng import RngKey
 from gradcomp.version import __version__, warn_about_torch
 
 if TYPE_CHECKING:
-    from gradcomp import amp, ddp, local, onebit_sgd, optim, plan, server
+    from gradcomp import amp, ddp, onebit_sgd, optim, plan, server
     from gradcomp.local import DiLoCo, LocalSGD
 
 __all__ = [
+    "Advanced",
     "Block",
-    "Codec",
     "CorruptPayload",
     "DiLoCo",
-    "Feedback",
     "GradcompError",
     "GradientAverager",
     "Identity",
     "LocalSGD",
-    "NativeError",
     "NotFinite",
     "OneBit",
-    "Options",
     "PeerLost",
     "PeerMismatch",
     "Precondition",
-    "RngKey",
     "TernGrad",
     "Ternary",
     "Transform",
@@ -71,9 +64,7 @@ __all__ = [
     "codecs",
     "comm",
     "ddp",
-    "forget_buffers",
     "fsdp",
-    "local",
     "onebit_sgd",
     "optim",
     "plan",
@@ -83,6 +74,14 @@ __all__ = [
 warn_about_torch(torch.__version__)
 
 
+MOVED = {
+    "Codec": "gradcomp.codecs.Codec",
+    "Feedback": "gradcomp.allreduce.Feedback",
+    "NativeError": "gradcomp.errors.NativeError",
+    "Options": "keywords of the entry points, and gradcomp.Advanced for rare options",
+    "RngKey": "gradcomp.codecs.RngKey",
+    "forget_buffers": "gradcomp.allreduce.forget_buffers",
+}
 LATER = ("amp", "ddp", "fsdp", "local", "onebit_sgd", "optim", "plan", "server")
 
 
@@ -93,4 +92,5 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module("gradcomp.local"), name)
     if name in LATER:
         return importlib.import_module(f"gradcomp.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{removal(name)}")
+    why = f": use {MOVED[name]}" if name in MOVED else removal(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{why}")

@@ -11,6 +11,7 @@ from torch import Tensor
 from gradcomp.codecs import Codec, resolve
 from gradcomp.codecs.checks import check_tensor
 from gradcomp.comm.base import Communicator
+from gradcomp.engine.options import takes
 from gradcomp.exchange.agree import EXCHANGE_FIELDS, Shown, agree, codec_fields
 from gradcomp.exchange.bucket import BucketExchange
 from gradcomp.exchange.routes import run_stages
@@ -24,6 +25,8 @@ from gradcomp.memory.store import Feedback, StateStore
 from gradcomp.payload.order import storage_order, storage_shape
 from gradcomp.payload.pieces import ByElements, Slot
 from gradcomp.payload.rng import check_uint32
+
+__all__ = ["Feedback", "all_reduce", "forget_buffers"]
 
 MOST_EXCHANGES = 16  # kept with their buffers for each (communicator, key)
 
@@ -46,11 +49,12 @@ class _Call:
         )
 
 
+@takes()
 def all_reduce(
     tensor: Tensor,
     codec: Codec | str,
-    comm: Communicator | None = None,
     *,
+    comm: Communicator | None = None,
     key: int = 0,
     step: int | None = None,
     feedback: Feedback | None = None,
@@ -82,8 +86,8 @@ def all_reduce(
     Raises:
         UnsupportedTensor: dtype, device or layout.
         ValueError: an argument out of its range.
-        GradcompError: the communicator is in use, say by an exchange that `GradientAverager.rotate`
-            began.
+        GradcompError: the communicator is in use, say by an exchange that
+            `GradientAverager.average_delayed` began.
         PeerMismatch, PeerLost, CorruptPayload: on every rank.
     """
     order = () if tensor.is_contiguous() else storage_order(tensor.shape, tensor.stride())

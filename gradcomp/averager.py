@@ -25,7 +25,7 @@ from gradcomp.engine.buckets import (
 )
 from gradcomp.engine.controls import Controls
 from gradcomp.engine.delayed import DelayedAverages
-from gradcomp.engine.options import Changes, Options, spell_out
+from gradcomp.engine.options import Advanced, CommonOptions, takes
 from gradcomp.engine.step import Engine
 from gradcomp.engine.watch import Newcomers
 from gradcomp.errors import GradcompError
@@ -55,30 +55,29 @@ class GradientAverager(Controls):
             trained. Of a DTensor the local shard is averaged: `comm` then has the ranks that hold
             the same shards.
         codec: codec or name; "auto": as of `gradcomp.ddp.register`.
-        comm: the ranks; torch.distributed's default group when None. Closed with the averager.
-        options: see `gradcomp.Options`.
         optimizer: the optimizer of these parameters; one whose momentum travels
             (`gradcomp.optim.OneBitAdam`) needs to be given. Any other is read for its kind alone:
             "auto" chooses by it, and a codec that is known to lose with it is warned of.
+        comm: the ranks; torch.distributed's default group when None. Closed with the averager.
         bucket_cap_mb: a bucket that has reached so many MiB is closed, as in DDP.
-        changes: fields of `gradcomp.Options` to set.
+        common, advanced: as of `gradcomp.ddp.register`.
 
     Raises:
         ValueError, UnsupportedTensor: as `gradcomp.ddp.register`.
         TypeError: an optimizer's class or name in place of an optimizer.
     """
 
-    @spell_out
+    @takes(CommonOptions)
     def __init__(
         self,
         named_parameters: nn.Module | Iterable[tuple[str, nn.Parameter]],
         codec: Codec | str,
-        comm: Communicator | None = None,
-        options: Options | None = None,
         *,
         optimizer: torch.optim.Optimizer | None = None,
+        comm: Communicator | None = None,
         bucket_cap_mb: float = 25.0,
-        **changes: Unpack[Changes],
+        advanced: Advanced | None = None,
+        **common: Unpack[CommonOptions],
     ) -> None:
         from gradcomp.plan.advice import resolve_auto
 
@@ -92,7 +91,7 @@ class GradientAverager(Controls):
         )
         self._sources = [Gradient(name, p) for name, p in self._named]
         codec, options, chosen = resolve_auto(
-            codec, options, changes, optimizer, self._sources, _world_size(comm)
+            codec, common, advanced, optimizer, self._sources, _world_size(comm)
         )
         if optimizer is not None:
             check_optimizer(optimizer, [p for _, p in self._named])
@@ -120,7 +119,8 @@ class GradientAverager(Controls):
         Raises:
             PeerMismatch, PeerLost, CorruptPayload: on every rank, and again at every later call.
             UnsupportedTensor: a sparse gradient, or one of another dtype than its parameter's.
-            GradcompError: an exchange that `rotate` began is under way; nothing is changed then.
+            GradcompError: an exchange that `average_delayed` began is under way; nothing is changed
+                then.
             After any other error every ``p.grad`` is NaN.
         """
         self._refuse_pending("average()")
@@ -160,10 +160,11 @@ class GradientAverager(Controls):
                 scale than they left; nothing is changed then.
             After any other error every ``p.grad`` is NaN.
         """
-        if isinstance(self._engine.options.transform, Momentum):
+        transform = self._engine.options.advanced.transform
+        if isinstance(transform, Momentum):
             raise GradcompError(
                 "average_delayed() hands back averages one step late, and"
-                f" {self._engine.options.transform!r} sends what the momentum becomes in this one:"
+                f" {transform!r} sends what the momentum becomes in this one:"
                 " call average()"
             )
         if self._scaled:
@@ -181,14 +182,14 @@ class GradientAverager(Controls):
             return self._delayed.average()
 
     def flush(self) -> bool:
-        """Wait for what `rotate` has begun and put the averages into ``p.grad``; return whether
-        there was any.
+        """Wait for what `average_delayed` has begun and put the averages into ``p.grad``; return
+        whether there was any.
 
         No collective: the bytes are under way already, so a rank may call it when the others do
         not.
 
         Raises:
-            PeerMismatch, PeerLost, CorruptPayload: as `rotate`.
+            PeerMismatch, PeerLost, CorruptPayload: as `average_delayed`.
         """
         return self._delayed is not None and self._delayed.flush()
 
@@ -198,8 +199,8 @@ class GradientAverager(Controls):
         return self._delayed
 
     def state_dict(self) -> dict[str, Any]:
-        """As `Controls.state_dict`; GradcompError while an exchange that `rotate` began is under
-        way.
+        """As `Controls.state_dict`; GradcompError while an exchange that `average_delayed` began is
+        under way.
         """
         self._refuse_pending("state_dict()")
         return super().state_dict()
@@ -217,8 +218,8 @@ class GradientAverager(Controls):
         super().reset()
 
     def discard_step(self) -> None:
-        """As `Controls.discard_step`; GradcompError while an exchange that `rotate` began is
-        under way.
+        """As `Controls.discard_step`; GradcompError while an exchange that `average_delayed` began
+        is under way.
         """
         self._refuse_pending("discard_step()")
         super().discard_step()
@@ -243,7 +244,7 @@ class GradientAverager(Controls):
                 f"this GradientAverager averages over 1 rank, {type(self._given).__name__} says,"
                 f" where torch.distributed has {group_size()}: every rank trains apart unless that"
                 " is meant",
-                stacklevel=3,
+                stacklevel=4,  # the caller of the decorated __init__
             )
 
     def _advise(self, chosen: str, optimizer: Any) -> None:

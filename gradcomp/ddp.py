@@ -19,7 +19,7 @@ from gradcomp.comm.torchdist import TorchCommunicator, same_ranks
 from gradcomp.engine.buckets import Gradient, check_layers, check_optimizer, poison, refuse_sparse
 from gradcomp.engine.controls import Controls
 from gradcomp.engine.layouts import Members
-from gradcomp.engine.options import Changes, Options, spell_out
+from gradcomp.engine.options import Advanced, CommonOptions, takes
 from gradcomp.engine.step import Engine
 from gradcomp.engine.watch import Newcomers
 from gradcomp.errors import GradcompError, PeerLost, UnsupportedTensor
@@ -69,16 +69,16 @@ class CompressionState(Controls):
     _detached = False
     _task = -1  # the backward whose step is open
 
-    @spell_out
+    @takes(CommonOptions)
     def __init__(
         self,
         model: nn.parallel.DistributedDataParallel,
-        codec: Codec | str,
-        options: Options | None = None,
+        codec: Codec | str = "auto",
         *,
-        comm: Communicator | None = None,
         optimizer: torch.optim.Optimizer | None = None,
-        **changes: "Unpack[Changes]",
+        comm: Communicator | None = None,
+        advanced: Advanced | None = None,
+        **common: "Unpack[CommonOptions]",
     ) -> None:
         from gradcomp.plan.advice import resolve_auto, warning_of
 
@@ -99,7 +99,7 @@ class CompressionState(Controls):
         named = list(model.module.named_parameters())
         sources = [Gradient(name, p) for name, p in named]
         codec, options, chosen = resolve_auto(
-            codec, options, changes, optimizer, sources, model.process_group.size()
+            codec, common, advanced, optimizer, sources, model.process_group.size()
         )
         self._known = {
             id(p): (position, p.numel(), p.stride()) for position, (_, p) in enumerate(named)
@@ -239,7 +239,7 @@ class CompressionState(Controls):
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         engine, task = self._engine, torch_private.graph_task()
         in_backward = task != -1
-        momentum = isinstance(engine.options.transform, Momentum)
+        momentum = isinstance(engine.options.advanced.transform, Momentum)
         # in the first backward of a static graph every bucket has index 0, and there is no last one
         is_more = in_backward and bucket.index() == 0 and task == self._task
         is_second = is_more and len(engine.submitted) == 1
@@ -408,15 +408,15 @@ def compression_hook(
     return state.handle(bucket)
 
 
-@spell_out
+@takes(CommonOptions)
 def register(
     model: nn.parallel.DistributedDataParallel,
-    codec: Codec | str,
-    options: Options | None = None,
+    codec: Codec | str = "auto",
     *,
-    comm: Communicator | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-    **changes: "Unpack[Changes]",
+    comm: Communicator | None = None,
+    advanced: Advanced | None = None,
+    **common: "Unpack[CommonOptions]",
 ) -> CompressionState:
     """Compress the gradients of a DistributedDataParallel model from the next backward pass on.
 
@@ -429,16 +429,35 @@ def register(
         codec: `Ternary(...)`, `TernGrad(...)`, `OneBit(...)`, `Block(...)`, `Identity()`, or a name
             ("ternary", "onebit"). "auto": codec and options for the kind of `optimizer`, by what
             was measured (`gradcomp.plan.accuracy`); options that are given count.
-        options: see `gradcomp.Options`.
-        comm: moves the bytes; by default gloo groups made from the model's process group. Closed
-            with the state.
         optimizer: the optimizer of this model, checked to update these parameters; "auto" chooses
             by it, and takes `Block(4)` without one, which is safe for all. A split optimizer
             (`gradcomp.optim`) of all trained parameters then updates weights straight from the
             payloads: no averaged gradient is written, and `p.grad` is a NaN placeholder after
             backward (see `CompressionState.materialize_gradients`).
-        changes: fields of `gradcomp.Options` to set: ``register(model, "ternary",
-            warmup_steps=100)``.
+        comm: moves the bytes; by default gloo groups made from the model's process group. Closed
+            with the state.
+        min_numel: tensors with fewer elements travel as fp32. None: those with fewer than 1024, and
+            vectors (norms, biases) of any size.
+        exclude: what else travels as fp32, one entry or a sequence: names, patterns (``"*.bias"``),
+            "norm", "embedding", "head" (by what libraries call such layers), functions of name and
+            shape.
+        exchange: "auto" (fewer bytes), "all_gather", "reduce_scatter", or "hierarchical": fp32
+            inside a node, compressed between nodes.
+        warmup_steps: the first so many steps are averaged in fp32, or packed by `warmup_codec`.
+        warmup_codec: codec or name for the warm-up: `Block(4)`, say, which loses nothing and takes
+            an eighth of the bytes; its groups are those of the codec. Also for the warm-up of
+            `gradcomp.optim.OneBitAdam`. None: fp32.
+        precondition: encode gradients in units of the root of their second moment, which all ranks
+            know from the averages: for Adam and its like with codecs of 1 and 2 bits. True, or
+            `Precondition` for other settings than its defaults.
+        grad_scaler: a `torch.amp.GradScaler` or the like: residuals follow its scale and commit a
+            whole step at a time. A step is one backward: to accumulate several, run all but the
+            last under ``no_sync()``.
+        atomic_steps: commit residuals only if no bucket of the step held NaN or Inf and every rank
+            has ended the step (a round of 16 bytes); on by default with `grad_scaler`.
+        timeout_s: seconds after which a silent peer is given up; by default the communicator's own,
+            which is that of its process group over torch.distributed and 300 otherwise.
+        advanced: rare options, see `gradcomp.Advanced`.
 
     Returns:
         The state, with `stats`, `state_dict`, `discard_step`, `check_replicas`,
@@ -456,7 +475,9 @@ def register(
     Later, out of ``loss.backward()`` on every rank: PeerMismatch, PeerLost, CorruptPayload,
     UnsupportedTensor.
     """
-    state = CompressionState(model, codec, options, comm=comm, optimizer=optimizer, **changes)
+    state = CompressionState(
+        model, codec, optimizer=optimizer, comm=comm, advanced=advanced, **common
+    )
     try:
         model.register_comm_hook(state, compression_hook)
     except BaseException as error:

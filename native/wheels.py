@@ -63,7 +63,7 @@ assert codec.decode(codec.encode(x)).tolist() == [-2, -2, 3, 3]
 results = {{}}
 def rank(comm):
     ones = torch.full((1000,), float(comm.rank))
-    results[comm.rank] = gradcomp.all_reduce(ones, gradcomp.Identity(), comm)
+    results[comm.rank] = gradcomp.all_reduce(ones, gradcomp.Identity(), comm=comm)
 threads = [threading.Thread(target=rank, args=(comm,)) for comm in LocalCommunicator.group(2)]
 [thread.start() for thread in threads], [thread.join() for thread in threads]
 assert all(results[r].eq(0.5).all() for r in range(2)), results

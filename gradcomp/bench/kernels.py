@@ -9,9 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gradcomp import Block, OneBit, RngKey, Ternary, TernGrad
+from gradcomp import Block, OneBit, Ternary, TernGrad
 from gradcomp.bench.timing import using
-from gradcomp.codecs import KINDS, Codec
+from gradcomp.codecs import KINDS, Codec, RngKey
 from gradcomp.codecs.lanes import Lanes
 from gradcomp.kernels import CPU, NO_RESIDUALS, Code, Payloads, Residuals, host, native, of
 from gradcomp.payload.form import lanes_form

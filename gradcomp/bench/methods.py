@@ -23,7 +23,7 @@ import gradcomp.fsdp
 from gradcomp.bench.optimizers import exchanging_momentum
 from gradcomp.codecs import Block, Codec, Identity, OneBit, Ternary, TernGrad
 from gradcomp.comm.base import Communicator
-from gradcomp.engine.options import RENAMED
+from gradcomp.engine.options import RENAMED, Advanced
 from gradcomp.fsdp.weights import weights_codec
 from gradcomp.local import DiLoCo
 from gradcomp.local.outer import LR, MOMENTUM
@@ -100,7 +100,8 @@ class Method:
         hook: registers with DDP what averages in place of a codec; None: the model alone.
         bits: a value that `hook` sends, where it is known.
         exempt: which tensors travel in fp32: a key of `PRESETS`.
-        options: of `gradcomp.ddp.register`.
+        options: common options of `gradcomp.ddp.register`.
+        advanced: fields of `gradcomp.Advanced`.
         momentum: "" averages gradients; "frozen" (1-bit Adam) and "renewed" (0/1 Adam) average
             momenta after a warm-up of `warmup_steps` steps.
         feedback: whether residuals are kept; otherwise they are zero again after every step.
@@ -117,6 +118,7 @@ class Method:
     bits: int = 0
     exempt: str = "none"
     options: dict[str, Any] = field(default_factory=dict)
+    advanced: dict[str, Any] = field(default_factory=dict)
     momentum: str = ""
     feedback: bool = True
     double: bool = False
@@ -137,6 +139,8 @@ class Method:
             options.pop("warmup_steps", None)
         if self.exempt != "none":
             options["exclude"] = [n for n, p in named if PRESETS[self.exempt](n, p)]
+        if self.advanced:
+            options["advanced"] = Advanced(**self.advanced)
         return options
 
 
@@ -210,7 +214,7 @@ def parse(text: str) -> Method:
         if not colon or "=" in rest:
             raise ValueError(f"no method named {name!r}; {KNOWN}{removal(name)}")
         return Method(text, None, _own_hook(text))
-    method = replace(METHODS[name], name=text, options={}, local={})
+    method = replace(METHODS[name], name=text, options={}, advanced={}, local={})
     for word in filter(None, rest.split(",")):
         key, _, value = word.partition("=")
         if key not in OPTIONS:
@@ -226,7 +230,7 @@ Change = Callable[[Method, str], dict[str, Any]]
 
 
 def _in(place: str, key: str, kind: Callable[[str], Any]) -> Change:
-    """Return what adds a value to a dictionary of the method, `options` or `local`."""
+    """Return what adds a value to a dictionary of the method, `options`, `advanced` or `local`."""
     return lambda method, value: {place: getattr(method, place) | {key: kind(value)}}
 
 
@@ -279,7 +283,7 @@ OPTIONS: dict[str, Change] = {
     "decay": _of_codec("decay", "residual_decay", float),
     "group": _of_codec("group", "group", lambda value: int(value) if value.isdecimal() else value),
     "min_numel": _in("options", "min_numel", int),
-    "slice_numel": _in("options", "slice_numel", int),
+    "slice_numel": _in("advanced", "slice_numel", int),
     "exchange": _in("options", "exchange", str),
     "precondition": _in("options", "precondition", lambda value: True),
     "momentum": _one_of("momentum", {"": "frozen", "frozen": "frozen", "renewed": "renewed"}),
@@ -439,11 +443,11 @@ def wrap(
     codec, optimizers = method.codec, make(model)
     if method.local:
         assert codec is not None
-        local = DiLoCo(model, optimizers, codec, comm, **options | _outer(method.local))
+        local = DiLoCo(model, optimizers, codec, comm=comm, **options | _outer(method.local))
         return Ready(method, model, optimizers, local, local=local)
     if method.double:
         assert codec is not None
-        buffer = DoubleBuffer(model, optimizers[0], codec, comm, **options)
+        buffer = DoubleBuffer(model, optimizers[0], codec, comm=comm, **options)
         return Ready(method, model, optimizers, buffer, buffer)
     if method.hook is not None:
         codec = None if comm is None else OVER_MPI.get(method.name)

@@ -23,12 +23,11 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 
-from gradcomp import RngKey
 from gradcomp.arguments import Parser, count
 from gradcomp.bench import plots, timing
 from gradcomp.bench.about import table
 from gradcomp.bench.timing import MEMCPY_NBYTES, Verdict, memcpy_of, turns, using
-from gradcomp.codecs import TernGrad
+from gradcomp.codecs import RngKey, TernGrad
 from gradcomp.kernels import CPU, Payloads, native, of
 from gradcomp.optim import SplitAdagrad, SplitAdamW, SplitLAMB, SplitSGD, split, split_parameters
 from gradcomp.payload.layout import PayloadLayout

@@ -42,7 +42,7 @@ FLOORS = {  # of the ratio on ResNet-50 at N = 8
     "terngrad own requantize": 15.0,
     "onebit reduce_scatter": 26.0,
 }
-SCHEMES: dict[str, tuple[gradcomp.Codec, str]] = {  # codec and exchange
+SCHEMES: dict[str, tuple[gradcomp.codecs.Codec, str]] = {  # codec and exchange
     "fp32 (Identity)": (gradcomp.Identity(), "auto"),
     **{method.name: (method.codec, method.exchange) for method in METHODS if method.codec},
     "terngrad own requantize": (

@@ -15,6 +15,7 @@ from gradcomp.codecs.onebit import OneBit
 from gradcomp.codecs.ternary import Ternary
 from gradcomp.codecs.terngrad import TernGrad
 from gradcomp.payload.form import removal
+from gradcomp.payload.rng import RngKey
 
 # Every codec with its default options; the first of a form decodes payloads of that form of which
 # nothing else is known.
@@ -60,6 +61,7 @@ __all__ = [
     "Codec",
     "Identity",
     "OneBit",
+    "RngKey",
     "TernGrad",
     "Ternary",
     "resolve",

@@ -28,7 +28,8 @@ from gradcomp.payload.rng import RngKey, check_uint32
 SAME_DRAWS = (
     "TernGrad.encode without key= draws the same random numbers at every call and on every rank:"
     " what is rounded up once is rounded up always, and the error of an average does not fall with"
-    " the number of payloads. Pass key=gradcomp.RngKey(seed=..., rank=..., step=..., parameter=...)"
+    " the number of payloads. Pass key=gradcomp.codecs.RngKey(seed=..., rank=..., step=...,"
+    " parameter=...)"
 )
 # one draws numbers of its own, the second the same again
 _encodings_without_key = itertools.count()

@@ -93,13 +93,13 @@ class Layouts:
         self._plain = (
             resolve(options.warmup_codec) if options.warmup_codec is not None else Identity()
         )
-        self.probe = Probe(options.quality_every, self.names)
+        self.probe = Probe(options.advanced.quality_every, self.names)
         self.keeps_packed = self.compressed = False
         self.take(comm)
         tensors = {index: likes[index] for index in sorted(self.trained)}
         device = device_of(tensors.values())
         try:
-            states = keep_states(options.transform, tensors, self.route.owner_numel)
+            states = keep_states(options.advanced.transform, tensors, self.route.owner_numel)
             compressed = {
                 p.index: p.numel
                 for p in self.parameters
@@ -121,10 +121,10 @@ class Layouts:
             self.codec,
             comm,
             options.exchange,
-            options.nodes,
+            options.advanced.nodes,
             self._timeout_s,
-            options.transform,
-            options.slice_numel,
+            options.advanced.transform,
+            options.advanced.slice_numel,
         )
         self.strategy = self.route.strategy
         self.comm = comm
@@ -193,10 +193,11 @@ class Layouts:
         """
         options, codec, world = self.options, self.codec, self.comm.world_size
         changes = ""
-        if options.transform is not None:
-            at_owners = options.transform.place == "owner"
+        transform = options.advanced.transform
+        if transform is not None:
+            at_owners = transform.place == "owner"
             place = "the aggregate" if at_owners else "each rank's gradients"
-            changes += f"; {options.transform!r} on {place}"
+            changes += f"; {transform!r} on {place}"
         if options.precondition is not None:
             changes += f"; {options.precondition!r}"
         if world == 1:

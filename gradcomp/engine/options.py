@@ -1,4 +1,6 @@
-"""The options beside the codec, written out once for every entry point."""
+"""The options beside the codec: the common ones, which entry points take by keyword, and `Advanced`
+for the rare ones.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from gradcomp.codecs import Codec, resolve
 from gradcomp.exchange.agree import UNSET
@@ -16,9 +18,6 @@ from gradcomp.exchange.slices import UNIT_NUMEL
 from gradcomp.memory.moments import Precondition, check_precondition
 from gradcomp.memory.transform import Transform, check_transform
 from gradcomp.payload.parameters import Exempts
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 MAX_TIMEOUT_S = 1e6  # eleven days
 HIERARCHICAL = "hierarchical"
@@ -33,86 +32,42 @@ RENAMED = {
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-class Changes(TypedDict, total=False):
-    """The fields of `Options` as keyword arguments, for type checkers."""
-
-    warmup_steps: int
-    warmup_codec: Codec | str | None
-    min_numel: int | None
-    exclude: Exempts | Sequence[Exempts]
-    exchange: str
-    nodes: Sequence[Sequence[int]] | None
-    transform: Transform | None
-    precondition: Precondition | bool | None
-    grad_scaler: Any
-    atomic_steps: bool | None
-    slice_numel: int | None
-    quality_every: int
-    timeout_s: float | None
+def _check_count(name: str, value: object) -> None:
+    """Raise ValueError unless an option is a count."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name} must be an integer of at least 0, got {value!r}")
 
 
-@dataclass(frozen=True)
-class Options:
-    """What may be chosen beside the codec; every rank needs the same.
+@dataclass(frozen=True, kw_only=True)
+class Advanced:
+    """Rare options, for ``advanced=`` of the entry points that take them::
+
+        state = gradcomp.ddp.register(model, "onebit", advanced=gradcomp.Advanced(quality_every=2))
+
+    Every rank needs the same.
 
     Args:
-        warmup_steps: the first so many steps are averaged in fp32, or packed by `warmup_codec`.
-        warmup_codec: codec or name for the warm-up: `Block(4)`, say, which loses nothing and takes
-            an eighth of the bytes; its groups are those of the codec.
-            Also for the warm-up of `gradcomp.optim.OneBitAdam`. None: fp32.
-        min_numel: tensors with fewer elements travel as fp32. None: those with fewer than 1024, and
-            vectors (norms, biases) of any size.
-        exclude: what else travels as fp32, one entry or a sequence: names, patterns (``"*.bias"``),
-            "norm", "embedding", "head" (by what libraries call such layers), functions of name and
-            shape.
-        exchange: "auto" (fewer bytes), "all_gather", "reduce_scatter", or "hierarchical": fp32
-            inside a node, compressed between nodes.
-        nodes: (hierarchical) the ranks of every node, all of one size; by default those with equal
-            GRADCOMP_HOST_ID, or else equal host name.
+        nodes: (``exchange="hierarchical"``) the ranks of every node, all of one size; by default
+            those with equal GRADCOMP_HOST_ID, or else equal host name.
         transform: changes gradients on their way, such as `gradcomp.onebit_sgd.AggregateAdagrad`;
             not during `warmup_steps`. One for owners of means forces exchange "reduce_scatter".
-        precondition: encode gradients in units of the root of their second moment, which all ranks
-            know from the averages: for Adam and its like with codecs of 1 and 2 bits. True, or
-            `Precondition` for other settings than its defaults.
-        grad_scaler: a `torch.amp.GradScaler` or the like: residuals follow its scale and commit a
-            whole step at a time. A step is one backward: to accumulate several, run all but the
-            last under ``no_sync()``.
-        atomic_steps: commit residuals only if no bucket of the step held NaN or Inf and every rank
-            has ended the step (a round of 16 bytes); on by default with `grad_scaler`.
-        slice_numel: elements of a slice, at least: a bucket of twice as many or more goes in
+        slice_numel: elements of a slice, at least: a bucket of twice as many or more is sent in
             slices, one of which is encoded while the one before it is on the wire. It changes no
             value. None: 2,097,152. For experiments.
         quality_every: steps from one sample for `quality()` to the next, on this rank; 0: none.
-        timeout_s: seconds after which a silent peer is given up; by default the communicator's own,
-            which is that of its process group over torch.distributed and 300 otherwise.
 
     Raises:
-        TypeError: `transform` or `precondition` is of another type.
+        TypeError: `transform` is of another type; an unknown option.
         ValueError: an option out of its range; the message has the value.
     """
 
-    warmup_steps: int = 0
-    warmup_codec: Codec | str | None = None
-    min_numel: int | None = None
-    exclude: Exempts | Sequence[Exempts] = ()
-    exchange: str = "auto"
     nodes: Sequence[Sequence[int]] | None = None
     transform: Transform | None = None
-    precondition: Precondition | bool | None = None
-    grad_scaler: Any = None
-    atomic_steps: bool | None = None
     slice_numel: int | None = None
     quality_every: int = 100
-    timeout_s: float | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "exclude", _entries(self.exclude))
-        for name in ("warmup_steps", "min_numel", "quality_every"):
-            value = getattr(self, name)
-            if value is None and name == "min_numel":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"{name} must be an integer of at least 0, got {value!r}")
+        _check_count("quality_every", self.quality_every)
         if self.slice_numel is not None and (
             isinstance(self.slice_numel, bool)
             or not isinstance(self.slice_numel, int)
@@ -122,29 +77,91 @@ class Options:
                 f"slice_numel must be None or an integer of at least {UNIT_NUMEL}, got"
                 f" {self.slice_numel!r}"
             )
+        check_transform(self.transform)
+
+
+class ShardedOptions(TypedDict, total=False):
+    """The common options of `gradcomp.fsdp.register`."""
+
+    min_numel: int | None
+    exclude: Exempts | Sequence[Exempts]
+    warmup_steps: int
+    warmup_codec: Codec | str | None
+    timeout_s: float | None
+
+
+class LocalOptions(ShardedOptions, total=False):
+    """The common options of `gradcomp.DiLoCo`."""
+
+    exchange: str
+    precondition: Precondition | bool | None
+
+
+class DelayedOptions(LocalOptions, total=False):
+    """The common options of `gradcomp.onebit_sgd.DoubleBuffer`."""
+
+    atomic_steps: bool | None
+
+
+class CommonOptions(DelayedOptions, total=False):
+    """The common options, all of them: those of `gradcomp.ddp.register`, which describes them."""
+
+    grad_scaler: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The keywords of an entry point: the common options, checked, and `Advanced`.
+
+    They are described where users pass them, at `gradcomp.ddp.register` and `Advanced`.
+
+    Raises:
+        TypeError: `precondition` or `advanced` is of another type.
+        ValueError: an option out of its range; the message has the value.
+    """
+
+    min_numel: int | None = None
+    exclude: Exempts | Sequence[Exempts] = ()
+    exchange: str = "auto"
+    warmup_steps: int = 0
+    warmup_codec: Codec | str | None = None
+    precondition: Precondition | bool | None = None
+    grad_scaler: Any = None
+    atomic_steps: bool | None = None
+    timeout_s: float | None = None
+    advanced: Advanced = Advanced()
+
+    def __post_init__(self) -> None:
+        if self.advanced is None:
+            object.__setattr__(self, "advanced", Advanced())
+        if not isinstance(self.advanced, Advanced):
+            raise TypeError(
+                f"advanced must be a gradcomp.Advanced, got {type(self.advanced).__name__}"
+            )
+        object.__setattr__(self, "exclude", _entries(self.exclude))
+        _check_count("warmup_steps", self.warmup_steps)
+        if self.min_numel is not None:
+            _check_count("min_numel", self.min_numel)
         if self.warmup_codec is not None:
             object.__setattr__(self, "warmup_codec", resolve(self.warmup_codec))
         if self.exchange not in (*EXCHANGES, HIERARCHICAL):
             raise ValueError(
                 f"exchange must be one of {(*EXCHANGES, HIERARCHICAL)}, got {self.exchange!r}"
             )
-        if self.nodes is not None and self.exchange != HIERARCHICAL:
+        if self.advanced.nodes is not None and self.exchange != HIERARCHICAL:
             raise ValueError(
                 f"nodes= needs exchange='hierarchical', got exchange={self.exchange!r}"
             )
-        if check_transform(self.transform) is not None and self.exchange == HIERARCHICAL:
+        transform = self.advanced.transform
+        if transform is not None and self.exchange == HIERARCHICAL:
             raise ValueError(
                 "a transform needs exchange='auto', 'all_gather' or 'reduce_scatter', got"
                 " 'hierarchical'"
             )
         object.__setattr__(self, "precondition", check_precondition(self.precondition))
-        if (
-            self.precondition is not None
-            and self.transform is not None
-            and self.transform.place == "owner"
-        ):
+        if self.precondition is not None and transform is not None and transform.place == "owner":
             raise ValueError(
-                f"precondition does not go with {self.transform!r}, which changes means where they"
+                f"precondition cannot be used with {transform!r}, which changes means where they"
                 " are owned"
             )
         self._check_scaler()
@@ -172,25 +189,6 @@ class Options:
                 " residuals"
             )
 
-    @classmethod
-    def of(cls, options: Options | None, **changes: Unpack[Changes]) -> Options:
-        """Return `options`, or the defaults for None, with `changes` made to them.
-
-        Raises:
-            TypeError: `options` is not a `gradcomp.Options`, or an unknown option.
-            ValueError: as `Options`.
-        """
-        if options is not None and not isinstance(options, Options):
-            raise TypeError(f"options must be a gradcomp.Options, got {type(options).__name__}")
-        _refuse_renamed(changes)
-        known = [field.name for field in fields(cls)]
-        for name in changes.keys() - set(known):
-            near = difflib.get_close_matches(name, known, 1, 0.0)[0]
-            raise TypeError(
-                f"there is no option {name!r}; did you mean {near!r}? (all: {', '.join(known)})"
-            )
-        return replace(options or cls(), **changes)
-
     def under(self, optimizer: Any) -> Options:
         """Return the options under an optimizer: one whose momentum travels
         (`gradcomp.optim.OneBitAdam`) brings its transform.
@@ -207,15 +205,16 @@ class Options:
             )
         brought = getattr(optimizer, "transform", None)
         mine = self
-        if isinstance(brought, Transform) and brought is not self.transform:
-            for name, value in (("transform", self.transform), ("warmup_steps", self.warmup_steps)):
+        transform = self.advanced.transform
+        if isinstance(brought, Transform) and brought is not transform:
+            for name, value in (("transform", transform), ("warmup_steps", self.warmup_steps)):
                 if value:
                     raise ValueError(
                         f"{name}={value!r} does not go with {type(optimizer).__name__}, which"
                         " changes gradients on their way and has a warm-up of its own"
                     )
-            mine = replace(self, transform=brought)
-        own = mine.transform
+            mine = replace(self, advanced=replace(self.advanced, transform=brought))
+        own = mine.advanced.transform
         if (
             mine.warmup_codec is not None
             and not mine.warmup_steps
@@ -237,15 +236,14 @@ class Options:
 
     def is_plain(self, step: int) -> bool:
         """Whether this exchange belongs to the warm-up: in fp32, or packed by `warmup_codec`."""
-        return step < self.warmup_steps or (
-            self.transform is not None and self.transform.pauses(step)
-        )
+        own = self.advanced.transform
+        return step < self.warmup_steps or (own is not None and own.pauses(step))
 
     def begins_transform(self, step: int) -> bool:
         """Whether this exchange is the first after the warm-up of a transform's own that
         `warmup_codec` packs.
         """
-        own = self.transform
+        own = self.advanced.transform
         return (
             own is not None
             and self.warmup_codec is not None
@@ -268,53 +266,100 @@ class Options:
         """Return what ranks compare of it before they exchange anything, by field of the
         fingerprint.
         """
+        transform = self.advanced.transform
         return {
-            "transform": self.transform.compared() if self.transform is not None else UNSET,
+            "transform": transform.compared() if transform is not None else UNSET,
             "precondition": self.precondition or UNSET,
             "warmup_steps": (
                 (self.warmup_steps, repr(self.warmup_codec))
                 if self.warmup_codec
                 else self.warmup_steps
             ),
-            "slice_numel": self.slice_numel or UNSET,
+            "slice_numel": self.advanced.slice_numel or UNSET,
             "min_numel": self.min_numel,
             "exclude": sorted(e if isinstance(e, str) else "a function" for e in self.exempts),
             "atomic_steps": int(self.whole_steps),
         }
 
 
-def _refuse_renamed(given: Iterable[str]) -> None:
-    """Raise TypeError for a name of earlier versions."""
+COMMON = tuple(field.name for field in fields(Options))
+ADVANCED = tuple(field.name for field in fields(Advanced))
+# what users write for options that are not keywords of an entry point
+MOVED = {name: f"advanced=gradcomp.Advanced({name}=...)" for name in ADVANCED} | {
+    "options": "its fields by keyword, rare ones as advanced=gradcomp.Advanced(...)"
+}
+
+
+def takes(kind: type | None = None, *, others: str = "") -> Callable[[_F], _F]:
+    """Return a decorator for an entry point whose ``**options`` are those of a typed dictionary.
+
+    ``help`` and ``inspect.signature`` then show each option with its default. A call with an option
+    that the entry point does not take, or with one by position, is a TypeError that says what to
+    write instead.
+
+    Args:
+        kind: `CommonOptions` or a part of it; None: an entry point without ``**options``.
+        others: why the entry point does not take the other options.
+    """
+    names = kind.__optional_keys__ if kind is not None else ()  # type: ignore[attr-defined]
+    options = [
+        inspect.Parameter(
+            f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type
+        )
+        for f in fields(Options)
+        if f.name in names
+    ]
+
+    def decorate(function: _F) -> _F:
+        declared = inspect.signature(function)
+        own = [p for p in declared.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        shown = sorted([*own, *options], key=lambda p: (p.kind, p.name == "advanced"))
+        known = [p.name for p in shown]
+        by_position = [p.name for p in shown if p.kind is not p.KEYWORD_ONLY]
+        called = function.__qualname__.removesuffix(".__init__")
+
+        @functools.wraps(function)
+        def checked(*args: Any, **given: Any) -> Any:
+            if len(args) > len(by_position):
+                words = [f"{name}=" for name in known[len(by_position) :]]
+                text = ", ".join(words).replace("advanced=", "advanced=gradcomp.Advanced(...)")
+                raise TypeError(f"{called} takes keywords after {by_position[-1]!r}: {text}")
+            check_names(given, known, called, others)
+            return function(*args, **given)
+
+        checked.__signature__ = declared.replace(parameters=shown)  # type: ignore[attr-defined]
+        return checked  # type: ignore[return-value]
+
+    return decorate
+
+
+def check_names(given: Iterable[str], known: Sequence[str], called: str, others: str = "") -> None:
+    """Raise TypeError for the first keyword that an entry point does not take; the message says
+    what to write instead.
+
+    Args:
+        given: the keywords of a call.
+        known: those that the entry point takes.
+        called: its name.
+        others: why it does not take the other options.
+    """
     for name in given:
+        if name in known:
+            continue
         if name in RENAMED:
             raise TypeError(f"there is no option {name!r}: it is called {RENAMED[name]!r}")
+        if name in MOVED and "advanced" in known:
+            raise TypeError(f"there is no option {name!r}: pass {MOVED[name]}")
+        takes = ", ".join(one for one in known if one in COMMON or one in ADVANCED)
+        if name in COMMON or name in ADVANCED:
+            why = f": {others}" if others else ""
+            raise TypeError(f"{called} has no option {name!r}{why} (all: {takes})")
+        near = difflib.get_close_matches(name, known, 1, 0.0)[0]
+        raise TypeError(f"there is no option {name!r}; did you mean {near!r}? (all: {takes})")
 
 
-def _with_renamed_refused(init: _F) -> _F:
-    @functools.wraps(init)
-    def checked(self: Options, *args: Any, **given: Any) -> None:
-        _refuse_renamed(given)
-        init(self, *args, **given)
-
-    return checked  # type: ignore[return-value]
-
-
-Options.__init__ = _with_renamed_refused(Options.__init__)  # type: ignore[method-assign]
-
-
-def spell_out(function: _F) -> _F:
-    """Let ``help`` and ``inspect.signature`` of a function show the options where it says
-    ``**changes``.
-    """
-    shown = inspect.signature(function)
-    own = [p for p in shown.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    kind = inspect.Parameter.KEYWORD_ONLY
-    extra = [
-        inspect.Parameter(f.name, kind, default=f.default, annotation=f.type)
-        for f in fields(Options)
-    ]
-    function.__signature__ = shown.replace(parameters=[*own, *extra])  # type: ignore[attr-defined]
-    return function
+# names that belong into `Advanced`, or beside it
+Advanced.__init__ = takes(others="pass it beside advanced=")(Advanced.__init__)  # type: ignore[method-assign]
 
 
 def _entries(exclude: object) -> tuple[Exempts, ...]:
@@ -337,8 +382,9 @@ def check_rotation(codec: Codec, options: Options) -> None:
             "precondition=True keeps values apart that rotate=True mixes: one of them, got both"
             f" with {codec!r}"
         )
-    if options.transform is not None and options.transform.place == "owner":
+    transform = options.advanced.transform
+    if transform is not None and transform.place == "owner":
         raise ValueError(
-            f"{options.transform!r} needs means as they are, and owners of {codec!r} have rotated"
+            f"{transform!r} needs means as they are, and owners of {codec!r} have rotated"
             " ones: leave rotate=True out"
         )

@@ -19,7 +19,7 @@ def origin(layouts: Layouts) -> dict[str, Any]:
     return {
         "version": STATE_VERSION,
         "codec": repr(layouts.codec),
-        "transform": repr(layouts.options.transform),
+        "transform": repr(layouts.options.advanced.transform),
         "precondition": repr(layouts.options.precondition),
         "strategy": str(layouts.strategy),
         "nodes": repr(layouts.route.nodes),
@@ -61,7 +61,8 @@ def _own(layouts: Layouts, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         raise ValueError(
             "a hierarchical exchange resumes with the state of its own rank, not with a list"
         )
-    place = options.transform.place if options.transform is not None else ""
+    transform = options.advanced.transform
+    place = transform.place if transform is not None else ""
     owns = layouts.store.owner_residuals is not None
     new = reshard(states, comm.rank, comm.world_size, owns_means=owns, place=place)
     if len(states) != comm.world_size:

@@ -436,7 +436,7 @@ class Engine:
                 " (warmup_steps=%s, %s)",
                 self.stats.steps,
                 self.options.warmup_steps,
-                self.options.transform,
+                self.options.advanced.transform,
             )
         if self.error is not None or self._open:
             self.layouts.route.abort()  # collectives may be under way that no peer will answer

@@ -152,7 +152,7 @@ def make_route(
     """Return how `codec` travels over `comm`. Collective for ``exchange="hierarchical"``.
 
     Args:
-        exchange, nodes, transform, slice_numel: checked, see `gradcomp.Options`.
+        exchange, nodes, transform, slice_numel: checked, see `gradcomp.engine.options`.
         timeout_s: longest wait for a peer, in seconds.
 
     Raises:

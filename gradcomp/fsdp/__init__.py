@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from gradcomp.codecs import Codec, Ternary, resolve
-from gradcomp.engine.options import Changes, Options
+from gradcomp.engine.options import Options, ShardedOptions, takes
 from gradcomp.fsdp.state import FsdpState
 from gradcomp.fsdp.weights import weights_codec
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 __all__ = ["FsdpState", "register"]
 
 
+@takes(ShardedOptions, others="FSDP2 leaves averages as shards with their owners")
 def register(
     model: nn.Module,
     codec: Codec | str | None = None,
-    options: Options | None = None,
     *,
     weights: Codec | str | None = None,
     keep_weights: bool = False,
     residuals: str = "fp32",
-    **changes: Unpack[Changes],
+    **common: Unpack[ShardedOptions],
 ) -> FsdpState:
     """Pack the gradients that a `fully_shard` model reduce-scatters. Collective.
 
@@ -55,9 +55,6 @@ def register(
         codec: codec or name; None: `Ternary(error_feedback=False)`, which needs no memory.
             Residuals of `Ternary()`, `OneBit` and `Block` are on every rank as large as whole
             gradients, which FSDP is there to avoid: how large is logged.
-        options: see `gradcomp.Options`; here `min_numel`, `exclude` (of parameters as they were
-            before they were sharded), `warmup_steps`, `warmup_codec` and `timeout_s` count. A step
-            of the warm-up is one reduce-scatter of a module.
         weights: what the weights are gathered in for forward and backward: "block8", "block4",
             "bfloat16", or `Block` with a group of its own; as they are when None. Shards and what
             optimizers do stay exact (Wang et al. 2023, ZeRO++, section 3.1).
@@ -65,7 +62,9 @@ def register(
             meanwhile: half of the gathers, for (N + 1) / N bytes a value of the whole model on
             every rank with "block8" (ZeRO++, section 3.2, keeps a copy inside a machine).
         residuals: "fp32", or "bf16" for half of the memory, of codecs that leave some.
-        changes: fields of `gradcomp.Options` to set.
+        common: `min_numel`, `exclude` (of parameters as they were before they were sharded),
+            `warmup_steps`, `warmup_codec` and `timeout_s` as of `gradcomp.ddp.register`. A step of
+            the warm-up is one reduce-scatter of a module.
 
     Raises:
         TypeError: no module, or none inside that `fully_shard` has wrapped.
@@ -79,7 +78,7 @@ def register(
     return FsdpState(
         model,
         Ternary(error_feedback=False) if codec is None else resolve(codec),
-        Options.of(options, **changes),
+        Options(**common),
         weights=packed,
         keep_weights=keep_weights,
         residuals=residuals,

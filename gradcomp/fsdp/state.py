@@ -78,7 +78,7 @@ class FsdpState:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        _check(options)
+        options.under(None)  # refuses a codec for a warm-up that has no steps
         if keep_weights and weights is None:
             raise ValueError(
                 "keep_weights=True keeps packed weights: say how they are packed, weights='block8'"
@@ -524,24 +524,6 @@ def _parts(
         Part(known[name], order[name], p, chunks, dim)
         for name, p, chunks, dim in zip(names, one.parameters, one.chunks, one.dims, strict=True)
     ]
-
-
-def _check(options: Options) -> None:
-    defaults = Options()
-    for name in (
-        "exchange",
-        "transform",
-        "precondition",
-        "grad_scaler",
-        "atomic_steps",
-        "slice_numel",
-    ):
-        if getattr(options, name) != getattr(defaults, name):
-            raise ValueError(
-                f"{name}={getattr(options, name)!r} is of exchanges of whole gradients; FSDP's"
-                " reduce-scatter has none"
-            )
-    options.under(None)  # a codec for a warm-up that has no steps
 
 
 def _allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

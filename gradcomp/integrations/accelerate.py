@@ -17,7 +17,7 @@ from gradcomp.codecs import Codec
 from gradcomp.comm.local import LocalCommunicator
 from gradcomp.comm.torchdist import TorchCommunicator
 from gradcomp.ddp import CompressionState
-from gradcomp.engine.options import Changes, Options
+from gradcomp.engine.options import Advanced, CommonOptions, takes
 from gradcomp.integrations.checkpoints import Stateful, read, write
 from gradcomp.integrations.versions import imported
 from gradcomp.integrations.watch import DdpWatch, Watch
@@ -37,14 +37,15 @@ with imported("accelerate"):
 _carried: weakref.WeakKeyDictionary[Any, dict[str, Engine]] = weakref.WeakKeyDictionary()
 
 
+@takes(CommonOptions)
 def register(
     accelerator: Any,
     model: nn.Module,
     codec: Codec | str,
-    options: Options | None = None,
     *,
     optimizer: Any = None,
-    **changes: Unpack[Changes],
+    advanced: Advanced | None = None,
+    **common: Unpack[CommonOptions],
 ) -> CompressionState | None:
     """Compress the gradients of a prepared model; `save_state` and `load_state` carry every rank's
     residuals from now on. Collective.
@@ -60,11 +61,10 @@ def register(
         accelerator: an ``accelerate.Accelerator`` on CPUs.
         model: what its ``prepare`` has returned, together with the optimizer or after it.
         codec: codec or name; "auto" with `optimizer`.
-        options: see `gradcomp.Options`.
         optimizer: as `gradcomp.ddp.register` takes it, prepared or not. A split optimizer then
             takes gradients straight from the payloads: call ``state.materialize_gradients()``
             before ``accelerator.clip_grad_norm_``.
-        changes: fields of `gradcomp.Options` to set.
+        common, advanced: as of `gradcomp.ddp.register`.
 
     Returns:
         The state; None, with a warning, in a run of one process.
@@ -75,8 +75,8 @@ def register(
             `gradcomp.ddp.register`.
         UnsupportedTensor: an accelerator that is not on the CPU.
     """
-    options = Options.of(options, **changes)
-    state = attach_prepared(accelerator, model, codec, options, optimizer)
+    options = {**common, "advanced": advanced}
+    state = attach_prepared(accelerator, model, codec, optimizer, options)
     if state is not None:
         _carry(accelerator, state, state._engine, DdpWatch(state, model))
     return state
@@ -132,7 +132,7 @@ def local_steps(
         for tensor in (*model.parameters(), *model.buffers()):
             broadcast(tensor.detach())
     comm = TorchCommunicator() if accelerator.num_processes > 1 else LocalCommunicator.group(1)[0]
-    local = method(model, optimizers, codec, comm, sync_every=sync_every, **arguments)
+    local = method(model, optimizers, codec, sync_every=sync_every, comm=comm, **arguments)
     why = (
         f"the optimizer has stepped, and {type(local).__name__}.step() was not called after it, so"
         " ranks never sync. Call it after every optimizer.step() that accelerator.sync_gradients"

@@ -7,7 +7,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradcomp.arguments import suggestion
 from gradcomp.codecs import Codec, resolve
 from gradcomp.ddp import CompressionState, register
-from gradcomp.engine.options import Options
+from gradcomp.engine.options import COMMON, MOVED, RENAMED, Options, check_names
 from gradcomp.integrations.checkpoints import gather_states, restore
 from gradcomp.integrations.versions import imported
 from gradcomp.integrations.watch import DdpWatch
@@ -27,7 +26,7 @@ with imported("lightning"):
 
 logger = logging.getLogger("gradcomp")
 KEY = "gradcomp"  # of a checkpoint
-_OPTIONS = {field.name for field in fields(Options)}
+_OPTIONS = (*COMMON, "advanced")
 _HOOKS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
 
 
@@ -44,8 +43,7 @@ class CompressedDDPStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning is 
 
     Args:
         codec: codec or name; "auto" for a module with one optimizer.
-        options: see `gradcomp.Options`.
-        others: fields of `gradcomp.Options` to set, and arguments of Lightning's DDPStrategy and of
+        others: options of `gradcomp.ddp.register`, and arguments of Lightning's DDPStrategy and of
             DistributedDataParallel: ``CompressedDDPStrategy("onebit", warmup_steps=100,
             find_unused_parameters=True)``.
 
@@ -57,14 +55,13 @@ class CompressedDDPStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning is 
     registered but not called in a step; and what `gradcomp.ddp.register` raises.
     """
 
-    def __init__(
-        self, codec: Codec | str = "ternary", options: Options | None = None, **others: Any
-    ) -> None:
+    def __init__(self, codec: Codec | str = "ternary", **others: Any) -> None:
         if codec != "auto":
             codec = resolve(codec)
-        changes = {name: others.pop(name) for name in sorted(_OPTIONS & others.keys())}
+        options = {name: others.pop(name) for name in _OPTIONS if name in others}
         _check(others)
-        self._codec, self._options = codec, Options.of(options, **changes)
+        Options(**options)  # refuses wrong values
+        self._codec, self._options = codec, options
         self._compression: CompressionState | None = None
         self._watch: DdpWatch | None = None
         super().__init__(**others)
@@ -88,7 +85,7 @@ class CompressedDDPStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning is 
         if self._compression is not None:  # of an earlier trainer.fit
             self._compression.close()
         optimizer = self.optimizers[0] if len(self.optimizers) == 1 else None
-        self._compression = register(self.model, self._codec, self._options, optimizer=optimizer)
+        self._compression = register(self.model, self._codec, optimizer=optimizer, **self._options)
         self._watch = DdpWatch(self._compression, self.model, automatic=False)
         if self.world_size == 1:
             warn_alone("CompressedDDPStrategy on one device", "Trainer(devices=2) or more")
@@ -150,8 +147,10 @@ def _check(others: Mapping[str, Any]) -> None:
     known = set(inspect.signature(DDPStrategy).parameters) - {"kwargs"}
     known |= set(inspect.signature(DistributedDataParallel).parameters) - {"module"}
     for name in others:
+        if name in MOVED or name in RENAMED:
+            check_names([name], _OPTIONS, "CompressedDDPStrategy")
         if name not in known:
             raise TypeError(
-                "neither gradcomp.Options nor DDPStrategy nor DistributedDataParallel has an"
+                "neither gradcomp.ddp.register nor DDPStrategy nor DistributedDataParallel has an"
                 f" argument {name!r}{suggestion(name, [*known, *_OPTIONS])}"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from accelerate.optimizer import AcceleratedOptimizer
@@ -9,7 +10,6 @@ from torch import nn
 
 from gradcomp.codecs import Codec
 from gradcomp.ddp import CompressionState
-from gradcomp.engine.options import Options
 from gradcomp.integrations.wrapped import attach, check_device
 
 _GPU = "accelerate runs on", "Accelerator(cpu=True), TrainingArguments(use_cpu=True)"
@@ -20,7 +20,11 @@ _ALONE = (
 
 
 def attach_prepared(
-    accelerator: Any, model: nn.Module, codec: Codec | str, options: Options, optimizer: Any
+    accelerator: Any,
+    model: nn.Module,
+    codec: Codec | str,
+    optimizer: Any,
+    options: Mapping[str, Any],
 ) -> CompressionState | None:
     """Do what `gradcomp.integrations.accelerate.register` does, without checkpoints and watch."""
     check_on_cpu(accelerator)
@@ -31,8 +35,8 @@ def attach_prepared(
             " leave it out for gradcomp's"
         )
     ranks, wrapper = accelerator.num_processes, "accelerator.prepare(model)"
-    given = model, codec, options, inner(optimizer)
-    return attach(*given, ranks=ranks, wrapper=wrapper, alone=_ALONE)
+    given = model, codec, inner(optimizer), options
+    return attach(*given, ranks=ranks, wrapper=wrapper, alone=_ALONE, stacklevel=6)
 
 
 def inner(optimizer: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import nn
 from gradcomp.codecs import Codec
 from gradcomp.comm.torchdist import group_size
 from gradcomp.ddp import CompressionState
-from gradcomp.engine.options import Changes, Options
+from gradcomp.engine.options import Advanced, CommonOptions, takes
 from gradcomp.integrations.checkpoints import read, write
 from gradcomp.integrations.versions import imported
 from gradcomp.integrations.watch import DdpWatch
@@ -32,13 +32,14 @@ _watches: weakref.WeakKeyDictionary[CompressionState, weakref.ref[DdpWatch]] = (
 )
 
 
+@takes(CommonOptions)
 def register(
     model: nn.Module,
     codec: Codec | str = "ternary",
-    options: Options | None = None,
     *,
     optimizer: torch.optim.Optimizer | None = None,
-    **changes: Unpack[Changes],
+    advanced: Advanced | None = None,
+    **common: Unpack[CommonOptions],
 ) -> CompressionState | None:
     """Compress the gradients of a prepared model. Called by every worker, in the function that it
     trains with.
@@ -53,9 +54,8 @@ def register(
     Args:
         model: what ``prepare_model`` has returned, of workers on CPUs.
         codec: codec or name; "auto" with `optimizer`.
-        options: see `gradcomp.Options`.
         optimizer: as `gradcomp.ddp.register` takes it.
-        changes: fields of `gradcomp.Options` to set.
+        common, advanced: as of `gradcomp.ddp.register`.
 
     Returns:
         The state; None, with a warning, if there is one worker.
@@ -70,8 +70,8 @@ def register(
     state = attach(
         model,
         codec,
-        Options.of(options, **changes),
         optimizer,
+        {**common, "advanced": advanced},
         ranks=group_size(),
         wrapper="ray.train.torch.prepare_model",
         alone=("Ray Train runs one worker", "ScalingConfig(num_workers=2) or more"),

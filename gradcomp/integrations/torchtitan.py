@@ -18,7 +18,7 @@ from gradcomp.averager import GradientAverager
 from gradcomp.codecs import Codec
 from gradcomp.comm import torch_private
 from gradcomp.comm.torchdist import TorchCommunicator
-from gradcomp.engine.options import Changes, Options
+from gradcomp.engine.options import Advanced, CommonOptions, takes
 from gradcomp.engine.watch import OR_TWICE, remove
 from gradcomp.integrations.watch import Watch
 
@@ -54,8 +54,7 @@ class ReplicaAverage:
             are staged on the host.
         group: the ranks that hold the same shards of other replicas.
         codec: codec or name.
-        options: see `gradcomp.Options`.
-        changes: fields of it to set.
+        common, advanced: as of `gradcomp.ddp.register`.
 
     Attributes:
         averager: the `gradcomp.GradientAverager` inside: `stats`, `describe`, `quality`, `log_to`,
@@ -66,13 +65,15 @@ class ReplicaAverage:
         ValueError, PeerMismatch, PeerLost: as `gradcomp.GradientAverager`.
     """
 
+    @takes(CommonOptions)
     def __init__(
         self,
         models: nn.Module | Sequence[nn.Module],
         group: Any,
         codec: Codec | str = "onebit",
-        options: Options | None = None,
-        **changes: Unpack[Changes],
+        *,
+        advanced: Advanced | None = None,
+        **common: Unpack[CommonOptions],
     ) -> None:
         parts = [models] if isinstance(models, nn.Module) else list(models)
         sharded = [one for part in parts for one in torch_private.sharded_modules(part)]
@@ -94,7 +95,7 @@ class ReplicaAverage:
             named = [(name, mirror) for (name, _), mirror in zip(named, mirrors, strict=True)]
         comm = TorchCommunicator(group)
         try:
-            self.averager = GradientAverager(named, codec, comm, options, **changes)
+            self.averager = GradientAverager(named, codec, comm=comm, advanced=advanced, **common)
         except BaseException:
             comm.close()
             raise

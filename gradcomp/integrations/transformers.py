@@ -4,6 +4,7 @@ has no argument for a hook.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from gradcomp.codecs import Codec, resolve
 from gradcomp.ddp import CompressionState
-from gradcomp.engine.options import Options
+from gradcomp.engine.options import COMMON, Options, check_names
 from gradcomp.integrations.checkpoints import read, write
 from gradcomp.integrations.versions import imported
 from gradcomp.integrations.watch import DdpWatch
@@ -39,10 +40,11 @@ class Compressed:
     Args:
         args, kwargs: of the Trainer.
         codec: codec or name; "auto": by the optimizer.
-        compression: see `gradcomp.Options`.
+        compression: options of `gradcomp.ddp.register`, as a dictionary: ``{"warmup_steps": 100}``,
+            ``{"advanced": gradcomp.Advanced(quality_every=2)}``.
 
     Raises:
-        TypeError: `compression` is no `gradcomp.Options`.
+        TypeError: `compression` is not a dictionary, or has an unknown option.
         ValueError: an unknown codec.
 
     Later, out of ``train()``: UnsupportedTensor on a GPU, ValueError for a checkpoint whose state
@@ -53,11 +55,18 @@ class Compressed:
         self,
         *args: Any,
         codec: Codec | str = "ternary",
-        compression: Options | None = None,
+        compression: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        codec, compression = codec if codec == "auto" else resolve(codec), Options.of(compression)
-        self._gradcomp = _Compression(self, codec, compression)  # one name: Trainers have many
+        codec, options = codec if codec == "auto" else resolve(codec), compression or {}
+        if not isinstance(options, Mapping):
+            raise TypeError(
+                "compression must be a dictionary of options of gradcomp.ddp.register, got"
+                f" {type(options).__name__}"
+            )
+        check_names(options, (*COMMON, "advanced"), type(self).__name__)
+        Options(**options)  # refuses wrong values
+        self._gradcomp = _Compression(self, codec, options)  # one name: Trainers have many
         super().__init__(*args, **kwargs)
         self.add_callback(self._gradcomp)  # type: ignore[attr-defined]  # Trainer's
 
@@ -94,7 +103,7 @@ class _Compression(TrainerCallback):  # type: ignore[misc]
     to each checkpoint.
     """
 
-    def __init__(self, trainer: Any, codec: Codec | str, options: Options) -> None:
+    def __init__(self, trainer: Any, codec: Codec | str, options: Mapping[str, Any]) -> None:
         self._trainer, self._codec, self._options = trainer, codec, options
         self.state: CompressionState | None = None
         self._model: Any = None  # the registered one
@@ -117,7 +126,7 @@ class _Compression(TrainerCallback):  # type: ignore[misc]
         if self._model is not model:
             if self.state is not None:
                 self.state.close()
-            given = model, self._codec, self._options, trainer.optimizer
+            given = model, self._codec, trainer.optimizer, self._options
             self.state, self._model = attach_prepared(trainer.accelerator, *given), model
         if self.state is not None:
             if self._resume is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,30 +20,34 @@ from gradcomp.errors import UnsupportedTensor
 def attach(
     model: nn.Module,
     codec: Codec | str,
-    options: Options,
     optimizer: torch.optim.Optimizer | None,
+    options: Mapping[str, Any],
     *,
     ranks: int,
     wrapper: str,
     alone: tuple[str, str],
     hint: str = "",
+    stacklevel: int = 5,
 ) -> CompressionState | None:
     """Register on a wrapped model; return None, with a warning, if there is one rank and no DDP.
 
     Args:
+        options: common options and ``advanced``, as keywords of `gradcomp.ddp.register`.
         ranks: that the framework runs.
         wrapper: what returns the wrapped model, for the message of a TypeError.
         alone: as of `warn_alone`.
         hint: the end of that message.
+        stacklevel: of the warning, from `warn_alone` to the user's call.
     """
+    Options(**options)  # refuses wrong values in a run of one rank, too
     if isinstance(model, DistributedDataParallel):
-        return ddp.register(model, codec, options, optimizer=optimizer)
+        return ddp.register(model, codec, optimizer=optimizer, **options)
     if ranks > 1:
         raise TypeError(
             f"model must be what {wrapper} returns, wrapped in DistributedDataParallel; got"
             f" {type(model).__name__}{hint}"
         )
-    warn_alone(*alone, stacklevel=5)
+    warn_alone(*alone, stacklevel=stacklevel)
     return None
 
 

@@ -29,8 +29,9 @@ class Fragment:
     Args:
         named: (name, parameter) of the model, those that are trained.
         weights: reads and writes them.
-        codec, options: of the exchange.
+        codec: of the exchange.
         comm: the ranks; closed with the fragment.
+        options: of the exchange.
         outer: makes the optimizer of the anchors.
 
     Attributes:
@@ -47,13 +48,13 @@ class Fragment:
         named: Sequence[tuple[str, nn.Parameter]],
         weights: Weights,
         codec: Codec,
-        options: Options,
         comm: Communicator,
+        options: Options,
         outer: Outer,
     ) -> None:
         self._named, self._weights = list(named), weights
         self.anchors = [(name, nn.Parameter(weights.read(p).clone())) for name, p in named]
-        self.averager = GradientAverager(self.anchors, codec, comm, options)
+        self.averager = GradientAverager(self.anchors, codec, comm=comm, **vars(options))
         self.optimizer = outer([anchor for _, anchor in self.anchors])
         self.syncs, self.progress = 0, ""
         me = weakref.ref(self)

@@ -18,7 +18,7 @@ from torch import nn
 from gradcomp.averager import GradientAverager, torch_communicator
 from gradcomp.codecs import Codec, Identity, resolve
 from gradcomp.comm.base import Communicator
-from gradcomp.engine.options import Changes, Options, spell_out
+from gradcomp.engine.options import Advanced, LocalOptions, Options, takes
 from gradcomp.engine.watch import remove
 from gradcomp.errors import GradcompError
 from gradcomp.exchange.agree import agree
@@ -74,9 +74,9 @@ class DiLoCo:
             the others get is the outer step, packed; for SGD outside, whose rate stays, and
             ``exchange="reduce_scatter"``.
         comm: the ranks; torch.distributed's default group when None. Closed with this.
-        options: see `gradcomp.Options`. `warmup_steps`: inner steps whose gradients are averaged
-            every step first, in fp32 or by `warmup_codec`, by `average_gradients`.
-        changes: fields of `gradcomp.Options` to set.
+        common, advanced: as of `gradcomp.ddp.register`, without `transform`. `warmup_steps`: inner
+            steps whose gradients are averaged every step first, in fp32 or by `warmup_codec`, by
+            `average_gradients`.
 
     Attributes:
         inner_steps: taken so far.
@@ -88,14 +88,14 @@ class DiLoCo:
         PeerLost: a rank did not answer.
     """
 
-    @spell_out
+    @takes(
+        LocalOptions, others="it sends changes of weights, not gradients, and every sync is atomic"
+    )
     def __init__(
         self,
         model: nn.Module,
         inner_optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         codec: Codec | str,
-        comm: Communicator | None = None,
-        options: Options | None = None,
         *,
         sync_every: SyncEvery,
         outer_optimizer: Outer | None = None,
@@ -103,14 +103,17 @@ class DiLoCo:
         fragment_sync_delay: int = 0,
         fragment_update_alpha: float = 0.5,
         shard_outer: bool = False,
-        **changes: Unpack[Changes],
+        comm: Communicator | None = None,
+        advanced: Advanced | None = None,
+        **common: Unpack[LocalOptions],
     ) -> None:
         self._trained = Trained(model)
         named = self._trained.named
-        options = Options.of(options, **changes)
-        if options.grad_scaler is not None or options.transform is not None:
+        options = Options(**common, advanced=advanced)  # type: ignore[arg-type]
+        if options.advanced.transform is not None:
             raise ValueError(
-                "grad_scaler and transform are of gradients; what travels here are weights' changes"
+                f"transform={options.advanced.transform!r} is of gradients, and what travels here"
+                " are changes of weights"
             )
         if options.warmup_codec is not None and not options.warmup_steps:
             raise ValueError(
@@ -165,26 +168,27 @@ class DiLoCo:
                 "shard_outer": shard_outer,
             }
             self._compare_settings(settings)
-            plain = replace(
-                options, warmup_steps=0, warmup_codec=None, atomic_steps=True, transform=transform
-            )
+            plain = replace(options, warmup_steps=0, warmup_codec=None, atomic_steps=True)
+            of_changes = replace(plain, advanced=replace(plain.advanced, transform=transform))
             for part in parts:
                 self._fragments.append(
                     Fragment(
                         named[part.start : part.stop],
                         self._inner.weights,
                         codec,
-                        plain,
                         self._duplicate(),
+                        of_changes,
                         outer,
                     )
                 )
             self.check_replicas()
             self._hooks += self._inner.watch()
             if self._start:
-                plain = replace(plain, precondition=None, transform=None)
+                plain = replace(plain, precondition=None)
                 first = options.warmup_codec or Identity()
-                self._gradients = GradientAverager(named, first, self._duplicate(), plain)
+                self._gradients = GradientAverager(
+                    named, first, comm=self._duplicate(), **vars(plain)
+                )
                 self._hooks += self._inner.before_step(self._before_inner_step)
         except BaseException:
             self.close()

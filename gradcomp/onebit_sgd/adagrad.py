@@ -66,9 +66,9 @@ class _Adagrad(Transform):
 class AggregateAdagrad(_Adagrad):
     """AdaGrad on the mean of all ranks, at its owner, between the sum and the second encoding.
 
-    For ``transform=`` of `gradcomp.ddp.register`, `gradcomp.GradientAverager` and `DoubleBuffer`,
-    with any codec, and a plain SGD whose learning rate is then that of AdaGrad. It requires
-    ``exchange="reduce_scatter"``.
+    For ``advanced=gradcomp.Advanced(transform=...)`` of `gradcomp.ddp.register`,
+    `gradcomp.GradientAverager` and `DoubleBuffer`, with any codec, and a plain SGD whose learning
+    rate is then that of AdaGrad. It requires ``exchange="reduce_scatter"``.
 
     Args:
         eps: added to the root.

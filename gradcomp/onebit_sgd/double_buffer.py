@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradcomp.averager import GradientAverager
 from gradcomp.codecs import Codec
 from gradcomp.comm.base import Communicator
-from gradcomp.engine.options import Changes, Options, spell_out
+from gradcomp.engine.options import Advanced, DelayedOptions, takes
 from gradcomp.errors import GradcompError
 from gradcomp.exchange.agree import gather
 from gradcomp.exchange.stats import Stats
@@ -68,10 +68,9 @@ class DoubleBuffer:
         optimizer: of its parameters.
         codec: codec or name; "auto": as of `gradcomp.ddp.register`.
         comm: the ranks; torch.distributed's default group when None. Closed with the buffer.
-        options: see `gradcomp.Options`; a `grad_scaler` is refused.
         whole_steps: exchange whole minibatches: one update each, one minibatch late.
         bucket_cap_mb: as of `gradcomp.GradientAverager`.
-        changes: fields of `gradcomp.Options` to set.
+        common, advanced: as of `gradcomp.ddp.register`.
 
     Raises:
         TypeError: a DDP model, or no module.
@@ -81,18 +80,21 @@ class DoubleBuffer:
         PeerLost: a rank did not answer.
     """
 
-    @spell_out
+    @takes(
+        DelayedOptions,
+        others="the loss scale may change before an average is applied; use bfloat16",
+    )
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         codec: Codec | str,
-        comm: Communicator | None = None,
-        options: Options | None = None,
         *,
+        comm: Communicator | None = None,
         whole_steps: bool = False,
         bucket_cap_mb: float = 25.0,
-        **changes: Unpack[Changes],
+        advanced: Advanced | None = None,
+        **common: Unpack[DelayedOptions],
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -102,11 +104,6 @@ class DoubleBuffer:
             )
         if not isinstance(whole_steps, bool):
             raise ValueError(f"whole_steps must be True or False, got {whole_steps!r}")  # noqa: TRY004
-        options = Options.of(options, **changes)
-        if options.grad_scaler is not None:
-            raise ValueError(
-                "grad_scaler: the loss scale may change before an average is applied; use bfloat16"
-            )
         if isinstance(getattr(optimizer, "transform", None), Momentum):
             raise ValueError(  # noqa: TRY004
                 "DoubleBuffer averages one step late, and the momentum of"
@@ -116,10 +113,11 @@ class DoubleBuffer:
         self._averager = GradientAverager(
             model.named_parameters(),
             codec,
-            comm,
-            options,
-            bucket_cap_mb=bucket_cap_mb,
             optimizer=optimizer,
+            comm=comm,
+            bucket_cap_mb=bucket_cap_mb,
+            advanced=advanced,
+            **common,
         )
         self._engine = self._averager._engine
         self._stepping = self._failed = self._closed = False
@@ -156,7 +154,8 @@ class DoubleBuffer:
                 several elements.
             TypeError: a minibatch that cannot be cut, a `loss_fn` that is no function, or a loss
                 that is no tensor.
-            PeerMismatch, PeerLost, CorruptPayload, UnsupportedTensor: as `GradientAverager.rotate`.
+            PeerMismatch, PeerLost, CorruptPayload, UnsupportedTensor: as
+                `GradientAverager.average_delayed`.
         """
         self._check_open()
         if not callable(loss_fn):

@@ -101,7 +101,7 @@ def warn_of_thin_groups(parameters: Iterable[Parameter], form: Form) -> None:
         f"{len(thin)} of the compressed tensors have scale groups of fewer than {THIN_GROUP_NUMEL}"
         f" elements: {worst.name!r} has {worst.group_numel} and costs {bits:.1f} bits a value; use"
         " group='tensor', a larger group= or exclude= for it",
-        stacklevel=5,
+        stacklevel=6,  # the caller of GradientAverager
     )
 
 

@@ -4,13 +4,13 @@ warning where a codec is known to lose.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from gradcomp.codecs import Block, Codec, resolve
 from gradcomp.engine.buckets import Source
-from gradcomp.engine.options import Changes, Options
+from gradcomp.engine.options import Advanced, CommonOptions, Options
 from gradcomp.payload.order import storage_shape
 from gradcomp.payload.parameters import THIN_GROUP_NUMEL, Parameter, describe_parameters
 from gradcomp.plan.accuracy import OWN_WARM_UP, TABLE, Measured, decayed, family_of, within, written
@@ -23,8 +23,8 @@ BLOCK = 128  # the shortest rows that were measured
 
 def resolve_auto(
     codec: Codec | str,
-    options: Options | None,
-    changes: Mapping[str, Any],
+    common: CommonOptions,
+    advanced: Advanced | None,
     optimizer: Any,
     sources: Sequence[Source],
     world_size: int,
@@ -44,7 +44,7 @@ def resolve_auto(
 
     Args:
         codec: a codec, a name, or "auto".
-        options, changes: as the user gave them; an optimizer that exchanges its momentum adds that
+        common, advanced: as the user gave them; an optimizer that exchanges its momentum adds that
             (`Options.under`).
         optimizer: read for its class; None: not known.
         sources: the tensors.
@@ -56,22 +56,20 @@ def resolve_auto(
         ValueError: an option out of its range, or that the optimizer does not allow.
     """
     family = None if optimizer is None else family_of(optimizer)
-    mine = Options.of(options, **changes).under(optimizer)
+    mine = Options(**common, advanced=advanced).under(optimizer)  # type: ignore[arg-type]
     if mine.warmup_codec is not None:
-        mine = Options.of(mine, warmup_codec=decayed(resolve(mine.warmup_codec), optimizer))
+        mine = replace(mine, warmup_codec=decayed(resolve(mine.warmup_codec), optimizer))
     name = type(optimizer).__name__
     if not (isinstance(codec, str) and codec == AUTO):
         known = resolve(codec)
         found = decayed(known, optimizer)
         changed = found.decay != known.decay
         return found, mine, f"residual_decay={found.decay:g} for {name}" if changed else ""
-    given = set(changes)
-    if options is not None:
-        given |= {f.name for f in fields(Options) if getattr(options, f.name) != f.default}
-    ranks = world_size if mine.nodes is None else len(mine.nodes)
+    nodes = mine.advanced.nodes
+    ranks = world_size if nodes is None else len(nodes)
     for row in within(family, table):
         needs_steps = row.start and family not in OWN_WARM_UP
-        chosen = _with(row, mine, given) if _as_measured(row, ranks) and not needs_steps else None
+        chosen = _with(row, mine, common) if _as_measured(row, ranks) and not needs_steps else None
         if chosen is not None:
             best = decayed(_not_thin(row.codec, chosen, sources), optimizer)
             # the optimizer's own warm-up included
@@ -131,11 +129,11 @@ def _as_measured(row: Measured, ranks: int) -> bool:
     return row.phase_of(row.codec) == row.codec.resolved_second_phase(ranks)
 
 
-def _with(row: Measured, mine: Options, given: set[str]) -> Options | None:
+def _with(row: Measured, mine: Options, given: CommonOptions) -> Options | None:
     """Return the user's options with those of a row; None where they exclude each other, or the
     row was measured with others.
     """
-    wanted: Changes = {}
+    wanted: CommonOptions = {}
     if row.precondition != (mine.precondition is not None):
         if not row.precondition or "precondition" in given:
             return None
@@ -143,7 +141,7 @@ def _with(row: Measured, mine: Options, given: set[str]) -> Options | None:
     if row.training.family in OWN_WARM_UP and "warmup_codec" not in given:
         wanted["warmup_codec"] = row.warmup_codec
     try:
-        return Options.of(mine, **wanted)
+        return replace(mine, **wanted)
     except ValueError:
         return None
 

@@ -377,7 +377,7 @@ def test_compression_must_follow_this_scaler():
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for other in (None, DynamicLossScaler(), TORCH):
         comm = LocalCommunicator.group(1)[0]
-        averager = GradientAverager(net.named_parameters(), "onebit", comm, grad_scaler=other)
+        averager = GradientAverager(net.named_parameters(), "onebit", comm=comm, grad_scaler=other)
         with pytest.raises(ValueError, match="grad_scaler=scaler"):
             DynamicLossScalingUpdater(
                 optimizer, torch.sum, dict, scaler=scaler, compression=averager
@@ -692,7 +692,7 @@ def averaged(comm, codec, exchange, dtype, bad, steps):
     """
     net, scaler = copy.deepcopy(NET).to(dtype), DynamicLossScaler(1024.0)
     options = {"min_numel": 0, "exchange": exchange, "grad_scaler": scaler, "timeout_s": 30}
-    averager = GradientAverager(net.named_parameters(), codec, comm, **options)
+    averager = GradientAverager(net.named_parameters(), codec, comm=comm, **options)
     feeder = batches(comm.rank, bad, dtype, other=not comm.rank)
     run = Training(net=net, feeder=feeder, scaler=scaler, compression=averager)
     unchanged, log = [], []
@@ -741,7 +741,7 @@ def unscaled_too_far(comm):
     """Finite averages whose unscaling overflows: the exchange has committed residuals by then."""
     net, scaler = nn.ParameterList([torch.zeros(64)]), DynamicLossScaler(2.0**-10)
     options = {"min_numel": 0, "grad_scaler": scaler}
-    averager = GradientAverager(net.named_parameters(), "onebit", comm, **options)
+    averager = GradientAverager(net.named_parameters(), "onebit", comm=comm, **options)
     optimizer, pushes = torch.optim.SGD(net.parameters(), lr=0.1), iter([1.0, 1e36, 1.0])
 
     def loss(batch):

@@ -23,12 +23,12 @@ from gradcomp import (
     CorruptPayload,
     Identity,
     OneBit,
-    RngKey,
     Ternary,
     TernGrad,
     UnsupportedTensor,
 )
 from gradcomp.codecs import KINDS as CODECS
+from gradcomp.codecs import RngKey
 
 VECTORS = Path(__file__).parents[1] / "vectors"
 TORCH_DTYPES = {ref.F32: torch.float32, ref.BF16: torch.bfloat16, ref.F16: torch.float16}

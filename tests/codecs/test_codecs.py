@@ -17,12 +17,12 @@ from gradcomp import (
     CorruptPayload,
     Identity,
     OneBit,
-    RngKey,
     Ternary,
     TernGrad,
     UnsupportedTensor,
 )
 from gradcomp.bench import methods
+from gradcomp.codecs import RngKey
 from gradcomp.fsdp import saved
 from gradcomp.payload import wire
 
@@ -207,7 +207,7 @@ def test_unsupported_tensors_are_named(codec, tensor, word):
     with pytest.raises(UnsupportedTensor, match=word):
         codec.encode(tensor)
     with pytest.raises(TypeError, match=word):
-        gradcomp.all_reduce(tensor, codec, gradcomp.comm.LocalCommunicator.group(1)[0])
+        gradcomp.all_reduce(tensor, codec, comm=gradcomp.comm.LocalCommunicator.group(1)[0])
 
 
 @pytest.mark.parametrize("kind", [Ternary, OneBit, Block])
@@ -244,7 +244,7 @@ def test_a_decay_of_zero_and_no_feedback_are_the_same_codec(kind):
     x = torch.randn(2, 64)
     assert torch.equal(kind(residual_decay=0).encode(x[0]), kind(error_feedback=False).encode(x[0]))
     averages = run_local(
-        2, lambda comm: gradcomp.all_reduce(x[comm.rank].clone(), kind(residual_decay=0), comm)
+        2, lambda comm: gradcomp.all_reduce(x[comm.rank].clone(), kind(residual_decay=0), comm=comm)
     )
     assert torch.equal(averages[0], averages[1]) and bool(averages[0].abs().max() > 0)
 
@@ -252,7 +252,7 @@ def test_a_decay_of_zero_and_no_feedback_are_the_same_codec(kind):
 def load_topk_state():
     (comm,) = gradcomp.comm.LocalCommunicator.group(1)
     with gradcomp.GradientAverager(
-        [("w", torch.nn.Parameter(torch.ones(8)))], "ternary", comm
+        [("w", torch.nn.Parameter(torch.ones(8)))], "ternary", comm=comm
     ) as a:
         a.load_state_dict({**a.state_dict(), "codec": "TopK(error_feedback=True)"})
 

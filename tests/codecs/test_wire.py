@@ -14,10 +14,10 @@ from gradcomp import (
     CorruptPayload,
     Identity,
     OneBit,
-    RngKey,
     TernGrad,
     UnsupportedTensor,
 )
+from gradcomp.codecs import RngKey
 from gradcomp.kernels import CPU, of
 from gradcomp.payload import wire
 from gradcomp.payload.layout import PayloadLayout

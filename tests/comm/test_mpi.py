@@ -218,7 +218,7 @@ def other_subset(comm):
 
 def mismatched(comm):
     with pytest.raises(PeerMismatch, match="codec"):
-        gradcomp.all_reduce(torch.ones(100), ["terngrad", "onebit"][comm.rank], comm)
+        gradcomp.all_reduce(torch.ones(100), ["terngrad", "onebit"][comm.rank], comm=comm)
 
 
 @pytest.mark.parametrize("refusal", [None, wrong, other_subset, mismatched])
@@ -255,13 +255,13 @@ LEVEL = """
 assert MPI.Query_thread() == MPI.THREAD_LEVEL, MPI.Query_thread()
 comm = MpiCommunicator(timeout_s=20)
 tensor = torch.full((5000,), 1.0 + rank)
-gradcomp.all_reduce(tensor, gradcomp.Identity(), comm)
+gradcomp.all_reduce(tensor, gradcomp.Identity(), comm=comm)
 assert tensor.eq(1.5).all()
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(40, 50), torch.nn.Linear(50, 40))
 try:
     averager = gradcomp.GradientAverager(
-        model.named_parameters(), gradcomp.Identity(), comm, bucket_cap_mb=0.001
+        model.named_parameters(), gradcomp.Identity(), comm=comm, bucket_cap_mb=0.001
     )
     for step in range(20):
         for p in model.parameters():
@@ -311,7 +311,7 @@ mpi_channels.LEAVE_S = 15.0
 comm = MpiCommunicator(timeout_s=20)
 parameters = [(f"p{i}", torch.nn.Parameter(torch.zeros(300_000))) for i in range(6)]
 averager = gradcomp.GradientAverager(
-    parameters, "terngrad", comm, bucket_cap_mb=1, timeout_s=60 if rank else 3.0
+    parameters, "terngrad", comm=comm, bucket_cap_mb=1, timeout_s=60 if rank else 3.0
 )
 def other(what):  # waits for what the other rank writes
     deadline = time.monotonic() + 60
@@ -356,7 +356,7 @@ parameters[0][1].grad = torch.ones(5000)
 exchange = "hierarchical" if rank else "auto"
 try:
     averager = gradcomp.GradientAverager(
-        parameters, "terngrad", MpiCommunicator(), exchange=exchange, timeout_s=20
+        parameters, "terngrad", comm=MpiCommunicator(), exchange=exchange, timeout_s=20
     )
     try:
         averager.average()
@@ -377,7 +377,7 @@ SILENT = """
 logging.basicConfig(level=logging.INFO, filename=f"{{__file__}}.log")
 mpi_channels.LEAVE_S = 1.5
 comm = MpiCommunicator(timeout_s=20, abort={abort})
-gradcomp.all_reduce(torch.ones(1000), "terngrad", comm, timeout_s=20)
+gradcomp.all_reduce(torch.ones(1000), "terngrad", comm=comm, timeout_s=20)
 print(f"rank {{rank}} at {{time.time()}}", flush=True)
 if rank == 1:
     time.sleep({sleep})
@@ -385,7 +385,7 @@ if rank == 1:
     sys.exit(0)
 begun = time.monotonic()
 try:
-    gradcomp.all_reduce(torch.ones(1000), "terngrad", comm, timeout_s=0.5)
+    gradcomp.all_reduce(torch.ones(1000), "terngrad", comm=comm, timeout_s=0.5)
 except gradcomp.PeerLost as error:
     write("heard", error.phase, time.monotonic() - begun < 8)
     {after}

@@ -208,22 +208,22 @@ def layers(rank):
 def two_users(comm):
     """all_reduce while an exchange that average_delayed() began is under way."""
     averager = gradcomp.GradientAverager(
-        layers(comm.rank), "terngrad", comm, bucket_cap_mb=0.01, min_numel=0
+        layers(comm.rank), "terngrad", comm=comm, bucket_cap_mb=0.01, min_numel=0
     )
     averager.average_delayed()
     x, y = (torch.full((64,), float(comm.rank)) for _ in range(2))
     begun = time.monotonic()
     refusal = r"all_reduce\(key=7\).*the averaging of 3.*duplicate\(\)"
     with pytest.raises(gradcomp.GradcompError, match=refusal):
-        gradcomp.all_reduce(x, gradcomp.Identity(), comm, key=7, timeout_s=20)
+        gradcomp.all_reduce(x, gradcomp.Identity(), comm=comm, key=7, timeout_s=20)
     with pytest.raises(gradcomp.GradcompError, match="a collective cannot start"):
         comm.all_gather_bytes(b"x", WAIT_S, Channel.FIRST)
     at_once = time.monotonic() - begun
     end(comm)  # control is free
     other = comm.duplicate()
-    gradcomp.all_reduce(x, gradcomp.Identity(), other, key=7, timeout_s=20)
+    gradcomp.all_reduce(x, gradcomp.Identity(), comm=other, key=7, timeout_s=20)
     averager.flush()
-    gradcomp.all_reduce(y, gradcomp.Identity(), comm, key=7, timeout_s=20)
+    gradcomp.all_reduce(y, gradcomp.Identity(), comm=comm, key=7, timeout_s=20)
     averager.close()
     other.close()
     return at_once < 15, x[0].item(), y[0].item()

@@ -22,46 +22,97 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp.ddp
-from gradcomp import GradcompError, GradientAverager, Options, PeerLost, PeerMismatch
+from gradcomp import GradcompError, GradientAverager, PeerLost, PeerMismatch
 from gradcomp.comm import LocalCommunicator
 from gradcomp.engine.buckets import fuse
-from gradcomp.engine.options import RENAMED, Changes
+from gradcomp.engine.options import (
+    RENAMED,
+    CommonOptions,
+    DelayedOptions,
+    LocalOptions,
+    Options,
+    ShardedOptions,
+)
 from gradcomp.engine.step import Engine
 from gradcomp.exchange.agree import EXCHANGE_FIELDS
+from gradcomp.integrations.torchtitan import ReplicaAverage
 from gradcomp.onebit_sgd import AggregateAdagrad, DoubleBuffer
 
 # ---- options -------------------------------------------------------------------------------------
 
-DOORS = [gradcomp.ddp.register, gradcomp.ddp.CompressionState, GradientAverager, DoubleBuffer]
+COMMON = {
+    "min_numel": None,
+    "exclude": (),
+    "exchange": "auto",
+    "warmup_steps": 0,
+    "warmup_codec": None,
+    "precondition": None,
+    "grad_scaler": None,
+    "atomic_steps": None,
+    "timeout_s": None,
+}
+# what entry points take, beside codec and arguments of their own
+ENTRY_POINTS = [
+    (gradcomp.ddp.register, CommonOptions),
+    (gradcomp.ddp.CompressionState, CommonOptions),
+    (GradientAverager, CommonOptions),
+    (ReplicaAverage, CommonOptions),
+    (DoubleBuffer, DelayedOptions),
+    (gradcomp.DiLoCo, LocalOptions),
+    (gradcomp.LocalSGD, LocalOptions),
+    (gradcomp.fsdp.register, ShardedOptions),
+]
+BY_NAME = [entry.__qualname__ for entry, _ in ENTRY_POINTS]
 
 
-def test_options_are_the_same_by_name_and_as_one():
-    given = {"warmup_steps": 3, "exclude": "a*", "exchange": "all_gather", "timeout_s": 5}
-    assert (
-        Options.of(None, **given)
-        == Options(**given)
-        == Options.of(Options(warmup_steps=9, timeout_s=5), **given)
-    )
-    assert Options.of(Options(warmup_steps=9), min_numel=0).warmup_steps == 9
+@pytest.mark.parametrize(("entry", "kind"), ENTRY_POINTS, ids=BY_NAME)
+def test_signatures_show_the_options_that_an_entry_point_takes(entry, kind):
+    shown = inspect.signature(entry).parameters
+    options = [p for p in shown.values() if p.name in COMMON]
+    assert [p.name for p in options] == [name for name in COMMON if name in get_type_hints(kind)]
+    assert all(p.kind is p.KEYWORD_ONLY and p.default == COMMON[p.name] for p in options)
+    assert not [p for p in shown.values() if p.kind is p.VAR_KEYWORD]
+    assert ("advanced" in shown) is (kind is not ShardedOptions)
+    assert all(shown[p].kind is inspect.Parameter.KEYWORD_ONLY for p in ("comm",) if p in shown)
+
+
+def test_entry_points_without_a_reason_take_all_options():
+    assert list(inspect.signature(Options).parameters) == [*COMMON, "advanced"]
+    assert set(get_type_hints(CommonOptions)) == set(COMMON)
     assert Options(exclude="a*").exclude == Options(exclude=["a*"]).exclude == ("a*",)
+    assert Options(advanced=None) == Options()
     with pytest.raises(AttributeError):
         Options().warmup_steps = 1
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_every_door_shows_every_option_with_its_default(door):
-    shown = inspect.signature(door).parameters
-    for name, option in inspect.signature(Options).parameters.items():
-        assert (shown[name].kind, shown[name].default) == (
-            inspect.Parameter.KEYWORD_ONLY,
-            option.default,
-        ), name
-    assert shown["options"].default is None
-    assert not [p for p in shown.values() if p.kind is p.VAR_KEYWORD]
+MISPLACED = {
+    "rare": ({"quality_every": 2}, r"pass advanced=gradcomp.Advanced\(quality_every=...\)"),
+    "old object": ({"options": 1}, "'options': pass its fields by keyword, rare ones as advanced="),
+    "close": ({"warmup_step": 3}, "there is no option 'warmup_step'; did you mean 'warmup_steps'?"),
+}
 
 
-def test_type_checkers_know_the_same_options():
-    assert list(get_type_hints(Changes)) == list(inspect.signature(Options).parameters)
+@pytest.mark.parametrize(("entry", "kind"), ENTRY_POINTS, ids=BY_NAME)
+@pytest.mark.parametrize("name", MISPLACED)
+def test_a_misplaced_option_says_where_it_goes(entry, kind, name):
+    given, text = MISPLACED[name]
+    if kind is ShardedOptions and name != "close":
+        text = "register has no option 'quality_every'" if name == "rare" else "no option 'options'"
+    with pytest.raises(TypeError, match=text):
+        entry(**given)
+
+
+@pytest.mark.parametrize("entry", [entry for entry, _ in ENTRY_POINTS], ids=BY_NAME)
+def test_options_by_position_are_refused(entry):
+    with pytest.raises(TypeError, match="takes keywords after 'codec': .*min_numel=, exclude="):
+        entry(1, 2, 3, 4)
+
+
+def test_what_takes_no_options_is_refused_alike():
+    with pytest.raises(TypeError, match="all_reduce takes keywords after 'codec': comm=, key="):
+        gradcomp.all_reduce(torch.ones(4), "onebit", LocalCommunicator.group(1)[0])
+    with pytest.raises(TypeError, match="no option 'warmup_steps': pass it beside advanced="):
+        gradcomp.Advanced(warmup_steps=3)
 
 
 WRONG_OPTIONS = {
@@ -87,12 +138,12 @@ WRONG_OPTIONS = {
         "exchange must be one of .*'hierarchical'.*, got 'ring'",
     ),
     "nodes": (
-        {"nodes": [[0]]},
+        {"advanced": {"nodes": [[0]]}},
         ValueError,
         "nodes= needs exchange='hierarchical', got exchange='auto'",
     ),
     "transform": (
-        {"transform": "adagrad"},
+        {"advanced": {"transform": "adagrad"}},
         TypeError,
         "transform must be a gradcomp.Transform, got str",
     ),
@@ -102,17 +153,17 @@ WRONG_OPTIONS = {
         "precondition must be True, False or a gradcomp.Precondition, got str",
     ),
     "two units": (
-        {"precondition": True, "transform": AggregateAdagrad()},
+        {"precondition": True, "advanced": {"transform": AggregateAdagrad()}},
         ValueError,
         "AggregateAdagrad",
     ),
     "slice_numel": (
-        {"slice_numel": 63},
+        {"advanced": {"slice_numel": 63}},
         ValueError,
         "slice_numel must be None or an integer of at least 64, got 63",
     ),
     "by nodes": (
-        {"transform": AggregateAdagrad(), "exchange": "hierarchical"},
+        {"advanced": {"transform": AggregateAdagrad()}, "exchange": "hierarchical"},
         ValueError,
         "a transform needs exchange=.*, got 'hierarchical'",
     ),
@@ -149,24 +200,27 @@ WRONG_OPTIONS = {
 def test_wrong_options_are_refused_with_their_value(name):
     given, kind, text = WRONG_OPTIONS[name]
     with pytest.raises(kind, match=text):
+        if "advanced" in given:
+            given = given | {"advanced": gradcomp.Advanced(**given["advanced"])}
         GradientAverager(
-            nn.Linear(2, 2).named_parameters(), "onebit", LocalCommunicator.group(1)[0], **given
+            nn.Linear(2, 2).named_parameters(),
+            "onebit",
+            comm=LocalCommunicator.group(1)[0],
+            **given,
         )
-    with pytest.raises(TypeError, match="options must be a gradcomp.Options, got dict"):
-        Options.of(given)
+    with pytest.raises(TypeError, match="advanced must be a gradcomp.Advanced, got dict"):
+        Options(advanced=given)
 
 
-def test_an_averager_takes_options_and_keywords_win():
+def test_an_averager_takes_its_options():
     comm, named = LocalCommunicator.group(2)[0], list(nn.Linear(2, 2).named_parameters())
     comm.timeout_s = 7.0
-    averager = GradientAverager(
-        named, "onebit", comm, Options(warmup_steps=3, min_numel=5), min_numel=0
-    )
+    averager = GradientAverager(named, "onebit", comm=comm, warmup_steps=3, min_numel=0)
     assert (
         "on 2 tensors (6 values)" in averager.describe() and "from step 3 on" in averager.describe()
     )
     assert averager._engine.timeout_s == 7.0, "no word on it: the communicator's own"
-    assert GradientAverager(named, "onebit", comm, timeout_s=9)._engine.timeout_s == 9
+    assert GradientAverager(named, "onebit", comm=comm, timeout_s=9)._engine.timeout_s == 9
 
 
 def test_ranks_compare_every_option_that_could_make_them_differ():
@@ -181,7 +235,8 @@ def test_ranks_compare_every_option_that_could_make_them_differ():
         "quality_every",
         "warmup_codec",
     }  # the last with warmup_steps
-    assert set(Options().compared()) == set(inspect.signature(Options).parameters) - own
+    options = {*COMMON, *inspect.signature(gradcomp.Advanced).parameters}
+    assert set(Options().compared()) == options - own
     assert set(Options().compared()) <= set(EXCHANGE_FIELDS)
     assert (
         Options(grad_scaler=torch.amp.GradScaler("cpu")).compared()
@@ -199,7 +254,7 @@ def averager_of(comm, sizes=(600, 700), codec="onebit", **options):
     params = [nn.Parameter(torch.zeros(n)) for n in sizes]
     named = [(f"p{n}", p) for n, p in enumerate(params)]
     given = {"timeout_s": 20, "min_numel": 0, "bucket_cap_mb": 1e-6} | options
-    averager = GradientAverager(named, codec, comm, **given)
+    averager = GradientAverager(named, codec, comm=comm, **given)
 
     def fill(step):
         draw = torch.Generator().manual_seed(100 * step + averager._engine.comm.rank)
@@ -690,15 +745,15 @@ def test_an_option_of_an_earlier_version_says_how_it_is_called(name):
     wanted = f"there is no option '{name}': it is called '{RENAMED[name]}'"
     comm = LocalCommunicator.group(1)[0]
     for call in (
-        lambda: Options(**{name: 1}),
-        lambda: GradientAverager(torch.nn.Linear(2, 2), "onebit", comm, **{name: 1}),
+        lambda: gradcomp.Advanced(**{name: 1}),
+        lambda: GradientAverager(torch.nn.Linear(2, 2), "onebit", comm=comm, **{name: 1}),
     ):
         with pytest.raises(TypeError, match=wanted):
             call()
 
 
 def test_functions_of_an_earlier_version_say_how_they_are_called():
-    averager = GradientAverager(torch.nn.Linear(2, 2), "onebit", LocalCommunicator.group(1)[0])
+    averager = GradientAverager(torch.nn.Linear(2, 2), "onebit", comm=LocalCommunicator.group(1)[0])
     with pytest.raises(AttributeError, match=r"'rotate': it is called average_delayed\(\)"):
         averager.rotate  # noqa: B018
     with pytest.raises(AttributeError, match="'compress': it is called gradcomp.fsdp.register"):

@@ -12,7 +12,8 @@ import torch
 from _averages import CODECS, average_over, check, gradient
 
 import gradcomp
-from gradcomp import Feedback, Identity, OneBit, PeerLost, PeerMismatch, TernGrad
+from gradcomp import Identity, OneBit, PeerLost, PeerMismatch, TernGrad
+from gradcomp.allreduce import Feedback
 from gradcomp.exchange.bucket import BucketExchange
 from gradcomp.exchange.routes import run_stages
 from gradcomp.exchange.sizing import BucketPlan, choose
@@ -40,7 +41,7 @@ def owner_keeps(comm, steps):
     feedback, total = Feedback({0: 4096}), torch.zeros(4096, dtype=torch.float64)
     for step in range(steps):
         tensor = torch.from_numpy(gradient(comm.rank, 4096)).reshape(512, 8).clone()
-        total += gradcomp.all_reduce(tensor, OneBit(), comm, feedback=feedback).view(-1)
+        total += gradcomp.all_reduce(tensor, OneBit(), comm=comm, feedback=feedback).view(-1)
     return (total / steps).numpy()
 
 
@@ -63,7 +64,7 @@ def new_feedback(comm):
             feedback = Feedback({0: 1000})
         tensor = torch.from_numpy(gradient(comm.rank, 1000, step))
         out.append(
-            gradcomp.all_reduce(tensor, OneBit(), comm, feedback=feedback, timeout_s=20)
+            gradcomp.all_reduce(tensor, OneBit(), comm=comm, feedback=feedback, timeout_s=20)
             .numpy()
             .tobytes()
         )
@@ -78,7 +79,7 @@ def test_a_rank_may_begin_with_new_feedback(over):
 def feedback_on_one(comm):
     feedback = Feedback({0: 1000}) if comm.rank else None
     with pytest.raises(PeerMismatch) as error:
-        gradcomp.all_reduce(torch.ones(1000), OneBit(), comm, feedback=feedback)
+        gradcomp.all_reduce(torch.ones(1000), OneBit(), comm=comm, feedback=feedback)
     return error.value.field
 
 
@@ -104,7 +105,7 @@ def other_scales(comm):
 
         comm._start_max = start_max_and_double
     with pytest.raises(PeerMismatch, match="scale"):
-        gradcomp.all_reduce(torch.randn(100), "terngrad", comm)
+        gradcomp.all_reduce(torch.randn(100), "terngrad", comm=comm)
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -121,7 +122,10 @@ def unlike(comm, what):
     size = [100, 101 if what == "numel" else 100]
     with pytest.raises(PeerMismatch) as error:
         gradcomp.all_reduce(
-            torch.ones(size[comm.rank]), codec[comm.rank], comm, step=comm.rank * (what == "step")
+            torch.ones(size[comm.rank]),
+            codec[comm.rank],
+            comm=comm,
+            step=comm.rank * (what == "step"),
         )
     return error.value.field
 
@@ -138,7 +142,7 @@ def test_all_reduce_keeps_to_its_timeout():
     comm = gradcomp.comm.LocalCommunicator.group(2)[0]
     for timeout_s in (0.5, 0.1):
         with pytest.raises(PeerLost) as error:
-            gradcomp.all_reduce(torch.ones(10), "terngrad", comm, timeout_s=timeout_s)
+            gradcomp.all_reduce(torch.ones(10), "terngrad", comm=comm, timeout_s=timeout_s)
         assert error.value.waited_s < timeout_s + 10
 
 
@@ -197,7 +201,7 @@ def bad_step(comm, codec, value):
         return gradcomp.all_reduce(
             tensor,
             codec,
-            comm,
+            comm=comm,
             step=step,
             feedback=feedback,
             exchange="reduce_scatter" if step % 2 else "all_gather",
@@ -221,7 +225,7 @@ def test_overflow_of_the_mean_reaches_every_rank():
 
     def work(comm):
         tensor = torch.full((1024,), 3e38)
-        return gradcomp.all_reduce(tensor, Identity(), comm, exchange="reduce_scatter")
+        return gradcomp.all_reduce(tensor, Identity(), comm=comm, exchange="reduce_scatter")
 
     for result in run_local(2, work):
         assert not torch.isfinite(result).any()
@@ -236,7 +240,7 @@ def test_half_precision_results_are_rounded_once(name, dtype):
 
     def work(comm, as_dtype):
         tensor = torch.from_numpy(gradient(comm.rank, 3000)).to(dtype).to(as_dtype)
-        return gradcomp.all_reduce(tensor, codec, comm, exchange="all_gather")
+        return gradcomp.all_reduce(tensor, codec, comm=comm, exchange="all_gather")
 
     for half, full in zip(run_local(3, work, dtype), run_local(3, work, torch.float32)):
         assert torch.equal(half, full.to(dtype))
@@ -258,7 +262,9 @@ def test_requantized_mean_is_unbiased(world):
         total = torch.zeros(numel, dtype=torch.float64)
         for step in range(steps):
             tensor = torch.from_numpy(gradient(comm.rank, numel)).clone()
-            total += gradcomp.all_reduce(tensor, codec, comm, step=step, exchange="reduce_scatter")
+            total += gradcomp.all_reduce(
+                tensor, codec, comm=comm, step=step, exchange="reduce_scatter"
+            )
         return total / steps
 
     true = np.mean([gradient(r, numel).astype(np.float64) for r in range(world)], axis=0)

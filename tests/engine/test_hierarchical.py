@@ -12,7 +12,7 @@ from _expected import hierarchical
 from _ranks import run_local
 from torch import nn
 
-from gradcomp import GradientAverager, PeerLost, PeerMismatch, TernGrad
+from gradcomp import Advanced, GradientAverager, PeerLost, PeerMismatch, TernGrad
 from gradcomp.comm import LocalCommunicator
 from gradcomp.exchange.nodes import find_nodes
 
@@ -34,7 +34,13 @@ def averages(comm, codec, nodes, steps, bad_rank=None, **options):
     """Return what every step's average is on this rank, and bytes sent to other nodes."""
     named = parameters()
     averager = GradientAverager(
-        named, codec, comm, exchange="hierarchical", nodes=nodes, min_numel=0, **options
+        named,
+        codec,
+        comm=comm,
+        exchange="hierarchical",
+        advanced=Advanced(nodes=nodes),
+        min_numel=0,
+        **options,
     )
     out = []
     for step in range(steps):
@@ -101,7 +107,12 @@ def large(comm, nodes):
     """Values whose sum inside one node, and only there, is too large for fp32."""
     named = parameters()
     averager = GradientAverager(
-        named, "terngrad", comm, exchange="hierarchical", nodes=nodes, min_numel=0
+        named,
+        "terngrad",
+        comm=comm,
+        exchange="hierarchical",
+        advanced=Advanced(nodes=nodes),
+        min_numel=0,
     )
     for _, p in named:
         p.grad = torch.zeros_like(p)
@@ -118,7 +129,7 @@ def test_a_nodes_sum_that_overflows_is_nan_on_all():
 
 def flat_bytes(comm):
     named = parameters()
-    averager = GradientAverager(named, TernGrad(), comm, min_numel=0)
+    averager = GradientAverager(named, TernGrad(), comm=comm, min_numel=0)
     for _, p in named:
         p.grad = torch.ones_like(p)
     averager.average()
@@ -175,7 +186,11 @@ def test_nodes_of_unequal_sizes_are_refused_on_every_rank(pools):
 
 def described(comm, nodes):
     averager = GradientAverager(
-        parameters(), "terngrad", comm, exchange="hierarchical", nodes=nodes
+        parameters(),
+        "terngrad",
+        comm=comm,
+        exchange="hierarchical",
+        advanced=Advanced(nodes=nodes),
     )
     try:
         return averager.describe()
@@ -201,9 +216,9 @@ def others(comm, exchanges, nodes):
         averager = GradientAverager(
             named,
             "terngrad",
-            comm,
+            comm=comm,
             exchange=exchanges[comm.rank],
-            nodes=nodes[comm.rank],
+            advanced=Advanced(nodes=nodes[comm.rank]),
             timeout_s=20,
         )
         try:
@@ -231,7 +246,7 @@ def test_nodes_need_the_hierarchical_exchange():
     with pytest.raises(
         ValueError, match="nodes= needs exchange='hierarchical', got exchange='auto'"
     ):
-        GradientAverager(parameters(), "terngrad", comm, nodes=[[0], [1]])
+        GradientAverager(parameters(), "terngrad", comm=comm, advanced=Advanced(nodes=[[0], [1]]))
 
 
 @pytest.mark.parametrize("nodes", [[[0, 1]], [[0], [1]]], ids=["one node", "nodes of one rank"])
@@ -249,7 +264,13 @@ def one_dies(comm, nodes, told):
     """Rank 3 never comes to its second step."""
     named = parameters()
     averager = GradientAverager(
-        named, "terngrad", comm, exchange="hierarchical", nodes=nodes, min_numel=0, timeout_s=3
+        named,
+        "terngrad",
+        comm=comm,
+        exchange="hierarchical",
+        advanced=Advanced(nodes=nodes),
+        min_numel=0,
+        timeout_s=3,
     )
     for _ in range(1 if comm.rank == 3 else 2):
         for _, p in named:
@@ -291,7 +312,12 @@ def trained(nodes, dtype):
     )
     for _ in range(2):  # registered again after the first state was closed
         state = gradcomp.ddp.register(
-            model, "onebit", exchange="hierarchical", nodes=nodes, min_numel=0, timeout_s=30
+            model,
+            "onebit",
+            exchange="hierarchical",
+            advanced=Advanced(nodes=nodes),
+            min_numel=0,
+            timeout_s=30,
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses = []

@@ -9,14 +9,14 @@ import torch
 from _ranks import run_local
 from torch import nn
 
-from gradcomp import GradientAverager
+from gradcomp import Advanced, GradientAverager
 from gradcomp.comm import LocalCommunicator
 from gradcomp.onebit_sgd import AggregateAdagrad
 
 
 def averager_of(comm, shape=(64, 32), **options):
     p = nn.Parameter(torch.zeros(shape))
-    return p, GradientAverager([("w", p)], "onebit", comm, timeout_s=20, **options)
+    return p, GradientAverager([("w", p)], "onebit", comm=comm, timeout_s=20, **options)
 
 
 def trained(comm, shape=(64, 32), **options):
@@ -98,7 +98,11 @@ def test_ranks_that_own_nothing_have_states_too():
     def run(comm):
         m = copy.deepcopy(layer)
         averager = GradientAverager(
-            m.named_parameters(), "onebit", comm, transform=AggregateAdagrad(), timeout_s=20
+            m.named_parameters(),
+            "onebit",
+            comm=comm,
+            advanced=Advanced(transform=AggregateAdagrad()),
+            timeout_s=20,
         )
         for p in m.parameters():
             p.grad = torch.ones_like(p)
@@ -108,7 +112,11 @@ def test_ranks_that_own_nothing_have_states_too():
     def load(comm, states):
         m = copy.deepcopy(layer)
         averager = GradientAverager(
-            m.named_parameters(), "onebit", comm, transform=AggregateAdagrad(), timeout_s=20
+            m.named_parameters(),
+            "onebit",
+            comm=comm,
+            advanced=Advanced(transform=AggregateAdagrad()),
+            timeout_s=20,
         )
         averager.load_state_dict(states)
         return averager.state_dict()["transform_state"]
@@ -138,7 +146,7 @@ def test_a_single_rank_pays_what_the_others_owed(dtype):
 
     def run(comm):
         p = nn.Parameter(torch.zeros(64, 32, dtype=dtype))
-        averager = GradientAverager([("w", p)], "onebit", comm, timeout_s=20)
+        averager = GradientAverager([("w", p)], "onebit", comm=comm, timeout_s=20)
         p.grad = torch.randn(64, 32, generator=torch.Generator().manual_seed(comm.rank)).to(dtype)
         averager.average()
         return averager.state_dict()
@@ -148,7 +156,7 @@ def test_a_single_rank_pays_what_the_others_owed(dtype):
     owed += torch.cat([s["owner_residual"]["w"] for s in states])
     assert owed.abs().max() > 0.1
     p = nn.Parameter(torch.zeros(64, 32, dtype=dtype))
-    averager = GradientAverager([("w", p)], "onebit", LocalCommunicator.group(1)[0])
+    averager = GradientAverager([("w", p)], "onebit", comm=LocalCommunicator.group(1)[0])
     averager.load_state_dict(states)
     assert torch.allclose(averager.state_dict()["residual"]["w"].double(), owed, atol=1e-6)
 
@@ -173,7 +181,7 @@ def test_a_single_rank_pays_what_the_others_owed(dtype):
 @pytest.mark.parametrize(("world", "nodes"), [(2, [[0, 1]]), (4, [[0, 1], [2, 3]])])
 def test_a_hierarchical_exchange_takes_no_list(states, world, nodes):
     def load(comm):
-        _, averager = averager_of(comm, exchange="hierarchical", nodes=nodes)
+        _, averager = averager_of(comm, exchange="hierarchical", advanced=Advanced(nodes=nodes))
         averager.load_state_dict(states)
 
     with pytest.raises(ValueError, match="not with a list"):

@@ -178,7 +178,7 @@ def denormal_averages(comm, codec, exchange, dtype, flushes):
     ]
     found = []
     integers = torch.int32 if dtype == torch.float32 else torch.int16
-    averager = GradientAverager(named, codec, comm, min_numel=100, exchange=exchange)
+    averager = GradientAverager(named, codec, comm=comm, min_numel=100, exchange=exchange)
     try:
         assert torch.set_flush_denormal(flushes)
         for step in range(3):
@@ -216,7 +216,9 @@ def tiny_tensors(comm, codec, flushing):
     """
     named = [("w", nn.Parameter(torch.zeros(40, 30))), ("v", nn.Parameter(torch.zeros(2000)))]
     found = []
-    averager = GradientAverager(named, codec, comm, min_numel=100, precondition=True, timeout_s=20)
+    averager = GradientAverager(
+        named, codec, comm=comm, min_numel=100, precondition=True, timeout_s=20
+    )
     try:
         assert torch.set_flush_denormal(comm.rank in flushing)
         for step in range(4):
@@ -267,7 +269,9 @@ def tiny_gradients(comm, size, flushing):
         for p in net.parameters():
             p.fill_(1.0)
     optimizer = OneBitAdam(net.parameters(), lr=1e-3, freeze_step=2)
-    averager = GradientAverager(net, OneBit(), comm, optimizer=optimizer, min_numel=0, timeout_s=20)
+    averager = GradientAverager(
+        net, OneBit(), comm=comm, optimizer=optimizer, min_numel=0, timeout_s=20
+    )
     try:
         assert torch.set_flush_denormal(comm.rank in flushing)
         for step in range(5):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gradcomp import Feedback
+from gradcomp.allreduce import Feedback
 from gradcomp.memory.planes import Planes
 from gradcomp.memory.store import StateStore
 from gradcomp.memory.transform import Transforming

@@ -18,7 +18,16 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradcomp
 import gradcomp.ddp
-from gradcomp import Block, GradientAverager, Identity, OneBit, PeerMismatch, Precondition, TernGrad
+from gradcomp import (
+    Advanced,
+    Block,
+    GradientAverager,
+    Identity,
+    OneBit,
+    PeerMismatch,
+    Precondition,
+    TernGrad,
+)
 from gradcomp.exchange.second import owners_feed_back
 from gradcomp.exchange.sizing import choose
 from gradcomp.optim import SplitAdamW
@@ -56,7 +65,7 @@ def averages(comm, codec, steps, first=0, averager=None, scale=1.0, **options):
     named = parameters()
     options = {"precondition": True, "min_numel": MIN_NUMEL, **options}
     if averager is None:
-        averager = GradientAverager(named.items(), codec, comm, **options)
+        averager = GradientAverager(named.items(), codec, comm=comm, **options)
     named = {source.name: source.like for source in averager._engine.sources}
     out = []
     for step in range(first, first + steps):
@@ -163,7 +172,7 @@ def expected_of_nodes(codec, nodes, steps):
 def test_averages_between_nodes_are_the_formulas(name, nodes):
     codec = CODECS[name]
     wanted = expected_of_nodes(codec, nodes, 5)
-    options = {"exchange": "hierarchical", "nodes": nodes}
+    options = {"exchange": "hierarchical", "advanced": Advanced(nodes=nodes)}
     for got, averager in run_local(
         sum(map(len, nodes)), lambda comm: averages(comm, codec, 5, **options)
     ):
@@ -193,7 +202,7 @@ def test_small_elements_beside_large_ones_keep_their_direction():
 
     def cosine(comm, codec, precondition):
         p = nn.Parameter(torch.zeros(20, 500))
-        averager = GradientAverager([("p", p)], codec, comm, precondition=precondition)
+        averager = GradientAverager([("p", p)], codec, comm=comm, precondition=precondition)
         exact, sent = [], []
         for step in range(150):
             grads = [
@@ -239,7 +248,10 @@ def test_nothing_is_lost(codec):
     assert torch.allclose(ranks[0][0] + owed, exact, atol=1e-4)
 
 
-FLAT, NODES = (2, {}), (4, {"exchange": "hierarchical", "nodes": [[0, 1], [2, 3]]})
+FLAT, NODES = (
+    (2, {}),
+    (4, {"exchange": "hierarchical", "advanced": Advanced(nodes=[[0, 1], [2, 3]])}),
+)
 
 
 def test_moments_go_to_another_number_of_ranks():
@@ -247,7 +259,7 @@ def test_moments_go_to_another_number_of_ranks():
 
     def run(comm):
         fresh = GradientAverager(
-            parameters().items(), Block(2), comm, precondition=True, min_numel=MIN_NUMEL
+            parameters().items(), Block(2), comm=comm, precondition=True, min_numel=MIN_NUMEL
         )
         fresh.load_state_dict(states)
         return fresh.state_dict()["second_moment"]
@@ -335,7 +347,7 @@ def test_a_warm_start_takes_moments_in():
 def in_bfloat16(comm):
     named = parameters(torch.bfloat16)
     averager = GradientAverager(
-        named.items(), Block(2), comm, precondition=True, min_numel=MIN_NUMEL
+        named.items(), Block(2), comm=comm, precondition=True, min_numel=MIN_NUMEL
     )
     out = []
     for step in range(3):
@@ -429,4 +441,4 @@ def test_settings_out_of_range(settings):
 
 def test_beta_may_be_zero_and_false_is_off():
     assert Precondition(beta=0.0, floor=1.0) == copy.copy(Precondition(0, 1))
-    assert gradcomp.Options(precondition=False).precondition is None
+    assert gradcomp.engine.options.Options(precondition=False).precondition is None

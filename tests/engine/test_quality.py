@@ -11,7 +11,7 @@ import torch
 from _ranks import run_local
 from torch import nn
 
-from gradcomp import Block, GradientAverager, OneBit, Precondition, TernGrad
+from gradcomp import Advanced, Block, GradientAverager, OneBit, Precondition, TernGrad
 from gradcomp.exchange.quality import Measured, Quality, _measure
 
 REDUCED = 1e-9  # relative: sums in float64, in an order that the library chooses
@@ -26,7 +26,11 @@ def gradient(name, step, rank):
 def averaged(comm, codec, steps, dtype=torch.float32, **options):
     named = {name: nn.Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in SHAPES.items()}
     averager = GradientAverager(
-        named.items(), codec, comm, min_numel=100, **{"quality_every": 1, **options}
+        named.items(),
+        codec,
+        comm=comm,
+        min_numel=100,
+        **{"advanced": Advanced(quality_every=1), **options},
     )
     for step in range(steps):
         for name, p in named.items():
@@ -124,7 +128,10 @@ def test_sums_are_float64_wherever_the_values_lie():
 
 def test_samples_are_taken_at_multiples_and_zero_is_none():
     def run(comm):
-        return [averaged(comm, Block(2), 6, quality_every=k).quality() for k in (4, 100, 0)]
+        return [
+            averaged(comm, Block(2), 6, advanced=Advanced(quality_every=k)).quality()
+            for k in (4, 100, 0)
+        ]
 
     for fourth, hundredth, none in run_local(2, run):
         assert {row.step for row in fourth.rows.values()} == {4}
@@ -134,7 +141,10 @@ def test_samples_are_taken_at_multiples_and_zero_is_none():
 
 def test_a_sample_changes_no_bit():
     def run(comm):
-        states = [averaged(comm, Block(2), 5, quality_every=k).state_dict() for k in (0, 1)]
+        states = [
+            averaged(comm, Block(2), 5, advanced=Advanced(quality_every=k)).state_dict()
+            for k in (0, 1)
+        ]
         return [
             {
                 part: {n: t.numpy().tobytes() for n, t in s[part].items()}
@@ -169,7 +179,11 @@ def test_residuals_that_grow_without_bound_are_named_once(caplog):
     def run(comm):
         p = nn.Parameter(torch.zeros(4, 500))
         averager = GradientAverager(
-            [("too.large", p)], OneBit(values="sign"), comm, quality_every=5, exchange="all_gather"
+            [("too.large", p)],
+            OneBit(values="sign"),
+            comm=comm,
+            advanced=Advanced(quality_every=5),
+            exchange="all_gather",
         )
         for _ in range(60):
             p.grad = torch.full((4, 500), 5.0)
@@ -187,7 +201,9 @@ def test_residuals_that_grow_without_bound_are_named_once(caplog):
 
 def test_nothing_is_said_of_residuals_that_stay(caplog):
     with caplog.at_level(logging.WARNING, "gradcomp"):
-        run_local(2, lambda comm: averaged(comm, OneBit(), 60, quality_every=3).close())
+        run_local(
+            2, lambda comm: averaged(comm, OneBit(), 60, advanced=Advanced(quality_every=3)).close()
+        )
     assert not [r for r in caplog.records if "grow" in r.getMessage()]
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import gradcomp
-from gradcomp import OneBit, Options
+from gradcomp import OneBit
 from gradcomp._gc import ffi, lib
 from gradcomp.payload.pieces import ByElements
 from gradcomp.payload.rng import STREAM_OWNED, STREAM_ROTATION
@@ -79,7 +79,11 @@ def averaged(comm, arrays, exchange, slice_numel, dtype):
         ("b", nn.Parameter(torch.zeros(5, dtype=dtype))),
     ]
     averager = gradcomp.GradientAverager(
-        model, CODEC, comm, Options(exchange=exchange, slice_numel=slice_numel, quality_every=1)
+        model,
+        CODEC,
+        comm=comm,
+        exchange=exchange,
+        advanced=gradcomp.Advanced(slice_numel=slice_numel, quality_every=1),
     )
     out = []
     for step in range(2):
@@ -137,7 +141,7 @@ def over_many_steps(comm, steps):
         averager = gradcomp.GradientAverager(
             [("w", p)],
             OneBit(rotate=rotates, error_feedback=False),
-            comm.duplicate(60.0),
+            comm=comm.duplicate(60.0),
             exchange="reduce_scatter",
             min_numel=0,
         )
@@ -148,7 +152,7 @@ def over_many_steps(comm, steps):
             total += p.grad
         averager.close()
         out[rotates] = total / steps
-    exact = gradcomp.all_reduce(mine.clone(), "identity", comm)
+    exact = gradcomp.all_reduce(mine.clone(), "identity", comm=comm)
     return [float((out[rotates] - exact).norm() / exact.norm()) for rotates in (True, False)]
 
 
@@ -209,14 +213,20 @@ def test_what_is_refused():
 
     def refused(comm, **options):
         with pytest.raises(ValueError, match="rotate") as error:
-            gradcomp.GradientAverager(p, CODEC, comm, **options)
+            gradcomp.GradientAverager(p, CODEC, comm=comm, **options)
         return str(error.value)
 
     assert "precondition" in run_local(2, lambda comm: refused(comm, precondition=True))[0]
     assert (
         "owner"
         in run_local(
-            2, lambda comm: refused(comm, transform=gradcomp.onebit_sgd.AggregateAdagrad(eps=1e-8))
+            2,
+            lambda comm: refused(
+                comm,
+                advanced=gradcomp.Advanced(
+                    transform=gradcomp.onebit_sgd.AggregateAdagrad(eps=1e-8)
+                ),
+            ),
         )[0]
     )
 
@@ -226,7 +236,12 @@ def between_and_inside_nodes(comm, nodes, steps):
     mine = torch.from_numpy(rng.standard_normal((24, 128)).astype(np.float32))
     p = nn.Parameter(torch.zeros(24, 128))
     averager = gradcomp.GradientAverager(
-        [("w", p)], CODEC, comm.duplicate(60.0), exchange="hierarchical", nodes=nodes, min_numel=0
+        [("w", p)],
+        CODEC,
+        comm=comm.duplicate(60.0),
+        exchange="hierarchical",
+        advanced=gradcomp.Advanced(nodes=nodes),
+        min_numel=0,
     )
     total = torch.zeros(24, 128)
     for _ in range(steps):
@@ -234,7 +249,7 @@ def between_and_inside_nodes(comm, nodes, steps):
         averager.average()
         total += p.grad / steps
     averager.close()
-    exact = gradcomp.all_reduce(mine.clone(), "identity", comm)
+    exact = gradcomp.all_reduce(mine.clone(), "identity", comm=comm)
     return float((total - exact).norm() / exact.norm()), total.numpy().tobytes()
 
 

@@ -8,6 +8,7 @@ import torch
 from _ranks import run_local
 
 from gradcomp import (
+    Advanced,
     Block,
     CorruptPayload,
     GradientAverager,
@@ -271,7 +272,10 @@ def test_a_slice_of_nothing_is_refused(value):
     parameter = torch.nn.Parameter(torch.zeros(64, 64))
     with pytest.raises(ValueError, match="slice_numel must be None or an integer of at least 64"):
         GradientAverager(
-            [("w", parameter)], OneBit(), LocalCommunicator.group(1)[0], slice_numel=value
+            [("w", parameter)],
+            OneBit(),
+            comm=LocalCommunicator.group(1)[0],
+            advanced=Advanced(slice_numel=value),
         )
 
 
@@ -283,7 +287,7 @@ def test_all_reduce_goes_in_slices():
 
     def work(comm):
         tensor = torch.randn(numel, generator=torch.Generator().manual_seed(comm.rank))
-        gradcomp.all_reduce(tensor, TernGrad(), comm, timeout_s=60)
+        gradcomp.all_reduce(tensor, TernGrad(), comm=comm, timeout_s=60)
         call = comm.kept["all_reduce", 0]
         return tensor, [len(made.slices) for made in call.exchanges.values()]
 
@@ -311,7 +315,7 @@ def test_all_reduce_without_residuals_sends_exact_sums_at_every_size():
 
     def work(comm, codec):
         tensor = torch.randn(4096, generator=torch.Generator().manual_seed(comm.rank))
-        gradcomp.all_reduce(tensor, codec, comm, timeout_s=60)
+        gradcomp.all_reduce(tensor, codec, comm=comm, timeout_s=60)
         return tensor
 
     exact, found, four = (
@@ -339,15 +343,17 @@ def test_a_failed_all_reduce_keeps_no_buffers(monkeypatch):
             torch.randn(2 * SLICE_NUMEL, generator=torch.Generator().manual_seed(comm.rank)),
             [],
         )
-        gradcomp.all_reduce(tensor.clone(), TernGrad(), comm, timeout_s=60)
+        gradcomp.all_reduce(tensor.clone(), TernGrad(), comm=comm, timeout_s=60)
         kept = comm.kept["all_reduce", 0].exchanges
         with pytest.raises(PeerMismatch):
-            gradcomp.all_reduce(tensor.clone(), TernGrad(), comm, timeout_s=60, step=5 + comm.rank)
+            gradcomp.all_reduce(
+                tensor.clone(), TernGrad(), comm=comm, timeout_s=60, step=5 + comm.rank
+            )
         errors.append(len(kept))
         with pytest.raises(CorruptPayload):
-            gradcomp.all_reduce(tensor.clone(), TernGrad(), comm, timeout_s=60, step=8)
+            gradcomp.all_reduce(tensor.clone(), TernGrad(), comm=comm, timeout_s=60, step=8)
         errors.append(len(comm.kept["all_reduce", 0].exchanges))
-        gradcomp.all_reduce(tensor, TernGrad(), comm, timeout_s=60, step=9)
+        gradcomp.all_reduce(tensor, TernGrad(), comm=comm, timeout_s=60, step=9)
         return errors, tensor
 
     (first, a), (second, b) = run_local(2, work)

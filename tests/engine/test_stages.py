@@ -7,10 +7,11 @@ import torch
 from _ranks import run_local
 from torch import nn
 
-from gradcomp import Block, GradientAverager, OneBit, PeerMismatch, Ternary, TernGrad
+from gradcomp import Advanced, Block, GradientAverager, OneBit, PeerMismatch, Ternary, TernGrad
 from gradcomp.onebit_sgd import AggregateAdagrad, LocalAdagrad
 
 SHAPES = {"w": (40, 33), "b": (5,), "v": (1111,), "one": (1,)}
+RARE = ("nodes", "transform", "slice_numel", "quality_every")  # options of `Advanced`
 HELD = ("residual", "owner_residual", "second_moment", "transform_state")
 NODES = {"exchange": "hierarchical", "nodes": [[0, 1], [2, 3]]}
 # codec, number of ranks, options; the same with another value, which ranks must not mix
@@ -56,7 +57,10 @@ class Run:
             name: nn.Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in SHAPES.items()
         }
         options = {"min_numel": 6, "timeout_s": 20, **options, **changes}
-        self.averager = GradientAverager(self.named.items(), codec, comm, **options)
+        advanced = Advanced(**{name: options.pop(name) for name in RARE if name in options})
+        self.averager = GradientAverager(
+            self.named.items(), codec, comm=comm, advanced=advanced, **options
+        )
 
     def step(self, number, bad=False, scale=1.0):
         """Return the averages of a step; with `bad`, rank 1 has a NaN among its gradients."""

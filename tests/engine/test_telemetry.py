@@ -142,7 +142,7 @@ def logged(kind):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     if kind == "ddp":
         model = DistributedDataParallel(model)
-        state = gradcomp.ddp.register(model, "onebit", quality_every=2)
+        state = gradcomp.ddp.register(model, "onebit", advanced=gradcomp.Advanced(quality_every=2))
     elif kind == "fsdp":
         model = fully_shard(model)
         state = gradcomp.fsdp.register(model, "terngrad")

@@ -5,7 +5,8 @@ import torch
 from _ranks import run_local
 from torch import nn
 
-from gradcomp import Block, GradientAverager, Identity, OneBit, Options, TernGrad
+from gradcomp import Advanced, Block, GradientAverager, Identity, OneBit, TernGrad
+from gradcomp.engine.options import Options
 from gradcomp.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
 
 START = 4
@@ -22,7 +23,7 @@ def run(comm, codec, steps=8, first=0, state=None, **options):
     """Return sums of averages and of own gradients, bytes of every step, and the averager."""
     named = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
     options = {"warmup_steps": START, "warmup_codec": Block(4), "min_numel": 0, **options}
-    averager = GradientAverager(named.items(), codec, comm, **options)
+    averager = GradientAverager(named.items(), codec, comm=comm, **options)
     if state is not None:
         averager.load_state_dict(state)
     averages, exact = (
@@ -65,7 +66,10 @@ def test_what_codes_leave_out_goes_over_to_the_codec_that_follows(codec, world):
 @pytest.mark.parametrize("codec", [OneBit(), TernGrad()], ids=repr)
 @pytest.mark.parametrize(
     "options",
-    [{"precondition": True}, {"exchange": "hierarchical", "nodes": [[0, 1], [2, 3]]}],
+    [
+        {"precondition": True},
+        {"exchange": "hierarchical", "advanced": Advanced(nodes=[[0, 1], [2, 3]])},
+    ],
     ids=str,
 )
 def test_it_goes_with_other_options_and_replicas_stay_equal(codec, options):
@@ -100,7 +104,7 @@ def test_the_warm_up_of_an_optimizer_whose_momentum_travels(kind):
         p = nn.Parameter(torch.ones(40, 60))
         optimizer = kind([p], lr=0.01, freeze_step=40)
         options = {"warmup_codec": codec, "min_numel": 0, "precondition": True}
-        averager = GradientAverager([("w", p)], OneBit(), comm, optimizer=optimizer, **options)
+        averager = GradientAverager([("w", p)], OneBit(), comm=comm, optimizer=optimizer, **options)
         sent = []
         for step in range(60):
             p.grad = gradient("w", 0, 0) + 0.1 * gradient("w", step, comm.rank)

@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradcomp
 import gradcomp.ddp
-from gradcomp import Feedback, GradientAverager, Identity, OneBit, TernGrad, UnsupportedTensor
+from gradcomp import GradientAverager, Identity, OneBit, TernGrad, UnsupportedTensor
+from gradcomp.allreduce import Feedback
 from gradcomp.comm import LocalCommunicator, TorchCommunicator
 from gradcomp.plan.nbytes import predict_bytes
 
@@ -60,7 +61,9 @@ def train(net, averager, rank, steps):
 
 def with_averager(comm, codec, cap, steps=4):
     net = copy.deepcopy(MODEL)
-    averager = GradientAverager(net.named_parameters(), codec, comm, min_numel=0, bucket_cap_mb=cap)
+    averager = GradientAverager(
+        net.named_parameters(), codec, comm=comm, min_numel=0, bucket_cap_mb=cap
+    )
     out = train(net, averager, comm.rank, steps)
     averager.check_replicas()
     sent = averager.stats.bytes_sent
@@ -85,7 +88,7 @@ def over_gloo(codec):
 
 def missing(comm):
     net = copy.deepcopy(MODEL)
-    averager = GradientAverager(net.named_parameters(), Identity(), comm, min_numel=0)
+    averager = GradientAverager(net.named_parameters(), Identity(), comm=comm, min_numel=0)
     for index, p in enumerate(net.parameters()):
         p.grad = None if comm.rank == 0 and index < 2 else torch.full_like(p, 4.0)
     averager.average()
@@ -102,7 +105,7 @@ MIX = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32).bfloat16(), nn.Linear(
 
 def half_precision_mix(comm):
     net = copy.deepcopy(MIX)
-    averager = GradientAverager(net.named_parameters(), "terngrad", comm, min_numel=0)
+    averager = GradientAverager(net.named_parameters(), "terngrad", comm=comm, min_numel=0)
     for p in net.parameters():
         p.grad = torch.full_like(p, float(comm.rank))
     averager.average()
@@ -166,7 +169,7 @@ def wire_bytes(codec, exchange):
 
     comm._start_all_to_all, comm._start_all_gather = start_all_to_all, start_all_gather
     net = copy.deepcopy(MODEL)
-    averager = GradientAverager(net.named_parameters(), codec, comm, exchange=exchange)
+    averager = GradientAverager(net.named_parameters(), codec, comm=comm, exchange=exchange)
     train(net, averager, rank, 2)
     stats = averager.stats
     averager.close()
@@ -196,9 +199,9 @@ def test_all_reduce_over_the_default_group(gloo):
 def counted_steps(comm):
     x = torch.linspace(-1, 1, 1000)
     codec = TernGrad(clip_sigma=None)
-    implicit = [gradcomp.all_reduce(x.clone(), codec, comm, key=5) for _ in range(2)]
-    explicit = [gradcomp.all_reduce(x.clone(), codec, comm, key=5, step=s) for s in range(2)]
-    other_key = gradcomp.all_reduce(x.clone(), codec, comm, key=6)
+    implicit = [gradcomp.all_reduce(x.clone(), codec, comm=comm, key=5) for _ in range(2)]
+    explicit = [gradcomp.all_reduce(x.clone(), codec, comm=comm, key=5, step=s) for s in range(2)]
+    other_key = gradcomp.all_reduce(x.clone(), codec, comm=comm, key=6)
     return (
         [torch.equal(a, b) for a, b in zip(implicit, explicit)],
         torch.equal(implicit[0], implicit[1]),
@@ -211,7 +214,7 @@ def test_discard_undoes_the_last_all_reduce():
         feedback, seen = Feedback({0: 2000}), []
         for seed in range(3):
             x = torch.randn(2000, generator=torch.Generator().manual_seed(seed))
-            gradcomp.all_reduce(x, OneBit(), comm, feedback=feedback)
+            gradcomp.all_reduce(x, OneBit(), comm=comm, feedback=feedback)
             seen.append(feedback.residual(0).clone())
         feedback.discard()
         return torch.equal(feedback.residual(0), seen[1]) and not torch.equal(seen[1], seen[2])
@@ -227,7 +230,7 @@ def test_freezing_and_unfreezing_after_the_averager_was_made():
     def work(comm):
         net = copy.deepcopy(MODEL)
         net[0].requires_grad_(False)
-        averager = GradientAverager(net.named_parameters(), TernGrad(), comm)
+        averager = GradientAverager(net.named_parameters(), TernGrad(), comm=comm)
         net[2].requires_grad_(False)
         x, y = batch(0, comm.rank)
         nn.functional.cross_entropy(net(x), y).backward()
@@ -260,19 +263,21 @@ def test_wrong_arguments():
     ):
         (value,) = options.values()
         with pytest.raises(ValueError, match=str(value)):
-            GradientAverager(named, "terngrad", comm, **options)
+            GradientAverager(named, "terngrad", comm=comm, **options)
     with pytest.raises(ValueError, match="no parameters"):
-        GradientAverager([], "terngrad", comm)
+        GradientAverager([], "terngrad", comm=comm)
     with pytest.raises(ValueError, match="get_scale"):
-        GradientAverager(named, "terngrad", comm, grad_scaler=3)
+        GradientAverager(named, "terngrad", comm=comm, grad_scaler=3)
     with pytest.raises(ValueError, match="-5"):
-        gradcomp.all_reduce(torch.ones(4), TernGrad(), comm, step=-5)
+        gradcomp.all_reduce(torch.ones(4), TernGrad(), comm=comm, step=-5)
     with pytest.raises(ValueError, match="feedback"):
-        gradcomp.all_reduce(torch.ones(4), TernGrad(), comm, feedback=gradcomp.Feedback({0: 4}))
+        gradcomp.all_reduce(
+            torch.ones(4), TernGrad(), comm=comm, feedback=gradcomp.allreduce.Feedback({0: 4})
+        )
     with pytest.raises(ValueError, match="-3"):
-        gradcomp.all_reduce(torch.ones(4), TernGrad(), comm, key=-3)
+        gradcomp.all_reduce(torch.ones(4), TernGrad(), comm=comm, key=-3)
     net = nn.Embedding(10, 4, sparse=True)
-    averager = GradientAverager(net.named_parameters(), "terngrad", comm)
+    averager = GradientAverager(net.named_parameters(), "terngrad", comm=comm)
     net(torch.tensor([1])).sum().backward()
     with pytest.raises(
         UnsupportedTensor, match="the gradient of 'weight' is torch.sparse_coo, .* sparse=False"
@@ -285,20 +290,20 @@ def test_wrong_arguments():
         with pytest.raises(
             UnsupportedTensor, match=rf"parameter '{name}' of an Embedding.*\(sparse=True\)"
         ):
-            GradientAverager(made, "terngrad", comm)
+            GradientAverager(made, "terngrad", comm=comm)
     frozen = nn.Linear(4, 4).requires_grad_(False)
     with pytest.raises(
         ValueError, match=r"none of the 2 parameters \('weight' \.\.\.\) is trained"
     ):
-        GradientAverager(frozen, "terngrad", comm)
+        GradientAverager(frozen, "terngrad", comm=comm)
     with pytest.raises(TypeError, match=r"codec is the class Ternary: write Ternary\(\)"):
-        GradientAverager(nn.Linear(4, 4), gradcomp.Ternary, comm)
+        GradientAverager(nn.Linear(4, 4), gradcomp.Ternary, comm=comm)
     net = nn.Linear(4, 4)
     if hasattr(net.weight, "grad_dtype"):  # an older torch refuses such a gradient by itself
         net.weight.grad_dtype = torch.bfloat16
         net.weight.grad = torch.ones(4, 4, dtype=torch.bfloat16)
         with pytest.raises(UnsupportedTensor, match="bfloat16"):
-            GradientAverager(net.named_parameters(), "terngrad", comm).average()
+            GradientAverager(net.named_parameters(), "terngrad", comm=comm).average()
 
 
 @pytest.mark.parametrize(
@@ -318,7 +323,7 @@ def test_scales_that_cost_more_than_codes_are_warned_of(codec, shape, bits):
     ]
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        GradientAverager(named, codec, LocalCommunicator.group(2)[0], min_numel=0).close()
+        GradientAverager(named, codec, comm=LocalCommunicator.group(2)[0], min_numel=0).close()
     messages = [str(w.message) for w in seen if "scale groups" in str(w.message)]
     assert len(messages) == (bits is not None)
     assert not messages or (

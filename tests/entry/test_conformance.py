@@ -19,13 +19,13 @@ import gradcomp.ddp
 import gradcomp.fsdp
 from gradcomp import (
     DiLoCo,
-    Feedback,
     GradcompError,
     GradientAverager,
     LocalSGD,
     NotFinite,
     OneBit,
 )
+from gradcomp.allreduce import Feedback
 from gradcomp.comm import TorchCommunicator
 from gradcomp.exchange.stats import Stats
 from gradcomp.onebit_sgd import DoubleBuffer
@@ -130,16 +130,14 @@ class AllReduce(Entry):
         super().backward(step, bad)
         for key, p in enumerate(self.model.parameters()):
             given = {"key": key, "feedback": self.feedback[key], **self.options}
-            gradcomp.all_reduce(p.grad, self.codec, self.comm, **given)
+            gradcomp.all_reduce(p.grad, self.codec, comm=self.comm, **given)
 
 
 class Fsdp(Entry):
-    exchange = "auto"
-
     def wrap(self, model):
         return fully_shard(model)
 
-    def open(self, codec, **options):
+    def open(self, codec, exchange=None, **options):  # it has one exchange
         return gradcomp.fsdp.register(self.model, codec, **options)
 
 

@@ -67,7 +67,10 @@ def identity_and_plain():
 
 def with_and_without_slices():
     return [
-        [trained(codec, slice_numel=numel, exchange=exchange) for numel in (None, 256)]
+        [
+            trained(codec, advanced=gradcomp.Advanced(slice_numel=numel), exchange=exchange)
+            for numel in (None, 256)
+        ]
         for codec in (TernGrad(), OneBit())
         for exchange in ("all_gather", "reduce_scatter")
     ]
@@ -460,7 +463,7 @@ def twice_over_a_communicator_of_ones_own():
     comm = gradcomp.comm.TorchCommunicator()
     with pytest.raises(ValueError, match="in a new DistributedDataParallel"):
         gradcomp.ddp.register(model, "onebit", comm=comm)
-    tensor = gradcomp.all_reduce(torch.full((4,), float(comm.rank)), gradcomp.Identity(), comm)
+    tensor = gradcomp.all_reduce(torch.full((4,), float(comm.rank)), gradcomp.Identity(), comm=comm)
     comm.close()
     state.close()
     return tensor.tolist()

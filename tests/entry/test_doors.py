@@ -27,7 +27,6 @@ import gradcomp.ddp
 import gradcomp.fsdp
 import gradcomp.onebit_sgd
 from gradcomp import (
-    Feedback,
     GradcompError,
     GradientAverager,
     Identity,
@@ -36,6 +35,7 @@ from gradcomp import (
     PeerMismatch,
     UnsupportedTensor,
 )
+from gradcomp.allreduce import Feedback
 from gradcomp.comm import LocalCommunicator, TorchCommunicator
 from gradcomp.exchange.agree import EXCHANGE_FIELDS, NBYTES, agree
 from gradcomp.optim import SplitSGD, split_parameters
@@ -88,7 +88,7 @@ def test_a_failed_backward_leaves_no_local_gradient(gloo, fused, view):
 def fails_in_averager(comm, way):
     model = copy.deepcopy(MODEL)
     averager = GradientAverager(
-        model, "onebit", comm, min_numel=0, timeout_s=20, bucket_cap_mb=0.005
+        model, "onebit", comm=comm, min_numel=0, timeout_s=20, bucket_cap_mb=0.005
     )
     with contextlib.closing(averager):
         for p in model.parameters():
@@ -116,7 +116,7 @@ def test_a_refused_gradient_leaves_no_local_gradient(way):
     """
     layers = nn.ModuleList([nn.Linear(2, 2), nn.Embedding(4, 2, sparse=True)])
     averager = GradientAverager(
-        layers.named_parameters(), Identity(), LocalCommunicator.group(2)[0], min_numel=0
+        layers.named_parameters(), Identity(), comm=LocalCommunicator.group(2)[0], min_numel=0
     )
     (layers[1](torch.tensor([1])) @ layers[0].weight).sum().backward()
     with pytest.raises(UnsupportedTensor, match="sparse"):
@@ -128,7 +128,7 @@ def test_a_refused_gradient_leaves_no_local_gradient(way):
 
 def interrupted_average(comm):
     model = copy.deepcopy(MODEL)
-    averager = GradientAverager(model, Identity(), comm, min_numel=0, bucket_cap_mb=0.005)
+    averager = GradientAverager(model, Identity(), comm=comm, min_numel=0, bucket_cap_mb=0.005)
     with contextlib.closing(averager):
         second, found = averager._buckets[1], []
         for fails in (True, False):
@@ -212,10 +212,12 @@ def averages_alone():
         UserWarning,
         match="averages over 1 rank, LocalCommunicator says, where torch.distributed has 2",
     ):
-        GradientAverager(copy.deepcopy(MODEL), "terngrad", LocalCommunicator.group(1)[0])
+        GradientAverager(copy.deepcopy(MODEL), "terngrad", comm=LocalCommunicator.group(1)[0])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        GradientAverager(copy.deepcopy(MODEL), "terngrad", LocalCommunicator.group(2)[0]).close()
+        GradientAverager(
+            copy.deepcopy(MODEL), "terngrad", comm=LocalCommunicator.group(2)[0]
+        ).close()
 
 
 def test_an_averager_that_is_alone_says_so(gloo):
@@ -224,7 +226,7 @@ def test_an_averager_that_is_alone_says_so(gloo):
 
 def unequal(comm, way):
     model = copy.deepcopy(OTHER if comm.rank == 2 else MODEL)
-    averager = GradientAverager(model, "terngrad", comm, min_numel=0, timeout_s=20)
+    averager = GradientAverager(model, "terngrad", comm=comm, min_numel=0, timeout_s=20)
     with contextlib.closing(averager):
         for p in model.parameters():
             p.grad = torch.ones_like(p)
@@ -242,17 +244,17 @@ def test_unequal_initial_parameters_are_named(way):
 def test_an_averager_takes_a_model():
     named = [n for n, _ in MODEL.named_parameters()]
     comm = LocalCommunicator.group(1)[0]
-    assert [name for name, _ in GradientAverager(MODEL, "onebit", comm)._engine.named] == named
+    assert [name for name, _ in GradientAverager(MODEL, "onebit", comm=comm)._engine.named] == named
     for wrong, said in ((MODEL.parameters(), "Parameter"), ([1], "int"), ([("a",)], "tuple")):
         with pytest.raises(TypeError, match=f"named_parameters.*{said}"):
-            GradientAverager(wrong, "onebit", comm)
+            GradientAverager(wrong, "onebit", comm=comm)
 
 
 # ---- what all_reduce keeps -----------------------------------------------------------------------
 
 
 def keys_differ(comm):
-    gradcomp.all_reduce(torch.ones(64), Identity(), comm, key=comm.rank, timeout_s=20)
+    gradcomp.all_reduce(torch.ones(64), Identity(), comm=comm, key=comm.rank, timeout_s=20)
 
 
 def test_ranks_with_other_keys_are_told():
@@ -263,10 +265,10 @@ def test_ranks_with_other_keys_are_told():
 
 def test_steps_that_would_repeat_draws_are_refused():
     comm = LocalCommunicator.group(1)[0]
-    gradcomp.all_reduce(torch.ones(4), "terngrad", comm, step=2**32 - 1)
+    gradcomp.all_reduce(torch.ones(4), "terngrad", comm=comm, step=2**32 - 1)
     for step in (2**32, -1, True, 1.0):
         with pytest.raises(ValueError, match="step must be"):
-            gradcomp.all_reduce(torch.ones(4), "terngrad", comm, step=step)
+            gradcomp.all_reduce(torch.ones(4), "terngrad", comm=comm, step=step)
 
 
 def many_shapes(comm):
@@ -275,28 +277,33 @@ def many_shapes(comm):
     """
     feedback, kept = Feedback({0: 64}), []
     ours = torch.linspace(-1 + comm.rank, 1, 64)
-    out = [gradcomp.all_reduce(ours.clone(), OneBit(), comm, feedback=feedback)]
+    out = [gradcomp.all_reduce(ours.clone(), OneBit(), comm=comm, feedback=feedback)]
     for numel in range(1, 40):
-        gradcomp.all_reduce(torch.full((numel,), 1.0), Identity(), comm)
+        gradcomp.all_reduce(torch.full((numel,), 1.0), Identity(), comm=comm)
         if comm.rank:  # one rank's residuals come and go: buffers are its own affair
-            gradcomp.all_reduce(ours.clone(), OneBit(), comm, feedback=Feedback({0: 64}))
+            gradcomp.all_reduce(ours.clone(), OneBit(), comm=comm, feedback=Feedback({0: 64}))
         else:
-            gradcomp.all_reduce(ours.clone(), OneBit(), comm, feedback=(spare := Feedback({0: 64})))
+            gradcomp.all_reduce(
+                ours.clone(), OneBit(), comm=comm, feedback=(spare := Feedback({0: 64}))
+            )
             kept.append(weakref.ref(spare))
     spare = None
-    out.append(gradcomp.all_reduce(ours.clone(), OneBit(), comm, feedback=feedback))
+    out.append(gradcomp.all_reduce(ours.clone(), OneBit(), comm=comm, feedback=feedback))
     call = comm.kept["all_reduce", 0]
     sizes = len(call.exchanges), [alive for alive in kept if alive() is not None]
-    gradcomp.forget_buffers(comm)
+    gradcomp.allreduce.forget_buffers(comm)
     freed, step = len(call.exchanges), call.step
-    out.append(gradcomp.all_reduce(ours.clone(), OneBit(), comm, feedback=feedback))
+    out.append(gradcomp.all_reduce(ours.clone(), OneBit(), comm=comm, feedback=feedback))
     return sizes, freed, step, torch.stack(out)
 
 
 def three_times(comm):
     feedback, ours = Feedback({0: 64}), torch.linspace(-1 + comm.rank, 1, 64)
     return torch.stack(
-        [gradcomp.all_reduce(ours.clone(), OneBit(), comm, feedback=feedback) for _ in range(3)]
+        [
+            gradcomp.all_reduce(ours.clone(), OneBit(), comm=comm, feedback=feedback)
+            for _ in range(3)
+        ]
     )
 
 
@@ -438,7 +445,7 @@ def test_a_layer_that_comes_after_wrapping_is_named(gloo):
 
 def test_a_layer_that_comes_after_its_averager_is_named():
     net = copy.deepcopy(MODEL)
-    averager = GradientAverager(net, "terngrad", LocalCommunicator.group(1)[0])
+    averager = GradientAverager(net, "terngrad", comm=LocalCommunicator.group(1)[0])
     averager.average()
     net[0].extra = nn.Parameter(torch.zeros(3))
     with pytest.raises(GradcompError, match=r"'0\.extra' has come"):
@@ -521,7 +528,11 @@ def refused_registration(given):
         raise RuntimeError("no hook")
 
     model.register_comm_hook = refuse
-    options = {"exchange": "hierarchical", "nodes": [[0, 1], [2, 3]], "timeout_s": 20}
+    options = {
+        "exchange": "hierarchical",
+        "advanced": gradcomp.Advanced(nodes=[[0, 1], [2, 3]]),
+        "timeout_s": 20,
+    }
     # its traceback keeps alive what was made
     with pytest.raises(RuntimeError, match="no hook") as caught:
         gradcomp.ddp.register(model, "terngrad", comm=comm, **options)
@@ -546,8 +557,8 @@ def does_something_else(comm, what):
     if comm.rank == 1:
         return
     if what == "all_reduce":
-        gradcomp.all_reduce(torch.ones(8), "terngrad", comm, timeout_s=0.2)
-    averager = GradientAverager(copy.deepcopy(MODEL), "terngrad", comm, timeout_s=0.2)
+        gradcomp.all_reduce(torch.ones(8), "terngrad", comm=comm, timeout_s=0.2)
+    averager = GradientAverager(copy.deepcopy(MODEL), "terngrad", comm=comm, timeout_s=0.2)
     getattr(averager, what)()
 
 
@@ -579,20 +590,22 @@ def other_calls(what):
     shards = fully_shard(copy.deepcopy(MODEL)) if what == "compress" else None
     if what == "check_replicas":
         model = model if rank else model[:3]
-        averager = GradientAverager(model, "terngrad", comm)
+        averager = GradientAverager(model, "terngrad", comm=comm)
         return told(averager.check_replicas)
     if what == "all_reduce":
         for key, numel in enumerate((100, 70_000)):
-            gradcomp.all_reduce(torch.ones(numel), "terngrad", comm, key=key)
+            gradcomp.all_reduce(torch.ones(numel), "terngrad", comm=comm, key=key)
         key, numel = ((0, 100), (1, 70_000))[rank]
-        return told(lambda: gradcomp.all_reduce(torch.ones(numel), "terngrad", comm, key=key))
+        return told(lambda: gradcomp.all_reduce(torch.ones(numel), "terngrad", comm=comm, key=key))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if rank == 0:
         return told(
-            lambda: gradcomp.DiLoCo(model, optimizer, "terngrad", comm, sync_every=4, timeout_s=20)
+            lambda: gradcomp.DiLoCo(
+                model, optimizer, "terngrad", comm=comm, sync_every=4, timeout_s=20
+            )
         )
     if what == "average":
-        return told(GradientAverager(model, "terngrad", comm).average)
+        return told(GradientAverager(model, "terngrad", comm=comm).average)
     return told(lambda: gradcomp.fsdp.register(shards, "terngrad", timeout_s=20))
 
 
@@ -626,7 +639,7 @@ def test_ranks_that_do_other_things_are_told_and_live(gloo, what, field, said):
 
 def test_two_agreements_that_meet_are_told():
     def check(comm):
-        averager = GradientAverager(copy.deepcopy(MODEL), "terngrad", comm, timeout_s=20)
+        averager = GradientAverager(copy.deepcopy(MODEL), "terngrad", comm=comm, timeout_s=20)
         if comm.rank:
             return told(averager.check_replicas)[0]
         net = copy.deepcopy(MODEL)
@@ -674,11 +687,23 @@ HASH = re.compile(r"\d{12,}|[0-9a-f]{16,}")
             "exclude",
             ("['0.bias']", "['*.bias', '0.weight']"),
         ),
-        (({"slice_numel": None}, {"slice_numel": 1 << 22}), "slice_numel", ("None", "4194304")),
+        (
+            ({}, {"advanced": gradcomp.Advanced(slice_numel=1 << 22)}),
+            "slice_numel",
+            ("None", "4194304"),
+        ),
         (
             (
-                {"transform": gradcomp.onebit_sgd.AggregateAdagrad(eps=1e-5)},
-                {"transform": gradcomp.onebit_sgd.AggregateAdagrad(eps=1e-6)},
+                {
+                    "advanced": gradcomp.Advanced(
+                        transform=gradcomp.onebit_sgd.AggregateAdagrad(eps=1e-5)
+                    )
+                },
+                {
+                    "advanced": gradcomp.Advanced(
+                        transform=gradcomp.onebit_sgd.AggregateAdagrad(eps=1e-6)
+                    )
+                },
             ),
             "transform",
             ("AggregateAdagrad(eps=1e-05", "AggregateAdagrad(eps=1e-06"),
@@ -697,7 +722,7 @@ def test_a_mismatch_shows_what_each_rank_has(options, field, words):
     def average(comm):
         given = options[comm.rank]
         codec, changes = ("terngrad", given) if isinstance(given, dict) else (given, {})
-        averager = GradientAverager(copy.deepcopy(MODEL), codec, comm, timeout_s=20, **changes)
+        averager = GradientAverager(copy.deepcopy(MODEL), codec, comm=comm, timeout_s=20, **changes)
         try:
             return told(averager.average)
         finally:
@@ -721,7 +746,7 @@ def test_a_mismatch_of_buckets_shows_their_tensors(what):
             options["bucket_cap_mb"] = 0.001
         elif comm.rank:
             model = model[:3]
-        return told(GradientAverager(model, "terngrad", comm, **options).average)
+        return told(GradientAverager(model, "terngrad", comm=comm, **options).average)
 
     for field, _, text in run_local(2, buckets):
         assert field == "numel" and not HASH.search(text), text

@@ -24,7 +24,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import gradcomp
 import gradcomp.ddp
 import gradcomp.fsdp
-from gradcomp import Block, Feedback, GradientAverager, OneBit, Ternary, TernGrad
+from gradcomp import Advanced, Block, GradientAverager, OneBit, Ternary, TernGrad
+from gradcomp.allreduce import Feedback
 from gradcomp.onebit_sgd import AggregateAdagrad, LocalAdagrad
 from gradcomp.optim import OneBitAdam, SplitAdamW, SplitSGD, split_parameters
 
@@ -32,7 +33,7 @@ GOLDEN = Path(__file__).parents[1] / "vectors" / "golden.json"
 STEPS = 4
 SHAPES = {"w": (40, 33), "b": (5,), "v": (1111,), "one": (1,), "rows": (7, 129)}
 LIMITS = {"min_numel": 6, "timeout_s": 20}
-NODES = {"exchange": "hierarchical", "nodes": [[0, 1], [2, 3]]}
+NODES = {"exchange": "hierarchical", "advanced": Advanced(nodes=[[0, 1], [2, 3]])}
 
 
 def gradient(shape, step, rank, tag, dtype=torch.float32):
@@ -114,13 +115,13 @@ def averager(
     if optimizer is not None:
         options["optimizer"] = optimizer = optimizer(model.parameters())
     scaler = options["grad_scaler"] = Scale() if options.pop("scaled", False) else None
-    run = GradientAverager(model, codec, comm, **LIMITS | options)
+    run = GradientAverager(model, codec, comm=comm, **LIMITS | options)
     averages = []
     for step in range(STEPS):
         if step == resumes:
             state, comm = run.state_dict(), comm.duplicate()
             run.close()
-            run = GradientAverager(model, codec, comm, **LIMITS | options)
+            run = GradientAverager(model, codec, comm=comm, **LIMITS | options)
             run.load_state_dict(state)
         if scaler:
             scaler.value = [8.0, 4.0, 4.0, 16.0][step]
@@ -148,7 +149,7 @@ def resharded(comm, codec, **options):
     """The states of three ranks go on with two."""
     states = run_local(3, partial(held, codec=codec, **options))
     model = Given()
-    run = GradientAverager(model, codec, comm, **LIMITS | options)
+    run = GradientAverager(model, codec, comm=comm, **LIMITS | options)
     run.load_state_dict(states)
     averages = []
     for step in range(STEPS, STEPS + 2):
@@ -163,7 +164,7 @@ def resharded(comm, codec, **options):
 
 def held(comm, codec, **options):
     model = Given()
-    run = GradientAverager(model, codec, comm, **LIMITS | options)
+    run = GradientAverager(model, codec, comm=comm, **LIMITS | options)
     for step in range(STEPS):
         for tag, (name, shape) in enumerate(SHAPES.items()):
             getattr(model, name).grad = gradient(shape, step, comm.rank, tag)
@@ -182,7 +183,9 @@ def all_reduce(comm, codec, *, feedback=True, exchange="auto", first=None):
             values = gradient(SHAPES[name], step, comm.rank, key)
             options = {"feedback": kept, "exchange": exchange, "timeout_s": 20}
             options["step"] = None if first is None else first + 3 * step
-            averages.append(bytes_of(gradcomp.all_reduce(values, codec, comm, key=key, **options)))
+            averages.append(
+                bytes_of(gradcomp.all_reduce(values, codec, comm=comm, key=key, **options))
+            )
     return outcome(averages, [], [kept.residual(key) for key in (0, 1)] if kept else [])
 
 
@@ -194,7 +197,7 @@ def local_steps(
     def begin(comm):
         model = Given()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
-        run = kind(model, optimizer, codec, comm, sync_every=sync_every, **LIMITS | options)
+        run = kind(model, optimizer, codec, comm=comm, sync_every=sync_every, **LIMITS | options)
         return model, optimizer, run
 
     model, optimizer, run = begin(comm)
@@ -317,7 +320,7 @@ EXCHANGES = ("all_gather", "reduce_scatter")
 FEW = ("ternary decays", "terngrad", "onebit", "block4")
 GATHERS_ONLY = {"terngrad own", "onebit rotated"}
 SCATTERS_ONLY = {"terngrad requantize", "terngrad bf16", "terngrad fp32"}
-SLICED = {"slice_numel": 1024}
+SLICED = {"advanced": Advanced(slice_numel=1024)}
 ROWS = {}
 
 
@@ -348,7 +351,14 @@ for name in ("all_gather", "reduce_scatter"):
     row(f"precondition, {name}", averager, 3, Ternary(), precondition=True, **way)
     row(f"precondition, slices, {name}", averager, 3, Block(2), precondition=True, **SLICED, **way)
     row(f"warm start, {name}", averager, 3, OneBit(), warmup_steps=2, **way)
-    row(f"local adagrad, {name}", averager, 3, OneBit(), transform=LocalAdagrad(), **way)
+    row(
+        f"local adagrad, {name}",
+        averager,
+        3,
+        OneBit(),
+        advanced=Advanced(transform=LocalAdagrad()),
+        **way,
+    )
     row(f"buckets, {name}", averager, 3, Ternary(), bucket_cap_mb=0.004, **way)
     row(f"resharded, {name}", resharded, 2, OneBit(), **way)
     row(
@@ -365,7 +375,7 @@ for name in ("all_gather", "reduce_scatter"):
         averager,
         3,
         OneBit(),
-        transform=LocalAdagrad(),
+        advanced=Advanced(transform=LocalAdagrad()),
         precondition=True,
         **way,
     )
@@ -376,13 +386,33 @@ row("rotated, fsdp", fsdp, 2, rotated)
 row("rotated, local steps", local_steps, 2, rotated, fragments=2)
 row("precondition, discarded", averager, 3, Ternary(), precondition=True, discard=2)
 row("precondition, not finite", averager, 3, Ternary(), precondition=True, bad=("v", 7), **SLICED)
-row("adagrad, not finite", averager, 3, OneBit(), transform=AggregateAdagrad(), bad=("v", 7))
-row("adagrad, slices", averager, 3, OneBit(), transform=AggregateAdagrad(), **SLICED)
-row("adagrad, loss scale", averager, 3, OneBit(), transform=AggregateAdagrad(), scaled=True)
+row(
+    "adagrad, not finite",
+    averager,
+    3,
+    OneBit(),
+    advanced=Advanced(transform=AggregateAdagrad()),
+    bad=("v", 7),
+)
+row(
+    "adagrad, slices",
+    averager,
+    3,
+    OneBit(),
+    advanced=Advanced(transform=AggregateAdagrad(), slice_numel=1024),
+)
+row(
+    "adagrad, loss scale",
+    averager,
+    3,
+    OneBit(),
+    advanced=Advanced(transform=AggregateAdagrad()),
+    scaled=True,
+)
 row("precondition, bf16", averager, 3, Ternary(), precondition=True, dtype=torch.bfloat16)
 row("precondition, nodes", averager, 4, Block(2), precondition=True, **NODES)
 row("warm start, packed", averager, 3, OneBit(), warmup_steps=2, warmup_codec=Block(4))
-row("aggregate adagrad", averager, 3, OneBit(), transform=AggregateAdagrad())
+row("aggregate adagrad", averager, 3, OneBit(), advanced=Advanced(transform=AggregateAdagrad()))
 row("1-bit adam", averager, 3, OneBit(), optimizer=partial(OneBitAdam, lr=0.01, freeze_step=2))
 row("not finite, first slice", averager, 3, Ternary(), bad=("w", 3), **SLICED)
 row("not finite, last slice", averager, 3, OneBit(), bad=("v", 1100), **SLICED)
@@ -390,8 +420,22 @@ row("not finite, excluded tensor", averager, 2, Ternary(), bad=("b", 2))
 row("not finite, atomic_steps", averager, 2, Ternary(), bad=("v", 7), atomic_steps=True)
 row("discarded", averager, 3, OneBit(), discard=2)
 row("loss scale", averager, 3, OneBit(), scaled=True)
-row("local adagrad, loss scale", averager, 3, OneBit(), transform=LocalAdagrad(), scaled=True)
-row("local adagrad, not finite", averager, 3, OneBit(), transform=LocalAdagrad(), bad=("v", 7))
+row(
+    "local adagrad, loss scale",
+    averager,
+    3,
+    OneBit(),
+    advanced=Advanced(transform=LocalAdagrad()),
+    scaled=True,
+)
+row(
+    "local adagrad, not finite",
+    averager,
+    3,
+    OneBit(),
+    advanced=Advanced(transform=LocalAdagrad()),
+    bad=("v", 7),
+)
 row("terngrad, resumed", averager, 3, TernGrad(), resumes=2)
 row("loss scale, resumed", averager, 3, OneBit(), scaled=True, resumes=3)
 row("delayed, flushed", averager, 2, OneBit(), delayed=True, flushes=True)

@@ -75,7 +75,7 @@ def made(comm, codec="onebit", kind=DiLoCo, **options):
     """Return a model, its inner optimizer and their local steps."""
     model = fresh()
     optimizer = sgd(model)
-    return model, optimizer, kind(model, optimizer, codec, comm, min_numel=0, **options)
+    return model, optimizer, kind(model, optimizer, codec, comm=comm, min_numel=0, **options)
 
 
 def alone(codec="terngrad", **options):
@@ -248,7 +248,7 @@ def test_two_savings_multiply():
         with torch.no_grad():
             model.weight.zero_()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        with DiLoCo(model, optimizer, codec, comm, sync_every=30) as local:
+        with DiLoCo(model, optimizer, codec, comm=comm, sync_every=30) as local:
             for _ in range(60):
                 model.weight.grad = torch.randn(1024, 1024)
                 optimizer.step()
@@ -310,7 +310,7 @@ def test_split_weights_keep_their_lower_halves():
         with torch.no_grad():
             model.weight.copy_(torch.linspace(-1, 1, 64 * 64).view(64, 64))
         optimizer = SplitSGD(model.parameters(), lr=1e-4)
-        local = LocalSGD(model, optimizer, "identity", comm, sync_every=3)
+        local = LocalSGD(model, optimizer, "identity", comm=comm, sync_every=3)
         for step in range(3):
             model.weight.grad = torch.full((64, 64), float(comm.rank + step), dtype=torch.bfloat16)
             optimizer.step()
@@ -525,7 +525,7 @@ def hidden_option(comm, hidden):
             model,
             optimizer,
             "block4",
-            comm,
+            comm=comm,
             sync_every=2,
             outer_optimizer=lambda ps: Shrinking(ps, 1 - 0.1 * comm.rank, hidden),
         )
@@ -853,7 +853,7 @@ def test_ranks_with_other_settings_are_told_apart(field, mine, theirs):
         model = fresh()
         codec = given.pop("codec")
         with pytest.raises(PeerMismatch) as caught:
-            DiLoCo(model, sgd(model), codec, comm, **given)
+            DiLoCo(model, sgd(model), codec, comm=comm, **given)
         return caught.value.field, caught.value.rank
 
     assert run_local(2, rank) == [(field, 1)] * 2
@@ -862,7 +862,7 @@ def test_ranks_with_other_settings_are_told_apart(field, mine, theirs):
 def other_models(comm):
     model = nn.Sequential(*[nn.Linear(5, 5) for _ in range(2 + comm.rank)])
     with pytest.raises(PeerMismatch) as caught:
-        DiLoCo(model, sgd(model), "onebit", comm, sync_every=2)
+        DiLoCo(model, sgd(model), "onebit", comm=comm, sync_every=2)
     return caught.value.field
 
 
@@ -876,7 +876,7 @@ def test_models_that_differ_are_named():
         with torch.no_grad():
             model[2].bias += comm.rank
         with pytest.raises(PeerMismatch, match="2.bias"):
-            DiLoCo(model, sgd(model), "terngrad", comm, sync_every=4)
+            DiLoCo(model, sgd(model), "terngrad", comm=comm, sync_every=4)
         return True
 
     assert run_local(2, rank) == [True, True]
@@ -893,7 +893,7 @@ def test_models_that_differ_are_named():
         ({"sync_every": 4, "fragment_sync_delay": 4}, ValueError, "less than sync_every, got 4"),
         ({"sync_every": 4, "fragment_sync_delay": -1}, ValueError, "got -1"),
         ({"sync_every": 4, "fragment_update_alpha": 1.5}, ValueError, "alpha"),
-        ({"sync_every": 4, "grad_scaler": torch.amp.GradScaler("cpu")}, ValueError, "grad_scaler"),
+        ({"sync_every": 4, "grad_scaler": torch.amp.GradScaler("cpu")}, TypeError, "grad_scaler"),
         ({"sync_every": 4, "warmup_codec": "block4"}, ValueError, "warmup_codec"),
         (
             {"sync_every": 4, "shard_outer": True, "outer_optimizer": torch.optim.Adam},
@@ -934,7 +934,7 @@ def test_models_that_differ_are_named():
         (
             {"sync_every": 4, "shard_outer": True, "precondition": True},
             ValueError,
-            "precondition does not go with",
+            "precondition cannot be used with",
         ),
         ({"sync_evry": 4, "sync_every": 4}, TypeError, "sync_evry"),
     ],
@@ -943,11 +943,11 @@ def test_wrong_arguments_are_named(options, error, said):
     (comm,) = LocalCommunicator.group(1)
     model = fresh()
     with pytest.raises(error, match=said):
-        DiLoCo(model, sgd(model), "terngrad", comm, **options)
+        DiLoCo(model, sgd(model), "terngrad", comm=comm, **options)
     with pytest.raises(TypeError, match="nn.Module"):
-        DiLoCo([model], sgd(model), "terngrad", comm, sync_every=2)
+        DiLoCo([model], sgd(model), "terngrad", comm=comm, sync_every=2)
     with pytest.raises(ValueError, match="no parameter of this model"):
-        DiLoCo(model, sgd(fresh()), "terngrad", comm, sync_every=2)
+        DiLoCo(model, sgd(fresh()), "terngrad", comm=comm, sync_every=2)
 
 
 def test_parameters_that_are_no_longer_what_they_were():
@@ -966,7 +966,7 @@ def test_parameters_that_take_no_part_are_named():
     (comm,) = LocalCommunicator.group(1)
     model = fresh()
     model[0].weight.requires_grad_(False)
-    local = DiLoCo(model, sgd(model), "terngrad", comm, sync_every=2)
+    local = DiLoCo(model, sgd(model), "terngrad", comm=comm, sync_every=2)
     local.step()
     model[0].weight.requires_grad_(True)
     with pytest.raises(ValueError, match=r"0\.weight was not trained"):
@@ -978,7 +978,7 @@ def test_parameters_that_take_no_part_are_named():
         local.step()
     local.close()
     with pytest.raises(UnsupportedTensor, match="float64"):
-        DiLoCo(fresh().double(), sgd(model), "terngrad", comm, sync_every=2)
+        DiLoCo(fresh().double(), sgd(model), "terngrad", comm=comm, sync_every=2)
 
 
 def test_a_start_that_is_interrupted_goes_on_from_where_it_was():
@@ -1075,7 +1075,7 @@ def test_rounding_to_bf16_is_no_change():
         model,
         optimizer,
         "identity",
-        comm,
+        comm=comm,
         sync_every=1,
         outer_optimizer=lambda ps: torch.optim.SGD(ps, lr=0.3),
     )
@@ -1121,7 +1121,7 @@ def test_two_optimizers_share_a_model(rest):
     def run(comm, first, counts):
         model = fresh()
         optimizers = pair(model, rest)
-        local = DiLoCo(model, optimizers, "terngrad", comm, sync_every=2, warmup_steps=2)
+        local = DiLoCo(model, optimizers, "terngrad", comm=comm, sync_every=2, warmup_steps=2)
         with local if counts else contextlib.nullcontext():
             for step in range(6):
                 x = torch.randn(
@@ -1160,7 +1160,7 @@ def test_inner_optimizers_that_are_refused():
         ([optimizer, sgd(fresh())], "no parameter of this model"),
     ):
         with pytest.raises(ValueError, match=words):
-            DiLoCo(model, wrong, "terngrad", comm, sync_every=2)
+            DiLoCo(model, wrong, "terngrad", comm=comm, sync_every=2)
 
 
 def test_an_inner_optimizer_that_was_swapped_is_refused_before_it_changes_anything():
@@ -1175,7 +1175,7 @@ def test_an_inner_optimizer_that_was_swapped_is_refused_before_it_changes_anythi
     local.close()
     inner_step(model, other, 1, 0)  # it is over
     (comm,) = LocalCommunicator.group(1)
-    with DiLoCo(model, other, "terngrad", comm, sync_every=2) as again:
+    with DiLoCo(model, other, "terngrad", comm=comm, sync_every=2) as again:
         again.load_state_dict(state)
         inner_step(model, other, 2, 0)
         assert again.inner_steps == 1
@@ -1227,7 +1227,9 @@ def test_optimizers_as_frameworks_wrap_them(kind, given, block):
     model = fresh()
     inside = sgd(model)
     around = kind(inside)
-    local = DiLoCo(model, inside if given == "inside" else around, "terngrad", comm, sync_every=2)
+    local = DiLoCo(
+        model, inside if given == "inside" else around, "terngrad", comm=comm, sync_every=2
+    )
     with local if block else contextlib.nullcontext():
         for step in range(2):
             inner_step(model, around, step, 0)
@@ -1253,7 +1255,7 @@ def test_an_optimizer_without_hooks_is_counted_by_who_calls_step():
     (comm,) = LocalCommunicator.group(1)
     model = fresh()
     optimizer = Foreign(sgd(model))
-    local = DiLoCo(model, optimizer, "terngrad", comm, sync_every=2)
+    local = DiLoCo(model, optimizer, "terngrad", comm=comm, sync_every=2)
     with pytest.raises(
         TypeError, match=r"steps of Foreign cannot be counted.*call step\(\) after each"
     ):
@@ -1387,9 +1389,9 @@ def test_a_sync_takes_little_more_than_its_exchange():
         with torch.no_grad():
             model.weight.fill_(0.5)
         found = {}
-        local = DiLoCo(model, sgd(model), "terngrad", comm.duplicate(60.0), sync_every=1)
+        local = DiLoCo(model, sgd(model), "terngrad", comm=comm.duplicate(60.0), sync_every=1)
         other = copy.deepcopy(model)
-        averager = GradientAverager(other, "terngrad", comm, atomic_steps=True)
+        averager = GradientAverager(other, "terngrad", comm=comm, atomic_steps=True)
         noise = torch.randn(2048, 2048, generator=torch.Generator().manual_seed(comm.rank))
         for what in ["sync", "exchange"] * 7:
             with torch.no_grad():

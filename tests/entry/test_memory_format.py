@@ -65,7 +65,9 @@ def averaged(comm, name, codec, exchange):
     checkpoint.
     """
     net = copy.deepcopy(MODELS[name])
-    averager = GradientAverager(net.named_parameters(), codec, comm, min_numel=0, exchange=exchange)
+    averager = GradientAverager(
+        net.named_parameters(), codec, comm=comm, min_numel=0, exchange=exchange
+    )
     with contextlib.closing(averager):
         out = []
         for step in range(2):
@@ -97,7 +99,7 @@ def test_a_row_is_the_same_row_in_channels_last():
 
 def transposed(comm, codec):
     parameter = nn.Parameter(torch.zeros(3, 4).t())
-    averager = GradientAverager([("weight", parameter)], codec, comm, min_numel=0)
+    averager = GradientAverager([("weight", parameter)], codec, comm=comm, min_numel=0)
     with contextlib.closing(averager):
         parameter.grad = torch.arange(1.0, 13).view(4, 3)  # of other strides than the parameter
         averager.average()
@@ -116,7 +118,7 @@ def test_checkpoints_keep_to_their_memory_format():
     comm = gradcomp.comm.LocalCommunicator.group(2)[0]
     same, other = (
         GradientAverager(
-            MODELS[name].named_parameters(), OneBit(), comm, min_numel=0, exchange="all_gather"
+            MODELS[name].named_parameters(), OneBit(), comm=comm, min_numel=0, exchange="all_gather"
         )
         for name in ("last", "rows")
     )
@@ -141,7 +143,7 @@ def reduced(comm, transpose):
         if transpose == "all" or (transpose == "one" and comm.rank)
         else tensor.view(4, 3)
     )
-    return gradcomp.all_reduce(tensor * (comm.rank + 1), Identity(), comm)
+    return gradcomp.all_reduce(tensor * (comm.rank + 1), Identity(), comm=comm)
 
 
 def test_all_reduce_takes_tensors_that_fill_their_memory():

@@ -12,7 +12,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from gradcomp import GradientAverager, Identity, OneBit, PeerMismatch, TernGrad, UnsupportedTensor
+from gradcomp import (
+    Advanced,
+    GradientAverager,
+    Identity,
+    OneBit,
+    PeerMismatch,
+    TernGrad,
+    UnsupportedTensor,
+)
 from gradcomp.comm import TorchCommunicator
 from gradcomp.exchange.sizing import choose
 from gradcomp.onebit_sgd import AggregateAdagrad, DoubleBuffer
@@ -62,7 +70,11 @@ def against_the_expectation(codec, transform):
     mesh, model, whole = start()
     group, column = mesh["dp"].get_group(), mesh["dp"].get_local_rank()
     averager = GradientAverager(
-        model.named_parameters(), codec, TorchCommunicator(group), min_numel=0, transform=transform
+        model.named_parameters(),
+        codec,
+        comm=TorchCommunicator(group),
+        min_numel=0,
+        advanced=Advanced(transform=transform),
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     strategy = choose(codec, 2, owner_transform=transform is not None)
@@ -131,7 +143,9 @@ def double_buffered():
     mesh, model, _ = start()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     group, column = mesh["dp"].get_group(), mesh["dp"].get_local_rank()
-    with DoubleBuffer(model, optimizer, "onebit", TorchCommunicator(group), min_numel=0) as buffer:
+    with DoubleBuffer(
+        model, optimizer, "onebit", comm=TorchCommunicator(group), min_numel=0
+    ) as buffer:
         for step in range(3):
             x, y = batch(step, column)
             buffer.step(lambda a, b: nn.functional.cross_entropy(model(a), b), x, y)
@@ -148,7 +162,7 @@ def test_double_buffering_of_shards(gloo):
 def missing_and_wrong():
     mesh, model, _ = start()
     group, column = mesh["dp"].get_group(), mesh["dp"].get_local_rank()
-    averager = GradientAverager(model.named_parameters(), Identity(), TorchCommunicator(group))
+    averager = GradientAverager(model.named_parameters(), Identity(), comm=TorchCommunicator(group))
     loss(model, 0, column).backward()
     if column == 0:
         model.up.weight.grad = None  # counts as zero, and comes back as a DTensor
@@ -163,7 +177,7 @@ def missing_and_wrong():
         averager.average()
     whole = nn.Parameter(torch.zeros(64, 64))
     whole.grad = DTensor.from_local(torch.ones(64, 64), mesh["tp"], [Replicate()])
-    other = GradientAverager([("whole", whole)], Identity(), TorchCommunicator(group))
+    other = GradientAverager([("whole", whole)], Identity(), comm=TorchCommunicator(group))
     with pytest.raises(UnsupportedTensor, match="whole"):
         other.average()
     other.close()
@@ -186,7 +200,7 @@ def mismatch(call):
 def across_shards():
     _, model, _ = start()
     averager = GradientAverager(
-        model.named_parameters(), "onebit", TorchCommunicator(timeout_s=20), timeout_s=20
+        model.named_parameters(), "onebit", comm=TorchCommunicator(timeout_s=20), timeout_s=20
     )
     loss(model, 0, 0).backward()
     return mismatch(averager.average)
@@ -204,7 +218,7 @@ def other_cuts():
     shape = (32, 64) if column else (64, 32)
     p = nn.Parameter(DTensor.from_local(torch.zeros(shape), mesh["tp"], [Shard(1 - column)]))
     averager = GradientAverager(
-        [("w", p)], "terngrad", TorchCommunicator(group, timeout_s=20), timeout_s=20
+        [("w", p)], "terngrad", comm=TorchCommunicator(group, timeout_s=20), timeout_s=20
     )
     p.grad = DTensor.from_local(torch.ones(shape), mesh["tp"], [Shard(1 - column)])
     return mismatch(averager.average)
@@ -217,7 +231,7 @@ def test_shards_cut_along_other_dimensions_are_a_mismatch(gloo):
 def tensors_swapped():
     mesh, model, _ = start()
     group, column = mesh["dp"].get_group(), mesh["dp"].get_local_rank()
-    averager = GradientAverager(model.named_parameters(), Identity(), TorchCommunicator(group))
+    averager = GradientAverager(model.named_parameters(), Identity(), comm=TorchCommunicator(group))
     averager.check_replicas()
     model.double().float()  # torch swaps the tensors inside the parameters
     with torch.no_grad():

@@ -23,7 +23,9 @@ def refused():
             "no.* argument 'find_unused'; did you mean find_unused_parameters",
             {"find_unused": True},
         ),
-        (TypeError, "options must be a gradcomp.Options, got dict", {"options": {}}),
+        (TypeError, "no option 'options': pass its fields by keyword", {"options": {}}),
+        (TypeError, "there is no option 'start_step'", {"start_step": 3}),
+        (TypeError, "advanced must be a gradcomp.Advanced, got dict", {"advanced": {}}),
         (ValueError, "DDP takes one communication hook", {"ddp_comm_hook": len}),
     ):
         with pytest.raises(error, match=match):

@@ -47,8 +47,10 @@ def other_days(folder):
         trainer.compression.close()
         with pytest.raises(ValueError, match="unknown codec 'ternari'"):
             trainer_of(folder, codec="ternari")
-        with pytest.raises(TypeError, match="options must be a gradcomp.Options, got dict"):
-            trainer_of(folder, compression={"warmup_steps": 3})
+        with pytest.raises(TypeError, match="compression must be a dictionary of .*, got int"):
+            trainer_of(folder, compression=3)
+        with pytest.raises(TypeError, match=r"pass advanced=gradcomp.Advanced\(quality_every="):
+            trainer_of(folder, compression={"quality_every": 3})
         forget()
         saves = {"save_strategy": "steps", "save_steps": 1, "save_only_model": True}
         trainer = trainer_of(folder, codec="auto", max_steps=1, kind=Own, **saves)

@@ -13,7 +13,7 @@ from _ranks import run_local
 from _shadow import Shadow, ShadowKernels, shadowed
 from torch import nn
 
-from gradcomp import GradientAverager, OneBit, Ternary, UnsupportedTensor, kernels
+from gradcomp import Advanced, GradientAverager, OneBit, Ternary, UnsupportedTensor, kernels
 
 NATIVE = kernels.of(kernels.CPU)
 
@@ -101,7 +101,7 @@ def test_what_torch_makes_of_values_is_closed_and_counted():
 def averaged(comm, steps, codec, **options):
     """Average so many times."""
     p = nn.Parameter(torch.zeros(40, 128))
-    averager = GradientAverager([("w", p)], codec, comm, min_numel=0, **options)
+    averager = GradientAverager([("w", p)], codec, comm=comm, min_numel=0, **options)
     for step in range(steps):
         p.grad = torch.full((40, 128), step + comm.rank + 0.5)
         averager.average()
@@ -111,7 +111,11 @@ def averaged(comm, steps, codec, **options):
 @pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])
 @pytest.mark.parametrize(
     ("codec", "options"),
-    [(OneBit(), {}), (Ternary(), {"slice_numel": 2048}), (OneBit(rotate=True), {})],
+    [
+        (OneBit(), {}),
+        (Ternary(), {"advanced": Advanced(slice_numel=2048)}),
+        (OneBit(rotate=True), {}),
+    ],
     ids=str,
 )
 def test_no_step_allocates_values(codec, options, exchange):

@@ -17,7 +17,8 @@ from _tables import ARRAY_DTYPES, GUARD, guarded, same_bytes, values
 from reference import codec as ref
 from reference import optim
 
-from gradcomp import Block, Identity, NativeError, OneBit, TernGrad
+from gradcomp import Block, Identity, OneBit, TernGrad
+from gradcomp.errors import NativeError
 from gradcomp.kernels import CPU, Code, Payloads, native, of
 from gradcomp.kernels.rules import NO_RULE, RULE, TARGET, Flag, Kind
 from gradcomp.kernels.tables import SEGMENT, Table

@@ -134,10 +134,12 @@ def residuals(comm, kind):
     net = fresh_model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     if kind == "averager":
-        state = GradientAverager(net.named_parameters(), OneBit(), comm, min_numel=0, timeout_s=30)
+        state = GradientAverager(
+            net.named_parameters(), OneBit(), comm=comm, min_numel=0, timeout_s=30
+        )
         train = messy(net, optimizer, state.average, comm.world_size, comm.rank)
     else:
-        state = DoubleBuffer(net, optimizer, OneBit(), comm, min_numel=0, timeout_s=30)
+        state = DoubleBuffer(net, optimizer, OneBit(), comm=comm, min_numel=0, timeout_s=30)
 
         def train(minibatch, samples):
             own = minibatch // comm.world_size

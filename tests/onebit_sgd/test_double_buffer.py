@@ -64,7 +64,7 @@ def buffered(comm, codec=None, optimizer=sgd, **options):
     net = fresh_model()
     made = optimizer(net)
     options = {"min_numel": 0, "timeout_s": 60} | options
-    return net, made, DoubleBuffer(net, made, codec or OneBit(), comm, **options)
+    return net, made, DoubleBuffer(net, made, codec or OneBit(), comm=comm, **options)
 
 
 def steps(net, buffer, comm, first, last):
@@ -293,7 +293,7 @@ def test_zero_gradients_of_a_skip_are_divided_by_all_ranks():
         net = nn.Linear(3, 1, bias=False)
         with torch.no_grad():
             net.weight.zero_()
-        buffer = DoubleBuffer(net, torch.optim.SGD(net.parameters(), lr=1.0), Identity(), comm)
+        buffer = DoubleBuffer(net, torch.optim.SGD(net.parameters(), lr=1.0), Identity(), comm=comm)
         if comm.rank == 0:
             buffer.step(lambda x: net(x).mean(), torch.ones(4, 3))
         else:
@@ -343,7 +343,7 @@ def test_rotate_hands_back_the_averages_of_the_call_before(over):
 def rotated(comm):
     net = nn.Linear(4, 4)
     nn.init.zeros_(net.weight), nn.init.zeros_(net.bias)
-    averager = GradientAverager(net.named_parameters(), Identity(), comm)
+    averager = GradientAverager(net.named_parameters(), Identity(), comm=comm)
     assert averager.flush() is False
 
     def put(value):
@@ -380,7 +380,7 @@ def test_rotate_takes_no_loss_scale():
     net = nn.Linear(4, 4)
     scaler = torch.amp.GradScaler("cpu")
     averager = GradientAverager(
-        net.named_parameters(), Identity(), LocalCommunicator.group(1)[0], grad_scaler=scaler
+        net.named_parameters(), Identity(), comm=LocalCommunicator.group(1)[0], grad_scaler=scaler
     )
     with pytest.raises(GradcompError, match="loss scale"):
         averager.average_delayed()
@@ -392,7 +392,9 @@ def test_rotate_takes_no_loss_scale():
 def buffer_of_one(net=None, optimizer=None, **options):
     net = net if net is not None else fresh_model()
     optimizer = optimizer if optimizer is not None else sgd(MODEL if net == "net" else net)
-    return net, DoubleBuffer(net, optimizer, "onebit", LocalCommunicator.group(1)[0], **options)
+    return net, DoubleBuffer(
+        net, optimizer, "onebit", comm=LocalCommunicator.group(1)[0], **options
+    )
 
 
 X, Y = minibatch(0, 0)
@@ -414,7 +416,7 @@ SCALER = torch.amp.GradScaler("cpu")
         (ValueError, "-1", lambda net, buffer: buffer.most(-1)),
         (ValueError, "timeout_s", lambda *_: buffer_of_one(timeout_s=0)),
         (ValueError, "whole_steps", lambda *_: buffer_of_one(whole_steps=1)),
-        (ValueError, "grad_scaler", lambda *_: buffer_of_one(grad_scaler=SCALER)),
+        (TypeError, "grad_scaler", lambda *_: buffer_of_one(grad_scaler=SCALER)),
         (ValueError, "min_numel", lambda *_: buffer_of_one(min_numel=-1)),
         (TypeError, "must be a torch.nn.Module", lambda *_: buffer_of_one("net")),
         (ValueError, "updates no parameter", lambda *_: buffer_of_one(fresh_model(), sgd(LOOSE))),
@@ -454,7 +456,7 @@ def test_replicas_that_start_apart_are_a_mismatch():
     def work(comm):
         net = copy.deepcopy(MODEL if comm.rank == 0 else OTHER)
         with pytest.raises(PeerMismatch, match=r"parameter 0\.weight"):
-            DoubleBuffer(net, sgd(net), "onebit", comm, timeout_s=20)
+            DoubleBuffer(net, sgd(net), "onebit", comm=comm, timeout_s=20)
 
     run_local(2, work)
 
@@ -519,7 +521,7 @@ def test_an_exception_closes_without_waiting_for_peers():
         begun = time.monotonic()
         with (
             pytest.raises(ZeroDivisionError),
-            DoubleBuffer(net, sgd(net), "onebit", comm, timeout_s=60) as buffer,
+            DoubleBuffer(net, sgd(net), "onebit", comm=comm, timeout_s=60) as buffer,
         ):
             buffer._averager.average_delayed(), buffer._averager.flush()
             if comm.rank == 0:
@@ -587,7 +589,7 @@ def hidden_shares(mode, ratio, samples=1024, steps=8):
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
     x, shares, taken = torch.randn(samples, WIDE), [], []
     if mode == "exposed":
-        averager = GradientAverager(net.named_parameters(), OneBit(), link)
+        averager = GradientAverager(net.named_parameters(), OneBit(), comm=link)
         for _ in range(steps):
             for half in x.chunk(2):
                 net.zero_grad()
@@ -598,7 +600,7 @@ def hidden_shares(mode, ratio, samples=1024, steps=8):
                 optimizer.step()
         averager.close()
         return statistics.median(taken) / (ratio * slowest)
-    with DoubleBuffer(net, optimizer, OneBit(), link, whole_steps=mode == "whole") as buffer:
+    with DoubleBuffer(net, optimizer, OneBit(), comm=link, whole_steps=mode == "whole") as buffer:
         last = buffer.report()
         for _ in range(steps):
             buffer.step(lambda x: net(x).square().mean(), x)
@@ -657,7 +659,7 @@ def test_seconds_are_counted():
     def work(comm):
         net = fresh_model()
         buffer = DoubleBuffer(
-            net, sgd(net), Identity(), LinkCommunicator(comm, bits_per_s=1e9, latency_s=0.02)
+            net, sgd(net), Identity(), comm=LinkCommunicator(comm, bits_per_s=1e9, latency_s=0.02)
         )
         buffer.step(loss_of(net), *minibatch(0, comm.rank))
         buffer.drain()
@@ -676,7 +678,9 @@ def compared(comm, bits_per_s, whole):
     net = fresh_model()
     optimizer = sgd(net)
     link = LinkCommunicator(comm, bits_per_s=bits_per_s)
-    with DoubleBuffer(net, optimizer, OneBit(), link, min_numel=0, whole_steps=whole) as buffer:
+    with DoubleBuffer(
+        net, optimizer, OneBit(), comm=link, min_numel=0, whole_steps=whole
+    ) as buffer:
         x, y = minibatch(0, comm.rank)
         buffer.step(loss_of(net), x, y)
         buffer.drain()

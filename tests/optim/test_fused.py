@@ -209,7 +209,9 @@ RUNS = {  # ranks, codec, optimizer, options, tensors that are packed at each of
 def test_fused_runs_equal_unfused_ones(gloo, run):
     world, codec, make, options, least = RUNS[run]
     if options.get("exchange") == "hierarchical":
-        options = options | {"nodes": [[0, 1], [2, 3]] if world == 4 else [[0], [1]]}
+        options = options | {
+            "advanced": gradcomp.Advanced(nodes=[[0, 1], [2, 3]] if world == 4 else [[0], [1]])
+        }
     reason = "updates are not fused: SplitLAMB with these options needs the gradients twice"
     for differ, packed, same_bytes, line in gloo(world, both, codec, make, 5, options):
         assert differ == []

@@ -79,7 +79,7 @@ def begin(comm, kind, codec, net=None, wrap=lambda net: net.parameters(), option
     net = net or network()
     optimizer = MAKE[kind](wrap(net), **more)
     options = {"optimizer": optimizer, "min_numel": 0} | dict(options)
-    return net, optimizer, GradientAverager(net, codec, comm, **options)
+    return net, optimizer, GradientAverager(net, codec, comm=comm, **options)
 
 
 def train(comm, kind, codec, steps, options=(), first=0, state=None, **more):
@@ -370,7 +370,7 @@ def sparse(comm):
 
 
 def of_another_model(comm):
-    GradientAverager(network(), OneBit(), comm, optimizer=MAKE["adam"](network().parameters()))
+    GradientAverager(network(), OneBit(), comm=comm, optimizer=MAKE["adam"](network().parameters()))
 
 
 REFUSED = [
@@ -387,7 +387,10 @@ REFUSED = [
     (one(OneBitLamb, freeze_step=1, variant="nvlamb"), "variant must be 'lamb', got 'nvlamb'"),
     (loads_nvlamb, "nvlamb"),
     (averager(warmup_steps=5), "warmup_steps=5 does not go with OneBitAdam"),
-    (averager(transform=AggregateAdagrad()), "AggregateAdagrad.* does not go with OneBitAdam"),
+    (
+        averager(advanced=gradcomp.Advanced(transform=AggregateAdagrad())),
+        "AggregateAdagrad.* does not go with OneBitAdam",
+    ),
     (averager(exchange="hierarchical"), "hierarchical"),
     *((averager(optimizer=bad), "optimizer must be an optimizer") for bad in (5, "adam", [])),
     (of_another_model, "updates no parameter of this model"),
@@ -747,7 +750,11 @@ def _twice(fused, view):
     net = network()
     optimizer = MAKE["adam"](split_parameters(net))
     model = DDP(net, gradient_as_bucket_view=view)
-    given = {"optimizer": optimizer} if fused else {"transform": optimizer.transform}
+    given = (
+        {"optimizer": optimizer}
+        if fused
+        else {"advanced": gradcomp.Advanced(transform=optimizer.transform)}
+    )
     state = gradcomp.ddp.register(model, "identity", min_numel=0, **given)
 
     def back(step):
@@ -782,7 +789,7 @@ def test_one_optimizer_for_two_models():
         comms = [comm, comm.duplicate(30)] if apart else [comm]
         groups = parts if apart else [parts[0] + parts[1]]
         averagers = [
-            GradientAverager(g, Identity(), c, optimizer=optimizer, min_numel=0)
+            GradientAverager(g, Identity(), comm=c, optimizer=optimizer, min_numel=0)
             for g, c in zip(groups, comms, strict=True)
         ]
         for step in range(6):
@@ -804,7 +811,7 @@ def test_tensors_without_a_gradient_or_without_elements_do_no_harm(kind):
         still, empty, late = (nn.Parameter(value) for value in values)
         optimizer = MAKE[kind]([*net.parameters(), still, empty, late])
         named = [*net.named_parameters(), ("still", still), ("empty", empty), ("late", late)]
-        averager = GradientAverager(named, OneBit(), comm, optimizer=optimizer, min_numel=0)
+        averager = GradientAverager(named, OneBit(), comm=comm, optimizer=optimizer, min_numel=0)
         for step in range(9):
             backward(net, step, comm.rank)
             still.grad, empty.grad, late.grad = torch.zeros(20), torch.zeros(0, 4), torch.ones(20)

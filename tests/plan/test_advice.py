@@ -17,9 +17,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradcomp
 import gradcomp.ddp
-from gradcomp import Block, GradientAverager, OneBit, Options, PeerMismatch, Ternary, TernGrad
+from gradcomp import Block, GradientAverager, OneBit, PeerMismatch, Ternary, TernGrad
 from gradcomp.comm import LocalCommunicator
 from gradcomp.engine.buckets import Gradient
+from gradcomp.engine.options import Options
 from gradcomp.onebit_sgd import AggregateAdagrad, DoubleBuffer
 from gradcomp.optim import (
     OneBitAdam,
@@ -87,12 +88,12 @@ NET = net()  # threads share torch's global generator
 ADAM, SGD = torch.optim.AdamW(NET.parameters()), torch.optim.SGD(NET.parameters(), lr=0.1)
 
 
-def choose(kind, options=None, table=TABLE, model=NET, ranks=4, **changes):
+def choose(kind, table=TABLE, model=NET, ranks=4, advanced=None, **options):
     """Return what "auto" chooses for an optimizer of this kind, or its name in torch.optim."""
     kind = getattr(torch.optim, kind) if isinstance(kind, str) else kind
     optimizer = kind(model.parameters(), lr=0.1)
     sources = [Gradient(name, p) for name, p in model.named_parameters()]
-    return resolve_auto("auto", options, changes, optimizer, sources, ranks, table)
+    return resolve_auto("auto", options, advanced, optimizer, sources, ranks, table)
 
 
 # ---- the table -----------------------------------------------------------------------------------
@@ -194,7 +195,7 @@ LOSSY = tuple(
     ],
 )
 def test_what_auto_chooses(kind, table, changes, bits, why):
-    codec, options, said = choose(kind, None, table, **changes)
+    codec, options, said = choose(kind, table, **changes)
     assert isinstance(codec, Block) and codec.bits == bits and said.startswith(f"auto: {why}"), said
     if not changes and kind is not zero_one_adam:
         assert options == Options(precondition=True if bits == 2 else None)
@@ -206,7 +207,7 @@ def test_what_auto_chooses(kind, table, changes, bits, why):
 )
 def test_split_optimizers(kind, why):
     optimizer = kind(split_parameters(copy.deepcopy(NET)), lr=0.1)
-    said = resolve_auto("auto", None, {}, optimizer, [], 4)[2]
+    said = resolve_auto("auto", {}, None, optimizer, [], 4)[2]
     assert said.startswith(f"auto: Block(4) for {kind.__name__}: {why}")
 
 
@@ -214,7 +215,10 @@ def test_auto_keeps_the_momentum_that_travels():
     """What was measured under it needs a warm-up, which the optimizer brings."""
     codec, options, why = choose(one_bit_adam)
     assert isinstance(codec, OneBit) and options.precondition is not None
-    assert options.warmup_codec.name == "block4" and type(options.transform).__name__ == "Momentum"
+    assert (
+        options.warmup_codec.name == "block4"
+        and type(options.advanced.transform).__name__ == "Momentum"
+    )
     assert "freeze_step=steps // 6 and warmup_codec=Block(4) for OneBitAdam: -0.0" in why
     assert choose(one_bit_adam, warmup_codec=Block(8))[1].warmup_codec.name == "block8"
     with pytest.raises(ValueError, match="warmup_steps=3 does not go with OneBitAdam"):
@@ -222,22 +226,22 @@ def test_auto_keeps_the_momentum_that_travels():
 
 
 @pytest.mark.parametrize(
-    ("options", "changes", "bits", "preconditioned"),
+    ("options", "bits", "preconditioned"),
     [
-        (None, {"precondition": None}, 4, False),
-        (None, {"precondition": gradcomp.Precondition(beta=0.5)}, 2, True),
-        (Options(precondition=True), {}, 2, True),
-        (Options(precondition=True), {"precondition": False}, 4, False),
-        (None, {"exchange": "hierarchical"}, 2, True),
-        (None, {"transform": AggregateAdagrad()}, 4, False),
-        (Options(warmup_steps=3), {"min_numel": 7, "exclude": "0.weight"}, 2, True),
+        ({"precondition": None}, 4, False),
+        ({"precondition": False}, 4, False),
+        ({"precondition": gradcomp.Precondition(beta=0.5)}, 2, True),
+        ({"precondition": True}, 2, True),
+        ({"exchange": "hierarchical"}, 2, True),
+        ({"advanced": gradcomp.Advanced(transform=AggregateAdagrad())}, 4, False),
+        ({"warmup_steps": 3, "min_numel": 7, "exclude": "0.weight"}, 2, True),
     ],
 )
-def test_explicit_options_win(options, changes, bits, preconditioned):
-    codec, chosen, _ = choose("AdamW", options, BETTER, **changes)
+def test_explicit_options_win(options, bits, preconditioned):
+    codec, chosen, _ = choose("AdamW", BETTER, **options)
     assert codec.bits == bits and (chosen.precondition is not None) is preconditioned
-    given = Options.of(options, **changes)
-    for name in ("warmup_steps", "min_numel", "exclude", "exchange", "transform"):
+    given = Options(**options)
+    for name in ("warmup_steps", "min_numel", "exclude", "exchange", "advanced"):
         assert getattr(chosen, name) == getattr(given, name)
     assert given.precondition is None or chosen.precondition == given.precondition
 
@@ -245,7 +249,7 @@ def test_explicit_options_win(options, changes, bits, preconditioned):
 @pytest.mark.parametrize("optimizer", [None, torch.optim.Rprop(NET.parameters())])
 def test_a_codec_that_is_named_is_left_alone(optimizer):
     for codec in ("onebit", OneBit()):
-        found, options, said = resolve_auto(codec, None, {"warmup_steps": 2}, optimizer, [], 2)
+        found, options, said = resolve_auto(codec, {"warmup_steps": 2}, None, optimizer, [], 2)
         assert (repr(found), options, said) == (repr(OneBit()), Options(warmup_steps=2), "")
 
 
@@ -253,12 +257,12 @@ def test_a_codec_that_is_named_is_left_alone(optimizer):
     "codec", [OneBit(), Block(2), "ternary", OneBit(second_phase="block4")], ids=str
 )
 def test_a_residual_decay_that_nobody_named_is_the_optimizers(codec):
-    changes = {"warmup_steps": 2, "warmup_codec": "block4"}
-    found, options, said = resolve_auto(codec, None, changes, ADAM, [], 2)
+    given = {"warmup_steps": 2, "warmup_codec": "block4"}
+    found, options, said = resolve_auto(codec, given, None, ADAM, [], 2)
     assert found.decay == options.warmup_codec.decay == DECAYS["adam"] < 1
     assert said == f"residual_decay={found.decay:g} for AdamW"
     for optimizer in (SGD, None):
-        found, _, said = resolve_auto(codec, None, {}, optimizer, [], 2)
+        found, _, said = resolve_auto(codec, {}, None, optimizer, [], 2)
         assert (found.decay, found.residual_decay, said) == (1.0, 1.0, "")
 
 
@@ -267,7 +271,7 @@ def test_a_residual_decay_that_nobody_named_is_the_optimizers(codec):
     [(OneBit(residual_decay=0.5), 0.5), (OneBit(residual_decay=1.0), 1.0), (TernGrad(), 1.0)],
 )
 def test_a_residual_decay_that_is_named_counts(codec, decay):
-    found, _, said = resolve_auto(codec, None, {}, ADAM, [], 2)
+    found, _, said = resolve_auto(codec, {}, None, ADAM, [], 2)
     assert found.decay == decay and found is codec and said == ""
 
 
@@ -381,17 +385,17 @@ def register_without_an_optimizer():
 def test_auto_without_an_optimizer_is_safe_for_every_one_and_says_so(gloo):
     says = "auto: Block(4), which is safe for every optimizer; pass optimizer= for fewer bytes"
     assert says in gloo(2, register_without_an_optimizer)[0]
-    averager = GradientAverager(NET, "auto", LocalCommunicator.group(1)[0])
+    averager = GradientAverager(NET, "auto", comm=LocalCommunicator.group(1)[0])
     assert says in averager.describe()
     averager.close()
     with pytest.raises(ValueError, match=r"unknown codec 'auto'.*register and GradientAverager"):
-        gradcomp.all_reduce(torch.ones(4), "auto", LocalCommunicator.group(1)[0])
+        gradcomp.all_reduce(torch.ones(4), "auto", comm=LocalCommunicator.group(1)[0])
 
 
 def with_averager(comm, codec, kind, options):
     model = copy.deepcopy(NET)
     optimizer = kind(model.parameters(), lr=0.1) if kind is not None else None
-    averager = GradientAverager(model, codec, comm, optimizer=optimizer, **options)
+    averager = GradientAverager(model, codec, comm=comm, optimizer=optimizer, **options)
     model(torch.ones(2, 64) * (comm.rank + 1)).square().mean().backward()
     averager.average()
     line = averager.describe()
@@ -439,12 +443,12 @@ def test_an_averager_warns_of_what_is_known_to_lose(codec, kind, options, says):
 def test_a_class_or_a_name_is_no_optimizer(wrong, codec):
     message = r"optimizer must be an optimizer, such as torch\.optim\.AdamW\(\.\.\.\), got"
     with pytest.raises(TypeError, match=message):
-        GradientAverager(NET, codec, LocalCommunicator.group(1)[0], optimizer=wrong)
+        GradientAverager(NET, codec, comm=LocalCommunicator.group(1)[0], optimizer=wrong)
 
 
 def test_a_double_buffer_chooses_by_its_optimizer():
     model, comm = copy.deepcopy(NET), LocalCommunicator.group(1)[0]
-    buffer = DoubleBuffer(model, torch.optim.SGD(model.parameters(), lr=0.1), "auto", comm)
+    buffer = DoubleBuffer(model, torch.optim.SGD(model.parameters(), lr=0.1), "auto", comm=comm)
     assert "auto: Block(4) for SGD" in buffer._averager.describe()
     buffer.close()
 
@@ -479,7 +483,7 @@ def perceptron(comm, codec, lr, steps):
             p.copy_(torch.empty_like(p).uniform_(-1, 1, generator=made) / scale)
     teacher, losses = torch.randn(128, 10, generator=made), []
     optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
-    averager = GradientAverager(net, codec, comm, optimizer=optimizer)
+    averager = GradientAverager(net, codec, comm=comm, optimizer=optimizer)
     for _ in range(steps):
         x = torch.randn(32, 128, generator=drawn)
         optimizer.zero_grad()

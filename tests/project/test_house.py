@@ -1,6 +1,7 @@
 """The architecture: layers of modules, quiet import, one C contract."""
 
 import ast
+import importlib
 import json
 import os
 import re
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import gradcomp
 from gradcomp import __main__ as main
 from gradcomp import _gc
 from gradcomp.kernels.native import library
@@ -174,6 +176,15 @@ def test_python_files_fit_one_sitting():
 
 
 @pytest.mark.slow
+def test_the_top_level_has_what_most_users_need():
+    assert len(gradcomp.__all__) <= 28 and all(hasattr(gradcomp, name) for name in gradcomp.__all__)
+    for name, place in gradcomp.MOVED.items():
+        with pytest.raises(AttributeError, match=f"has no attribute '{name}': use {place}"):
+            getattr(gradcomp, name)
+        module, _, attribute = place.rpartition(".")
+        assert " " in place or hasattr(importlib.import_module(module), attribute)
+
+
 def test_import_is_quiet():
     """Promise 9: no MPI, no thread, no network, no environment variable."""
     script = """

@@ -17,7 +17,8 @@ from _serving import CUT, WHOLE, caught, flipped, meet, noise, push_payloads, ru
 from reference import codec as reference
 
 import gradcomp
-from gradcomp import OneBit, RngKey, Ternary, TernGrad
+from gradcomp import OneBit, Ternary, TernGrad
+from gradcomp.codecs import RngKey
 from gradcomp.errors import CorruptPayload, PeerMismatch
 from gradcomp.payload import wire
 from gradcomp.server import ParameterClient, Pending, ServerStats, messages, serve
@@ -102,7 +103,7 @@ def test_terngrad_step_equals_all_reduce_bit_for_bit(over, workers, numel, size,
 
     def reduced(comm, exchange):
         gradient, codec = noise(numel, "g", comm.rank), TernGrad(clip_sigma=None, seed=5)
-        return gradcomp.all_reduce(gradient, codec, comm, exchange=exchange, **options)
+        return gradcomp.all_reduce(gradient, codec, comm=comm, exchange=exchange, **options)
 
     for exchange in ("all_gather", "reduce_scatter"):
         wanted = got[0][1] if workers == 1 else run_local(workers, reduced, exchange)[0]
@@ -150,10 +151,10 @@ def test_payloads_average_as_an_exchange_does(codec, given, size):
     def exchange(comm):
         options = {"exchange": "all_gather"}
         if codec.error_feedback:
-            options["feedback"] = gradcomp.Feedback({2: numel})
+            options["feedback"] = gradcomp.allreduce.Feedback({2: numel})
         return [
             gradcomp.all_reduce(
-                gradient_of(numel, r, comm.rank), codec, comm, key=2, step=r, **options
+                gradient_of(numel, r, comm.rank), codec, comm=comm, key=2, step=r, **options
             )
             for r in range(rounds)
         ]

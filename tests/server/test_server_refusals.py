@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference import payload as ref_payload
 
-from gradcomp import OneBit, RngKey, TernGrad
+from gradcomp import OneBit, TernGrad
+from gradcomp.codecs import RngKey
 from gradcomp.comm import LocalCommunicator
 from gradcomp.errors import (
     CorruptPayload,

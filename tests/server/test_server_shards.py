@@ -10,7 +10,8 @@ import torch
 from _ranks import run_local
 from _serving import CUT, caught, meet, noise, play, push_payloads, same_bits
 
-from gradcomp import Identity, OneBit, RngKey, TernGrad
+from gradcomp import Identity, OneBit, TernGrad
+from gradcomp.codecs import RngKey
 from gradcomp.errors import CorruptPayload
 from gradcomp.payload import wire
 from gradcomp.payload.form import FORMS, PLAIN, TERNARY

@@ -9,7 +9,8 @@ import pytest
 import torch
 from _serving import caught, meet, noise, run, same_bits
 
-from gradcomp import OneBit, RngKey, TernGrad
+from gradcomp import OneBit, TernGrad
+from gradcomp.codecs import RngKey
 from gradcomp.comm import LocalCommunicator
 from gradcomp.errors import PeerMismatch
 from gradcomp.server import serve

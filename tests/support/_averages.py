@@ -5,7 +5,8 @@ import torch
 from _expected import average
 
 import gradcomp
-from gradcomp import Block, Feedback, Identity, OneBit, Ternary, TernGrad
+from gradcomp import Block, Identity, OneBit, Ternary, TernGrad
+from gradcomp.allreduce import Feedback
 from gradcomp.exchange.second import owners_feed_back
 from gradcomp.exchange.sizing import choose
 
@@ -52,7 +53,7 @@ def average_over(comm, codec, shape, exchange, steps):
     out = []
     for step in range(steps):
         tensor = torch.from_numpy(gradient(comm.rank, numel, step)).reshape(shape).clone()
-        gradcomp.all_reduce(tensor, codec, comm, key=7, feedback=feedback, exchange=exchange)
+        gradcomp.all_reduce(tensor, codec, comm=comm, key=7, feedback=feedback, exchange=exchange)
         out.append(tensor.flatten().numpy())
     return out
 
