@@ -124,15 +124,14 @@ class GradientAverager(Controls):
             After any other error every ``p.grad`` is NaN.
         """
         self._refuse_pending("average()")
-        engine = self._engine
         with self._poisoned_on_failure():
             self._check_gradients()
             self._compare_parameters()
-            engine.begin_step()
+            step = self._engine.begin()
             for bucket in self._buckets:
                 bucket.load()
-                engine.submit(bucket.flat, bucket.members, lambda: None)
-            engine.finish_step()
+                step.submit(bucket.flat, bucket.members)
+            step.finish()
         for bucket in self._buckets:
             bucket.store()
 

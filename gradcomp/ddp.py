@@ -20,7 +20,7 @@ from gradcomp.engine.buckets import Gradient, check_layers, check_optimizer, poi
 from gradcomp.engine.controls import Controls
 from gradcomp.engine.layouts import Members
 from gradcomp.engine.options import Advanced, CommonOptions, takes
-from gradcomp.engine.step import Engine
+from gradcomp.engine.step import Engine, Step
 from gradcomp.engine.watch import Newcomers
 from gradcomp.errors import GradcompError, PeerLost, UnsupportedTensor
 from gradcomp.memory.momentum import Momentum
@@ -117,6 +117,7 @@ class CompressionState(Controls):
                 own_comm, model.process_group, timeout_s=options.timeout_s or own_comm.timeout_s
             )
             self._engine = Engine(sources, codec, own_comm, options, chosen)
+            self._step = Step(self._engine)  # nothing has been submitted
             self._fused = self._fuse(optimizer, has_scaler=options.grad_scaler is not None)
         except BaseException:
             if "_engine" in vars(self):
@@ -242,7 +243,7 @@ class CompressionState(Controls):
         momentum = isinstance(engine.options.advanced.transform, Momentum)
         # in the first backward of a static graph every bucket has index 0, and there is no last one
         is_more = in_backward and bucket.index() == 0 and task == self._task
-        is_second = is_more and len(engine.submitted) == 1
+        is_second = is_more and len(self._step.buckets) == 1
         try:
             if momentum and not in_backward:
                 raise GradcompError(
@@ -252,19 +253,19 @@ class CompressionState(Controls):
             # DDP launches buckets in order, also from the inner backwards of checkpointing
             if bucket.index() == 0 and not is_more:
                 self._task = task
-                engine.begin_step()
+                self._step = engine.begin()
                 if self._fused is not None:
                     self._fused.drop()
-            engine.submit(buffer, self._place(bucket), lambda: future.set_result(buffer))
-        except Exception as error:  # noqa: BLE001 - finish_step raises it out of backward
+            self._step.submit(buffer, self._place(bucket), lambda: future.set_result(buffer))
+        except Exception as error:  # noqa: BLE001 - Step.finish raises it out of backward
             engine.fail(error)
             if not future.done():
                 future.set_result(buffer)
         if (bucket.is_last() or is_second) and in_backward:
             torch_private.after_backward(self._finish)
         elif bucket.is_last():  # join(): this rank has run out of data and plays along
-            engine.finish_step()
-            engine.unpack()
+            self._step.finish()
+            self._step.unpack()
         return (
             torch_private.record_until("gradcomp::bucket", future)
             if torch_private.is_profiling()
@@ -274,7 +275,7 @@ class CompressionState(Controls):
     def _finish(self) -> None:
         self._task = -1
         try:
-            self._engine.finish_step()
+            self._step.finish()
         except Exception as error:  # noqa: BLE001 - raised after DDP's own callback: its reducer must come to its end
             torch_private.after_backward(functools.partial(self._fail, error))
             return
@@ -284,9 +285,9 @@ class CompressionState(Controls):
         if self._fused is None:
             return
         if self._fused.must_unpack(finds_unused=self._finds_unused):
-            self._engine.unpack()
+            self._step.unpack()
         else:  # after DDP's own callback, which copies buckets to gradients
-            torch_private.after_backward(self._fused.place)
+            torch_private.after_backward(functools.partial(self._fused.place, self._step.packed()))
 
     def _fail(self, error: Exception) -> NoReturn:
         self._leave_no_gradients()

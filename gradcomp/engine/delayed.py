@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradcomp.engine.buckets import Bucket
-from gradcomp.engine.step import Engine
+from gradcomp.engine.step import Engine, Step
 
 
 class DelayedAverages:
@@ -32,7 +32,7 @@ class DelayedAverages:
 
     def __init__(self, engine: Engine, buckets: Sequence[Bucket], spare: Sequence[Bucket]) -> None:
         self._engine, self._buckets, self._spare = engine, buckets, spare
-        self._pending = False
+        self._step: Step | None = None
         self._started = self._done = 0.0
         self.exchanges = 0
         self.exchange_s = self.waited_s = self.codec_s = self.copy_s = 0.0
@@ -49,7 +49,7 @@ class DelayedAverages:
     @property
     def pending(self) -> bool:
         """Whether an exchange is under way, or its averages have not been handed back."""
-        return self._pending
+        return self._step is not None
 
     def average(self) -> bool:
         """Start averaging ``p.grad``; put the averages of the call before in its place, or None if
@@ -63,7 +63,7 @@ class DelayedAverages:
         """
         handed = self._finish()
         try:
-            self._engine.begin_step()
+            step = self._engine.begin()
         except Exception:
             self._poison()
             raise
@@ -75,10 +75,10 @@ class DelayedAverages:
         self._started = self._done = time.perf_counter()
         self._worked = self._engine.stats.codec_seconds
         self.copy_s += self._started - begun
-        self._pending = True
+        self._step = step
         for bucket in self._buckets:
-            self._engine.submit(bucket.flat, bucket.members, self._note)
-        self._engine.seal_step()
+            step.submit(bucket.flat, bucket.members, self._note)
+        step.seal()
         return handed
 
     def flush(self) -> bool:
@@ -98,19 +98,19 @@ class DelayedAverages:
 
     def drop(self) -> None:
         """Wait for the exchange under way and forget its averages; ``p.grad`` stays as it is."""
-        if self._pending:
-            self._pending = False
-            self._engine.finish_step()
+        if self._step is not None:
+            step, self._step = self._step, None
+            step.finish()
 
     def _finish(self) -> bool:
         """Wait for the exchange under way; return whether there was one."""
-        if not self._pending:
+        if self._step is None:
             return False
         begun = time.perf_counter()
         try:
-            self._engine.finish_step()
+            self._step.finish()
         except Exception:
-            self._pending = False
+            self._step = None
             self._poison()
             raise
         if self._engine.comm.world_size > 1:
@@ -118,7 +118,7 @@ class DelayedAverages:
             self.exchange_s += self._done - self._started
             # unless it was reset
             self.codec_s += max(0.0, self._engine.stats.codec_seconds - self._worked)
-        self._pending = False
+        self._step = None
         self.exchanges += 1
         return True
 

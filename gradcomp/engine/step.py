@@ -1,8 +1,8 @@
 """What a DDP hook and a GradientAverager share: buckets go through a pipeline, a step of them at a
 time.
 
-An engine opens a step, averages its buckets, and commits what they left in memory: in one place, on
-the thread that waits for the step, and only when every bucket of it ended well.
+An engine opens a step, which averages buckets and commits what they left in memory: in one place,
+on the thread that waits for the step, and only when every bucket of it ended well.
 """
 
 from __future__ import annotations
@@ -48,6 +48,144 @@ logger = logging.getLogger("gradcomp")
 _OUTCOME = struct.Struct("<Qd")  # step, loss scale
 
 
+class Step:
+    """What `Engine.begin` opens: buckets are submitted, the step is sealed behind the last one,
+    and `finish` waits for them.
+
+    A step that is never finished commits nothing; the next `Engine.begin` waits for its buckets.
+    An engine does not hold its step: who has begun it does, as long as packed averages are needed.
+
+    Attributes:
+        number: of training, for random numbers and headers.
+        buckets: exchange and members of every bucket, in the order in which they were submitted.
+        started, ended: when the first bucket was submitted and the latest one ended, seconds of
+            `time.perf_counter`.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self.number = engine, engine.step
+        self.buckets: list[tuple[Exchange, Members]] = []
+        self.started = self.ended = 0.0
+        self._numel, self._sealed = 0, False
+
+    def submit(
+        self, buffer: Tensor, members: Members, done: Callable[[], None] | None = None
+    ) -> None:
+        """Average one bucket in place.
+
+        Args:
+            buffer: ``(numel,)`` float32, bfloat16 or float16, contiguous, CPU.
+            members: (position of the tensor, first element in the buffer) pairs in buffer order.
+            done: called when the average stands in the buffer, or NaN after a failure.
+        """
+        check_tensor(buffer, "the bucket")
+        engine, bucket = self._engine, len(self.buckets)
+        exchange, new = engine.layouts.exchange(buffer, members, self.number, bucket)
+        shared, named = engine.compared_state() if bucket == 0 else ({}, ())
+        compared = (new or {}) | shared
+        self.buckets.append((exchange, members))
+        if bucket == 0:
+            self.started = time.perf_counter()
+        exchange.begin(buffer, self.number, bucket)
+        slices = exchange.slices
+        self._numel += buffer.numel()
+        travels = engine.comm.world_size > 1
+
+        def first() -> None:
+            if compared and travels:
+                engine.agree(compared, named, bucket)
+            slices[0][0]()
+
+        def end(error: BaseException | None) -> None:
+            self.ended = time.perf_counter()
+            if error is not None:
+                buffer.fill_(float("nan"))
+            if done is not None:
+                done()
+
+        tasks = [Task(steps, _nothing) for steps in slices]
+        tasks[0].stages = (first, *slices[0][1:])
+        tasks[-1].done = end
+        if travels:
+            engine.pipeline.submit(*tasks)
+        else:
+            engine.pipeline.run(*tasks)
+
+    def seal(self) -> None:
+        """Take note that the step has all its buckets: where steps count as a whole, the round
+        that says so may start.
+        """
+        engine = self._engine
+        if (
+            self._sealed
+            or not self.buckets
+            or not engine.options.whole_steps
+            or engine.comm.world_size == 1
+        ):
+            return
+        self._sealed = True
+        idle = [lambda: None] * (engine.layouts.route.stage_count - 1)
+        engine.pipeline.submit(Task((*idle, self._agree_on_outcome), _nothing))
+
+    def finish(self) -> None:
+        """Wait for every bucket, commit what they left in memory, count the step.
+
+        Raises:
+            GradcompError: what went wrong in any bucket, on this call and for every later step.
+        """
+        engine, begun = self._engine, time.perf_counter()
+        self.seal()
+        engine.wait()
+        exchanges = [exchange for exchange, _ in self.buckets]
+        stats = engine.stats
+        if exchanges:
+            stats.add_seconds("hidden", max(0.0, min(begun, self.ended) - self.started))
+            stats.add_seconds("exposed", max(0.0, self.ended - begun))
+            engine.layouts.forget_all_but(exchanges)
+        if not engine.options.whole_steps or not any(e.flagged for e in exchanges):
+            for exchange in exchanges:
+                if not exchange.flagged:
+                    exchange.commit()
+        stats.baseline_bytes += ring_bytes(self._numel, engine.comm.world_size)
+        engine.end_step()
+
+    def packed(self) -> list[tuple[Averages, Members]]:
+        """Return the averages that are still packed, and whose they are."""
+        return [
+            (exchange.averages, members)
+            for exchange, members in self.buckets
+            if exchange.averages is not None
+        ]
+
+    def unpack(self) -> None:
+        """Write averages that are still packed into their buckets."""
+        for exchange, _ in self.buckets:
+            exchange.unpack()
+
+    def _agree_on_outcome(self) -> None:
+        """Return once every rank has averaged every bucket of this step.
+
+        A rank whose step failed does not get here, so no rank gets past here. It runs in the last
+        stage of the pipeline, behind the buckets, when nothing else is under way on the channel of
+        second phases.
+
+        Raises:
+            PeerMismatch: "step" or "loss_scale" differ.
+            PeerLost: "outcome"; a rank did not finish the step.
+        """
+        engine = self._engine
+        mine = _OUTCOME.pack(self.number, engine.store.loss_scale)
+        with peers_answer("outcome"):  # nothing else is ever gathered on this channel
+            found = engine.comm.all_gather_bytes(mine, engine.timeout_s, Channel.SECOND)
+        everyone = [_OUTCOME.unpack(data) for data in found]
+        for number, field in enumerate(("step", "loss_scale")):
+            for rank, theirs in enumerate(everyone):
+                if theirs[number] != everyone[0][number]:
+                    raise PeerMismatch(field, rank, everyone[0][number], theirs[number])
+        nbytes = (engine.comm.world_size - 1) * _OUTCOME.size
+        engine.stats.add_bytes(nbytes, nbytes)
+
+
 class Engine:
     """Averages one set of named tensors.
 
@@ -70,7 +208,7 @@ class Engine:
         named: (name, tensor) of every source: what is the same on every rank.
         orders: see `Layouts`.
         timeout_s: longest wait for a peer, in seconds.
-        submitted: exchange and members of every bucket of the last step.
+        step: number of the next step, or of the one that is open.
         reports: get every step that has ended.
         replicated: returns what else must be the same on every rank, (name, value) pairs for
             `check_replicas`.
@@ -79,9 +217,7 @@ class Engine:
     """
 
     pipeline: Pipeline
-    submitted: list[tuple[Exchange, Members]]
-    _open: bool
-    _sealed: bool  # the step has all its buckets
+    _open: bool  # a step has begun and not been finished
 
     def __init__(
         self,
@@ -111,17 +247,17 @@ class Engine:
         self.codec, self.store = self.layouts.codec, self.layouts.store
         self.orders = self.layouts.orders
         self._growth = Growth(self._noisy_weights())
-        self.step = self._step_numel = 0
+        self.step = 0
         self.reports: list[Telemetry] = []
         self.replicated: Callable[[], Named] = list
         self.compares_state, self._unseen = self.store.moments is not None, False
-        self._first_submit = self._last_done = 0.0
         self._start()
 
     # ---- a step ----------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
-        """Open a step: take over the loss scale, forget what `discard_step` could undo.
+    def begin(self) -> Step:
+        """Open a step: take over the loss scale, forget what `discard_step` could undo. Only one
+        step is open at a time.
 
         Raises:
             GradcompError: of an earlier step; a loss scale that gradients cannot carry; too many
@@ -136,7 +272,7 @@ class Engine:
                 f"step {self.step}: random numbers and headers count steps below 2^32"
             )
         self.comm.claim()
-        self._open, self._sealed, self.submitted, self._step_numel = True, False, [], 0
+        self._open = True
         self._growth.look(self.step)
         self.store.begin_step()
         if self.comm.world_size == 1:
@@ -153,105 +289,20 @@ class Engine:
                 )
             if scale != self.store.loss_scale:
                 self.store.change_loss_scale(scale)
+        return Step(self)
 
-    def submit(self, buffer: Tensor, members: Members, done: Callable[[], None]) -> None:
-        """Average one bucket in place.
-
-        Args:
-            buffer: ``(numel,)`` float32, bfloat16 or float16, contiguous, CPU.
-            members: (position of the tensor, first element in the buffer) pairs in buffer order.
-            done: called when the average stands in the buffer, or NaN after a failure.
-        """
-        check_tensor(buffer, "the bucket")
-        number = len(self.submitted)
-        exchange, new = self.layouts.exchange(buffer, members, self.step, number)
-        shared, named = self._shared() if number == 0 else ({}, ())
-        compared = (new or {}) | shared
-        self.submitted.append((exchange, members))
-        if number == 0:
-            self._first_submit = time.perf_counter()
-        exchange.begin(buffer, self.step, number)
-        slices = exchange.slices
-        self._step_numel += buffer.numel()
-
-        def first() -> None:
-            if compared and self.comm.world_size > 1:
-                self._agree(compared, named, number)
-            slices[0][0]()
-
-        def end(error: BaseException | None) -> None:
-            self._last_done = time.perf_counter()
-            if error is not None:
-                buffer.fill_(float("nan"))
-            done()
-
-        tasks = [Task(steps, _nothing) for steps in slices]
-        tasks[0].stages = (first, *slices[0][1:])
-        tasks[-1].done = end
-        if self.comm.world_size > 1:
-            self.pipeline.submit(*tasks)
-        else:
-            self.pipeline.run(*tasks)
-
-    def seal_step(self) -> None:
-        """Take note that the step has all its buckets: where steps count as a whole, the round
-        that says so may start.
-        """
-        if (
-            self._sealed
-            or not self.submitted
-            or not self.options.whole_steps
-            or self.comm.world_size == 1
-        ):
-            return
-        self._sealed = True
-        idle = [lambda: None] * (self.layouts.route.stage_count - 1)
-        self.pipeline.submit(Task((*idle, self._agree_on_step), lambda error: None))
-
-    def finish_step(self) -> None:
-        """Wait for every bucket of the step, commit what they left in memory, count the step.
-
-        Raises:
-            GradcompError: what went wrong in any bucket, on this call and on every later one.
-        """
-        begun = time.perf_counter()
-        self.seal_step()
-        self.wait()
-        exchanges = [exchange for exchange, _ in self.submitted]
-        if exchanges:
-            self.stats.add_seconds(
-                "hidden", max(0.0, min(begun, self._last_done) - self._first_submit)
-            )
-            self.stats.add_seconds("exposed", max(0.0, self._last_done - begun))
-            self.layouts.forget_all_but(exchanges)
-        if not self.options.whole_steps or not any(e.flagged for e in exchanges):
-            for exchange in exchanges:
-                if not exchange.flagged:
-                    exchange.commit()
+    def end_step(self) -> None:
+        """Count the step that is open: `Step.finish` has committed it."""
         self._open = False
         self.comm.release()
-        self.stats.baseline_bytes += ring_bytes(self._step_numel, self.comm.world_size)
         self.step += 1
         self.stats.steps += 1
         for report in self.reports:
             report.step(self.step)
 
     def keep_packed(self) -> None:
-        """Leave averages packed where that is safe, from the first step on: see `packed`."""
+        """Leave averages packed where that is safe, from the first step on: see `Step.packed`."""
         self.layouts.keeps_packed = True
-
-    def packed(self) -> list[tuple[Averages, Members]]:
-        """Return the averages of the last step's buckets that are still packed."""
-        return [
-            (exchange.averages, members)
-            for exchange, members in self.submitted
-            if exchange.averages is not None
-        ]
-
-    def unpack(self) -> None:
-        """Write the averages of the last step into its buckets where they are still packed."""
-        for exchange, _ in self.submitted:
-            exchange.unpack()
 
     # ---- failures --------------------------------------------------------------------------------
 
@@ -415,7 +466,43 @@ class Engine:
         tensors and values, are the same on all. Collective.
         """
         with self.comm:
-            self._agree(values | {"state": digests(named)}, named)
+            self.agree(values | {"state": digests(named)}, named)
+
+    def agree(self, values: dict[str, object], named: Named, bucket: int = -1) -> None:
+        """Compare fields over the ranks; where the digest "state" differs, find out which of
+        `named` does.
+        """
+        self.stats.setup_bytes += (self.comm.world_size - 1) * NBYTES
+        found: PeerMismatch | None = None
+        try:
+            agree(self.comm, values, self.timeout_s, fields=EXCHANGE_FIELDS, bucket=bucket)
+        except PeerMismatch as error:
+            found = error
+        if found is not None:
+            # which all ranks see, so all of them look for the first difference
+            if found.field == "state":
+                self._compare(named, "fingerprint", Channel.SCALE)
+            raise found
+        if "loaded" in values:
+            self._unseen = False
+
+    def compared_state(self) -> tuple[dict[str, object], Named]:
+        """Return what the first bucket of a step compares of the state that is the same on all
+        ranks: by field, and the state that "state" is a digest of.
+
+        That is empty unless it may have changed otherwise than by steps: hashing it at every step
+        would take too long.
+        """
+        if not self.compares_state:
+            return {}, ()
+        named = self._shared_state() if self._unseen else []
+        text = f"{'a' if self._unseen else 'no'} state loaded since the last exchange"
+        values = {
+            "step": self.step,
+            "loaded": Shown(int(self._unseen), text),
+            "state": digests(named),
+        }
+        return values, named
 
     def describe(self) -> str:
         """Return one line that says what is on."""
@@ -457,45 +544,8 @@ class Engine:
     def _start(self) -> None:
         """Make a pipeline for the route as it is; no step is open."""
         route = self.layouts.route
-        self._open = self._sealed = False
-        self.submitted = []
+        self._open = False
         self.pipeline = Pipeline(route.stage_count, on_failure=route.abort)
-
-    def _agree(self, values: dict[str, object], named: Named, bucket: int = -1) -> None:
-        """Compare fields over the ranks; where the digest "state" differs, find out which of
-        `named` does.
-        """
-        self.stats.setup_bytes += (self.comm.world_size - 1) * NBYTES
-        found: PeerMismatch | None = None
-        try:
-            agree(self.comm, values, self.timeout_s, fields=EXCHANGE_FIELDS, bucket=bucket)
-        except PeerMismatch as error:
-            found = error
-        if found is not None:
-            # which all ranks see, so all of them look for the first difference
-            if found.field == "state":
-                self._compare(named, "fingerprint", Channel.SCALE)
-            raise found
-        if "loaded" in values:
-            self._unseen = False
-
-    def _shared(self) -> tuple[dict[str, object], Named]:
-        """Return what the first bucket of a step compares of the state that is the same on all
-        ranks: by field, and the state that "state" is a digest of.
-
-        That is empty unless it may have changed otherwise than by steps: hashing it at every step
-        would take too long.
-        """
-        if not self.compares_state:
-            return {}, ()
-        named = self._shared_state() if self._unseen else []
-        text = f"{'a' if self._unseen else 'no'} state loaded since the last exchange"
-        values = {
-            "step": self.step,
-            "loaded": Shown(int(self._unseen), text),
-            "state": digests(named),
-        }
-        return values, named
 
     def _shared_state(self) -> Named:
         """Return (name, value) of what every rank must hold alike."""
@@ -517,29 +567,6 @@ class Engine:
             phase=phase,
             channel=channel,
         )
-
-    def _agree_on_step(self) -> None:
-        """Return once every rank has averaged every bucket of this step.
-
-        A rank whose step failed does not get here, so no rank gets past here. It runs in the last
-        stage of the pipeline, behind the buckets, when nothing else is under way on the channel of
-        second phases.
-
-        Raises:
-            PeerMismatch: "step" or "loss_scale" differ.
-            PeerLost: "outcome"; a rank did not finish the step.
-        """
-        with peers_answer("outcome"):  # nothing else is ever gathered on this channel
-            found = self.comm.all_gather_bytes(
-                _OUTCOME.pack(self.step, self.store.loss_scale), self.timeout_s, Channel.SECOND
-            )
-        everyone = [_OUTCOME.unpack(data) for data in found]
-        for number, field in enumerate(("step", "loss_scale")):
-            for rank, theirs in enumerate(everyone):
-                if theirs[number] != everyone[0][number]:
-                    raise PeerMismatch(field, rank, everyone[0][number], theirs[number])
-        nbytes = (self.comm.world_size - 1) * _OUTCOME.size
-        self.stats.add_bytes(nbytes, nbytes)
 
 
 def _nothing(error: BaseException | None) -> None:

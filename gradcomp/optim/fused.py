@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradcomp import kernels
+from gradcomp.engine.layouts import Members
 from gradcomp.engine.step import Engine
 from gradcomp.errors import GradcompError, PeerMismatch
 from gradcomp.exchange.agree import Named
+from gradcomp.exchange.averages import Averages
 from gradcomp.kernels.rules import NO_RULE, RULE, TARGET, Flag, Kind
 from gradcomp.optim import SplitOptimizer
 from gradcomp.optim.entries import whole_rows
@@ -82,16 +84,18 @@ class FusedGradients:
     def __init__(self, engine: Engine, optimizer: SplitOptimizer) -> None:
         self._engine, self._optimizer = engine, optimizer
         self.parameter_count = len(engine.named)
+        self._packed: Sequence[tuple[Averages, Members]] = []
         self._placeholders: dict[Tensor, tuple[Placeholder, int]] = {}  # and their positions
         self._factor = 1.0  # of clipping, by which packed averages are multiplied
         self._adds_up = False  # to gradients that were there before the last forward pass
         optimizer.attach_packed(self)
 
-    def place(self) -> None:
-        """Put placeholders where DDP has put local gradients; averages that are not packed stay
-        in `p.grad`.
+    def place(self, packed: Sequence[tuple[Averages, Members]]) -> None:
+        """Put placeholders for packed averages where DDP has put local gradients; averages that
+        are not packed stay in `p.grad`.
         """
-        for _, members in self._engine.packed():
+        self._packed = packed
+        for _, members in packed:
             for position, _ in members:
                 p = self._engine.named[position][1]
                 if p.grad is not None and p.numel():
@@ -99,11 +103,11 @@ class FusedGradients:
 
     def drop(self) -> None:
         """Forget the last backward: its payloads are about to be overwritten."""
-        self._placeholders, self._factor = {}, 1.0
+        self._packed, self._placeholders, self._factor = [], {}, 1.0
 
     def fail(self) -> None:
         """Leave no local gradient after an exchange that failed: a step raises then."""
-        self._placeholders, self._factor = {}, 1.0
+        self.drop()
         for _, p in self._engine.named:
             if p.grad is not None and p.numel():
                 Placeholder.stand_for(p)
@@ -142,7 +146,7 @@ class FusedGradients:
             scaled = (rules["flags"] & Flag.PRESCALE) > 0
             rules["prescale"] = np.where(scaled, rules["prescale"], 1.0) * self._factor
             rules["flags"] |= np.uint32(Flag.PRESCALE)
-        for averages, _ in self._engine.packed():
+        for averages, _ in self._packed:
             averages.update(targets, rules)
 
     def clip(self, max_norm: float, *, error_if_nonfinite: bool = False) -> float:
@@ -166,9 +170,7 @@ class FusedGradients:
                 targets[position]["rule"] = 0
             elif p.grad is not None and p.numel():
                 written.append(p.grad)
-        packed = math.fsum(
-            averages.squares(targets, rules) for averages, _ in self._engine.packed()
-        )
+        packed = math.fsum(averages.squares(targets, rules) for averages, _ in self._packed)
         squares = packed * self._factor**2 + _squares(written, rules)
         norm = float(np.float32(math.sqrt(squares)))
         if error_if_nonfinite and not math.isfinite(norm):
@@ -189,7 +191,7 @@ class FusedGradients:
         for p in self._placeholders:
             if self.position(p) is not None:
                 self.check(p)
-        for averages, members in self._engine.packed():
+        for averages, members in self._packed:
             named = [(self._engine.named[position][1], offset) for position, offset in members]
             waiting = [(p, offset) for p, offset in named if self.position(p) is not None]
             if not waiting:
@@ -207,7 +209,7 @@ class FusedGradients:
 
     def close(self) -> None:
         """Leave the optimizer."""
-        self._placeholders = {}
+        self.drop()
         self._optimizer.detach_packed(self)
 
 

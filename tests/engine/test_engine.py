@@ -266,7 +266,7 @@ def averager_of(comm, sizes=(600, 700), codec="onebit", **options):
 
 def fails_in_its_last_stage(averager, bucket, error, after=lambda: None):
     """Let one bucket's last stage raise in every later step."""
-    exchange, _ = averager._engine.submitted[bucket]
+    exchange = list(averager._engine.layouts._exchanges.values())[bucket]
     finish = exchange.finish
 
     def stage(number):
@@ -410,16 +410,16 @@ def test_an_abandoned_step_is_waited_for_and_commits_nothing():
         engine, bucket, ended = averager._engine, averager._buckets[0], []
         fill(0)
         bucket.load()
-        engine.begin_step()
+        abandoned = engine.begin()
         if comm.rank == 1:
             time.sleep(0.2)
-        engine.submit(bucket.flat, bucket.members, lambda: ended.append(True))
-        engine.begin_step()
+        abandoned.submit(bucket.flat, bucket.members, lambda: ended.append(True))
+        step = engine.begin()
         assert ended == [True], "the bucket of the abandoned step was still under way"
         for bucket in averager._buckets:
             bucket.load()
-            engine.submit(bucket.flat, bucket.members, lambda: None)
-        engine.finish_step()
+            step.submit(bucket.flat, bucket.members)
+        step.finish()
         return averager.state_dict()
 
     def plain(comm):
@@ -441,7 +441,7 @@ def test_buffers_of_layouts_that_are_used_no_more_are_freed():
         _, averager, fill = averager_of(comm)
         fill(0)
         averager.average()
-        old = [weakref.ref(exchange) for exchange, _ in averager._engine.submitted]
+        old = [weakref.ref(exchange) for exchange in averager._engine.layouts._exchanges.values()]
         averager._buckets = fuse(averager._sources, 25.0)
         fill(1)
         averager.average()
@@ -485,11 +485,11 @@ def test_anything_with_a_name_can_be_averaged():
             fuse(sources, 25.0),
         )
         assert [len(bucket.members) for bucket in buckets] == [2, 1], "one bucket a dtype"
-        engine.begin_step()
+        step = engine.begin()
         for bucket in buckets:
             bucket.load()
-            engine.submit(bucket.flat, bucket.members, lambda: None)
-        engine.finish_step()
+            step.submit(bucket.flat, bucket.members)
+        step.finish()
         for bucket in buckets:
             bucket.store()
         engine.check_replicas()
@@ -540,7 +540,7 @@ def ddp_fails_and_goes_on():
         for _ in range(3):
             backward()
         if rank == 0:
-            state._engine.submitted[0][0].own = lambda number: 1 / 0
+            state._step.buckets[0][0].own = lambda number: 1 / 0
         with pytest.raises(PeerLost if rank else ZeroDivisionError):
             backward()
         left = [bool(p.grad.isnan().all()) for p in model.parameters()]

@@ -266,7 +266,7 @@ def many_buckets(name, steps):
                 wrong += not torch.equal(
                     weight.grad, torch.full((64, 64), 2.5 * (1 + step % 3) * (i + 1))
                 )
-    buckets = len(state._engine.submitted)
+    buckets = len(state._step.buckets)
     state.close()
     return wrong, buckets
 
@@ -328,7 +328,7 @@ def scale_follows():
     backward()
     before = state.state_dict()["residual"]["weight"].clone()
     scaler.update(new_scale=2.0)
-    state._engine.begin_step()
+    state._engine.begin()
     after = state._engine.store.residuals.current(0).clone()
     state.close()
     return torch.equal(after, before / 4)

@@ -470,7 +470,7 @@ def profiled():
         with profile(experimental_config=_ExperimentalConfig(profile_all_threads=True)) as prof:
             backward(model)
         everywhere = {e.key for e in prof.key_averages() if e.key.startswith("gradcomp::")}
-    name, buckets = model._get_ddp_logging_data()["comm_hook"], len(state._engine.submitted)
+    name, buckets = model._get_ddp_logging_data()["comm_hook"], len(state._step.buckets)
     state.close()
     return (
         shown["gradcomp::bucket"] == buckets,

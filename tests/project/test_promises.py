@@ -132,7 +132,7 @@ def no_fingerprint():
 
         return only_settings_of_all_buckets
 
-    swap(Engine, "_agree", make)
+    swap(Engine, "agree", make)
 
 
 def errors_stay_in_backward():
