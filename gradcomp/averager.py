@@ -24,7 +24,7 @@ from gradcomp.engine.buckets import (
     poison,
 )
 from gradcomp.engine.controls import Controls
-from gradcomp.engine.delayed import DelayedAverages
+from gradcomp.engine.delayed import DelayedAverages, DelayedSeconds
 from gradcomp.engine.options import Advanced, CommonOptions, takes
 from gradcomp.engine.step import Engine
 from gradcomp.engine.watch import Newcomers
@@ -190,12 +190,15 @@ class GradientAverager(Controls):
         Raises:
             PeerMismatch, PeerLost, CorruptPayload: as `average_delayed`.
         """
-        return self._delayed is not None and self._delayed.flush()
+        if self._delayed is None:
+            return False
+        with self._poisoned_on_failure():
+            return self._delayed.flush()
 
     @property
-    def delayed(self) -> DelayedAverages | None:
+    def delayed(self) -> DelayedSeconds | None:
         """Seconds of the exchanges that `average_delayed` began; None before its first call."""
-        return self._delayed
+        return None if self._delayed is None else self._delayed.seconds
 
     def state_dict(self) -> dict[str, Any]:
         """As `Controls.state_dict`; GradcompError while an exchange that `average_delayed` began is
@@ -224,7 +227,7 @@ class GradientAverager(Controls):
         super().discard_step()
 
     def _refuse_pending(self, what: str) -> None:
-        if self._delayed is not None and self._delayed.pending:
+        if self._delayed is not None and self._delayed.step is not None:
             raise GradcompError(
                 f"{what} while an exchange that average_delayed() began is under way: call flush()"
                 " first"

@@ -13,6 +13,7 @@ import struct
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradcomp.averager import GradientAverager
 from gradcomp.codecs import Codec
 from gradcomp.comm.base import Communicator
+from gradcomp.engine.delayed import DelayedSeconds
 from gradcomp.engine.options import Advanced, DelayedOptions, takes
 from gradcomp.errors import GradcompError
 from gradcomp.exchange.agree import gather
@@ -217,9 +219,17 @@ class DoubleBuffer:
 
     def report(self) -> OverlapReport:
         """Return the seconds of this rank's exchanges, updates and computing so far."""
-        exchanges, exchange_s, waited_s, codec_s, copy_s = self._counters()
-        seconds = exchange_s, waited_s, codec_s, self._update_s + copy_s, self._compute_s
-        return OverlapReport(self._whole_steps, self._minibatches, exchanges, *seconds)
+        spent = self._averager.delayed or DelayedSeconds()
+        return OverlapReport(
+            self._whole_steps,
+            self._minibatches,
+            spent.exchanges,
+            spent.exchange_s,
+            spent.waited_s,
+            spent.codec_s,
+            self._update_s + spent.copy_s,
+            self._compute_s,
+        )
 
     def compare(
         self, loss_fn: Callable[..., Tensor], *batch: Any, steps: int = 5
@@ -258,7 +268,8 @@ class DoubleBuffer:
             self.drain()
             return (time.perf_counter() - begun) / count
 
-        own, counted = (self._minibatches, self._update_s, self._compute_s), self._counters()
+        own = self._minibatches, self._update_s, self._compute_s
+        spent = replace(self._averager.delayed or DelayedSeconds())
         ways = plain, overlapped
         try:
             with rolled_back(self._model, self._optimizer, [self]):
@@ -267,8 +278,8 @@ class DoubleBuffer:
                 rounds = [[seconds(way, steps) for way in ways] for _ in range(ROUNDS)]
         finally:
             self._minibatches, self._update_s, self._compute_s = own
-            if self._averager.delayed is not None:
-                self._averager.delayed.set_counters(counted)
+            if self._averager._delayed is not None:
+                self._averager._delayed.seconds = spent
         mine = struct.pack("<dd", *map(min, zip(*rounds, strict=True)))
         everyone = [struct.unpack("<dd", theirs) for theirs in self._gather("compare", mine)]
         return OverlapComparison(*map(max, zip(*everyone, strict=True)))
@@ -413,10 +424,6 @@ class DoubleBuffer:
         """Return what every rank gives in the call of this name."""
         comm, timeout_s = self._engine.comm, self._engine.timeout_s
         return gather(comm, mine, phase, timeout_s, called=f"{phase}()")
-
-    def _counters(self) -> tuple[Any, ...]:
-        delayed = self._averager.delayed
-        return delayed.counters() if delayed is not None else (0, 0.0, 0.0, 0.0, 0.0)
 
 
 class _DrainBeforeEvaluation:
