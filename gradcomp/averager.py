@@ -190,10 +190,8 @@ class GradientAverager(Controls):
         Raises:
             PeerMismatch, PeerLost, CorruptPayload: as `average_delayed`.
         """
-        if self._delayed is None:
-            return False
         with self._poisoned_on_failure():
-            return self._delayed.flush()
+            return self._delayed is not None and self._delayed.flush()
 
     @property
     def delayed(self) -> DelayedSeconds | None:

@@ -149,7 +149,7 @@ class CompressionState(Controls):
         )
         packed = optimizer is not None and not self._not_fused
         if packed:
-            engine.keep_packed()
+            engine.layouts.keeps_packed = True
         if isinstance(optimizer, SplitOptimizer):
             engine.replicated = lambda: replicated(optimizer, engine)
             agree_on_optimizer(optimizer, engine, self._not_fused)

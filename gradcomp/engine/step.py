@@ -37,7 +37,7 @@ from gradcomp.exchange.agree import (
     digests,
 )
 from gradcomp.exchange.averages import Averages
-from gradcomp.exchange.pipeline import Pipeline, Task
+from gradcomp.exchange.pipeline import InlinePipeline, Pipeline, Task
 from gradcomp.exchange.routes import Exchange
 from gradcomp.exchange.stats import Stats
 from gradcomp.exchange.telemetry import Telemetry
@@ -89,10 +89,9 @@ class Step:
         exchange.begin(buffer, self.number, bucket)
         slices = exchange.slices
         self._numel += buffer.numel()
-        travels = engine.comm.world_size > 1
 
         def first() -> None:
-            if compared and travels:
+            if compared and engine.comm.world_size > 1:
                 engine.agree(compared, named, bucket)
             slices[0][0]()
 
@@ -106,10 +105,7 @@ class Step:
         tasks = [Task(steps, _nothing) for steps in slices]
         tasks[0].stages = (first, *slices[0][1:])
         tasks[-1].done = end
-        if travels:
-            engine.pipeline.submit(*tasks)
-        else:
-            engine.pipeline.run(*tasks)
+        engine.pipeline.submit(*tasks)
 
     def seal(self) -> None:
         """Take note that the step has all its buckets: where steps count as a whole, the round
@@ -147,7 +143,12 @@ class Step:
                 if not exchange.flagged:
                     exchange.commit()
         stats.baseline_bytes += ring_bytes(self._numel, engine.comm.world_size)
-        engine.end_step()
+        engine.is_open = False
+        engine.comm.release()
+        engine.step += 1
+        stats.steps += 1
+        for report in engine.reports:
+            report.step(engine.step)
 
     def packed(self) -> list[tuple[Averages, Members]]:
         """Return the averages that are still packed, and whose they are."""
@@ -209,6 +210,7 @@ class Engine:
         orders: see `Layouts`.
         timeout_s: longest wait for a peer, in seconds.
         step: number of the next step, or of the one that is open.
+        is_open: a step has begun and was not finished.
         reports: get every step that has ended.
         replicated: returns what else must be the same on every rank, (name, value) pairs for
             `check_replicas`.
@@ -217,7 +219,7 @@ class Engine:
     """
 
     pipeline: Pipeline
-    _open: bool  # a step has begun and not been finished
+    is_open: bool
 
     def __init__(
         self,
@@ -265,14 +267,14 @@ class Engine:
         """
         if self.error is not None:
             raise self.error
-        if self._open:  # the step before was abandoned by an exception of the user's
+        if self.is_open:  # the step before was abandoned by an exception of the user's
             self.wait()
         if self.step >= STEPS:
             raise GradcompError(
                 f"step {self.step}: random numbers and headers count steps below 2^32"
             )
         self.comm.claim()
-        self._open = True
+        self.is_open = True
         self._growth.look(self.step)
         self.store.begin_step()
         if self.comm.world_size == 1:
@@ -290,19 +292,6 @@ class Engine:
             if scale != self.store.loss_scale:
                 self.store.change_loss_scale(scale)
         return Step(self)
-
-    def end_step(self) -> None:
-        """Count the step that is open: `Step.finish` has committed it."""
-        self._open = False
-        self.comm.release()
-        self.step += 1
-        self.stats.steps += 1
-        for report in self.reports:
-            report.step(self.step)
-
-    def keep_packed(self) -> None:
-        """Leave averages packed where that is safe, from the first step on: see `Step.packed`."""
-        self.layouts.keeps_packed = True
 
     # ---- failures --------------------------------------------------------------------------------
 
@@ -525,7 +514,7 @@ class Engine:
                 self.options.warmup_steps,
                 self.options.advanced.transform,
             )
-        if self.error is not None or self._open:
+        if self.error is not None or self.is_open:
             self.layouts.route.abort()  # collectives may be under way that no peer will answer
         self.pipeline.close()
         self.layouts.route.close()
@@ -544,14 +533,16 @@ class Engine:
     def _start(self) -> None:
         """Make a pipeline for the route as it is; no step is open."""
         route = self.layouts.route
-        self._open = False
-        self.pipeline = Pipeline(route.stage_count, on_failure=route.abort)
+        self.is_open = False
+        self.pipeline = (
+            Pipeline(route.stage_count, on_failure=route.abort)
+            if self.comm.world_size > 1
+            else InlinePipeline()
+        )
 
     def _shared_state(self) -> Named:
         """Return (name, value) of what every rank must hold alike."""
-        named: list[tuple[str, object]] = [
-            (f"parameter {source.name}", source.like) for source in self.sources
-        ]
+        named: list[tuple[str, object]] = [(f"parameter {name}", p) for name, p in self.named]
         named += self.replicated()
         if self.store.moments is not None:
             moments = self.store.moments.planes.state(self.layouts.names)

@@ -38,6 +38,7 @@ class Task:
     stages: Sequence[Callable[[], None]]
     done: Callable[[BaseException | None], None]
     _finished: bool = field(default=False, repr=False)
+    _stages_run: int = field(default=0, repr=False)  # by an `InlinePipeline`
 
 
 Inbox = queue.SimpleQueue["Task | None"]
@@ -102,16 +103,6 @@ class Pipeline:
             else:
                 self._finish(task, failed)
 
-    def run(self, task: Task) -> None:
-        """Run a task here and now, without threads: for work that waits for nobody."""
-        try:
-            if self.error is None:
-                for stage in task.stages:
-                    stage()
-        except BaseException as error:  # noqa: BLE001 - `wait` raises it, as for a stage thread
-            self.fail(error)
-        self._finish(task, self.error)
-
     def wait(self) -> None:
         """Block until no task is pending and, after a failure, no stage is at work (for QUIET_S at
         most).
@@ -125,6 +116,11 @@ class Pipeline:
             if self.error is not None:
                 self._changed.wait_for(lambda: not self._pending and not self._busy, QUIET_S)
                 raise self.error
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no task is under way."""
+        return not self._pending
 
     def rest(self) -> None:
         """Block until no stage is at work, for QUIET_S at most: after a failure nothing is
@@ -224,6 +220,50 @@ class Pipeline:
                 if task in self._pending:
                     self._pending.remove(task)
                 self._changed.notify_all()
+
+
+class InlinePipeline(Pipeline):
+    """Runs tasks on the calling thread, and has no threads of its own: each `submit` runs the next
+    stage of every task under way, the oldest first, then the first stage of the new one.
+
+    So n - 1 tasks of n stages are under way between calls; a task of one stage ends in `submit`.
+    What a stage raises ends all tasks, as in any `Pipeline`; `wait` raises it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(stage_count=0)
+
+    def submit(self, *tasks: Task) -> None:
+        """Run one stage of every task under way and of these."""
+        for task in tasks:
+            self._run_stages()
+            if self.error is None:
+                self._pending.append(task)
+                self._run_stage(task)
+            else:
+                self._finish(task, self.error)
+
+    def wait(self) -> None:
+        """Run the tasks under way to their ends; raise what made a stage fail."""
+        while self._pending:
+            self._run_stages()
+        super().wait()
+
+    def _run_stages(self) -> None:
+        for task in list(self._pending):
+            self._run_stage(task)
+
+    def _run_stage(self, task: Task) -> None:
+        if self.error is not None:
+            return
+        try:
+            task.stages[task._stages_run]()
+        except BaseException as error:  # noqa: BLE001 - `wait` raises it, as for a stage thread
+            self.fail(error)
+            return
+        task._stages_run += 1
+        if task._stages_run == len(task.stages):
+            self._finish(task, None)
 
 
 def _serve(pipeline: weakref.ref[Pipeline], number: int, inbox: Inbox) -> None:

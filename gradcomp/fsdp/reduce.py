@@ -5,8 +5,8 @@ owner, who averages.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from gradcomp.comm import torch_private
 from gradcomp.comm.torchdist import TorchCommunicator, group_rank
 from gradcomp.errors import GradcompError, peers_answer
 from gradcomp.exchange.bucket import BucketExchange
+from gradcomp.exchange.pipeline import Task
 from gradcomp.exchange.sizing import BucketPlan, Strategy
 from gradcomp.exchange.stats import Stats
 from gradcomp.fsdp.parts import Part, number_of, slots_of
@@ -24,7 +25,7 @@ from gradcomp.kernels.tables import DTYPES
 from gradcomp.memory.store import StateStore
 from gradcomp.payload.pieces import BySlots
 
-IN_FLIGHT = 2  # modules whose averages are on their way at a time
+IN_FLIGHT = 2  # modules whose averages are on their way between calls, at most
 
 
 class ReduceScatter:
@@ -43,6 +44,7 @@ class ReduceScatter:
         name: of the module, for messages.
         parts: its parameters, in the order in which their gradients stand.
         steps: reduce-scatters so far.
+        is_under_way: gradients have been taken that are not averaged yet.
     """
 
     def __init__(
@@ -60,45 +62,43 @@ class ReduceScatter:
         self._codecs, self._warmup_steps = codecs, warmup_steps
         self._comm, self._stats, self._residuals = comm, stats, residuals
         self._exchanges: dict[tuple[object, ...], BucketExchange] = {}
-        self._pending: tuple[BucketExchange, Tensor, int] | None = None
-        self._failed: GradcompError | None = None
+        self.is_under_way = False
 
     def fits(self, numel: int) -> bool:
         """Whether so many values are the gradients of all trained parameters of the module."""
         return numel == self._comm.world_size * sum(part.padded_numel for part in self._trained())
 
-    def start(self, output: Tensor, given: Tensor, factor: int) -> None:
-        """Encode ``(N * k,)`` gradients and send them; `finish` writes `factor` times the averages
-        of this rank's chunks to ``(k,)``.
+    def start(self, output: Tensor, given: Tensor, factor: int) -> Task:
+        """Take ``(N * k,)`` gradients; return what averages them and writes `factor` times the
+        averages of this rank's chunks to ``(k,)``.
 
         Until then these are NaN: torch puts them into ``.grad`` at once, and whatever ends the
         backward pass may keep `finish` from being called.
         """
         output.fill_(float("nan"))
-        if self._failed is not None:
-            raise self._failed
         exchange = self._exchange(given.dtype, given.device, self._trained())
         exchange.begin(given, self.steps, 0)
-        try:
-            with peers_answer("first_phase", 0):
-                exchange.measure()
-                exchange.encode()
-        except GradcompError as error:
-            self._fail(error)
-            raise
+        self._stats.baseline_bytes += 2 * (given.numel() - output.numel()) * given.element_size()
+        self.is_under_way = True
+        encode = partial(self.encode, exchange)
+        finish = partial(self.finish, exchange, output, factor)
+        # nothing is done with a module while it travels and the next one is encoded
+        return Task((encode, *[lambda: None] * (IN_FLIGHT - 1), finish), self._end)
+
+    def encode(self, exchange: BucketExchange) -> None:
+        """Encode gradients and send them."""
+        with peers_answer("first_phase", 0):
+            exchange.measure()
+            exchange.encode()
         exchange.forget()
-        self._pending = exchange, output, factor
         self.steps += 1
         self._stats.steps += 1
-        self._stats.baseline_bytes += 2 * (given.numel() - output.numel()) * given.element_size()
 
-    def finish(self) -> None:
+    def finish(self, exchange: BucketExchange, output: Tensor, factor: int) -> None:
         """Wait for what the other ranks have sent, and average; NaN if some rank's gradients
         have NaN or Inf.
         """
-        if self._pending is None:
-            return
-        (exchange, output, factor), self._pending = self._pending, None
+        begun = time.perf_counter()
         first = output.numel() * self._comm.rank
         places = sorted(
             (piece.slot.offset - first, piece.data, piece.numel)
@@ -108,32 +108,23 @@ class ReduceScatter:
             torch.float32,
             exchange.shard.device,
         ) and all(there == here for there, here, _ in places)
-        try:
-            exchange.average_shard(output if as_they_are else None)
-        except GradcompError as error:
-            self._fail(error)
-            raise
+        exchange.average_shard(output if as_they_are else None)
         if exchange.flagged:
             output.fill_(float("nan"))
             self._stats.nonfinite_buckets += 1
             self._discard()
-            return
-        exchange.commit()
-        filled = 0
-        for there, here, numel in places:
-            output[filled:there].zero_()  # what chunks are padded with
-            if not as_they_are:
-                output[there : there + numel].copy_(exchange.shard[here : here + numel])
-            filled = there + numel
-        output[filled:].zero_()
-        if factor != 1:
-            output.mul_(factor)
-
-    def abandon(self, error: GradcompError) -> None:
-        """Do not wait for what is under way, and raise `error` from now on."""
-        if self._pending is not None:
-            self._pending = None
-            self._fail(error)
+        else:
+            exchange.commit()
+            filled = 0
+            for there, here, numel in places:
+                output[filled:there].zero_()  # what chunks are padded with
+                if not as_they_are:
+                    output[there : there + numel].copy_(exchange.shard[here : here + numel])
+                filled = there + numel
+            output[filled:].zero_()
+            if factor != 1:
+                output.mul_(factor)
+        self._stats.add_seconds("exposed", time.perf_counter() - begun)
 
     def comes_late(self, dtype: torch.dtype) -> bool:
         """Whether torch leaves what `finish` writes alone until the backward pass is over."""
@@ -148,10 +139,12 @@ class ReduceScatter:
         if self._residuals is not None:
             self._residuals.discard()
 
-    def _fail(self, error: GradcompError) -> None:
-        self._failed = error
-        self._discard()
-        self._exchanges.clear()  # collectives under way keep their connections, and their buffers
+    def _end(self, error: BaseException | None) -> None:
+        self.is_under_way = False
+        if error is not None:
+            self._discard()
+            # collectives under way keep their connections, and their buffers
+            self._exchanges.clear()
 
     def _trained(self) -> list[Part]:
         return [part for part in self.parts if part.sharded.requires_grad]
@@ -195,48 +188,3 @@ class ReduceScatter:
             ownership=BySlots(world),
             stays=True,
         )
-
-
-class InFlight:
-    """Modules whose averages are on their way, in order.
-
-    Args:
-        stats: counts the seconds that are waited for them.
-    """
-
-    def __init__(self, stats: Stats) -> None:
-        self._stats = stats
-        self._modules: deque[ReduceScatter] = deque()
-
-    def __len__(self) -> int:
-        return len(self._modules)
-
-    def start(self, module: ReduceScatter, output: Tensor, given: Tensor, factor: int) -> None:
-        """Start the reduce-scatter of a module, and wait for as many of those before it as
-        `IN_FLIGHT` asks for; for this one, too, if torch reads `output` at once.
-        """
-        self.finish(all_but=0 if module in self._modules else IN_FLIGHT - 1)
-        module.start(output, given, factor)
-        self._modules.append(module)
-        if factor != 1 or not module.comes_late(given.dtype):
-            self.finish()
-
-    def finish(self, all_but: int = 0) -> None:
-        """Wait for averages, but for those of the last `all_but` modules; after an error `abandon`
-        them.
-        """
-        if len(self._modules) <= all_but:
-            return
-        begun = time.perf_counter()
-        try:
-            while len(self._modules) > all_but:
-                self._modules.popleft().finish()
-        except GradcompError as error:
-            self.abandon(error)
-            raise
-        self._stats.add_seconds("exposed", time.perf_counter() - begun)
-
-    def abandon(self, error: GradcompError) -> None:
-        """Wait for nothing any more: all modules under way raise `error` from now on."""
-        while self._modules:
-            self._modules.popleft().abandon(error)

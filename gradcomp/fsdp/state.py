@@ -32,10 +32,11 @@ from gradcomp.engine.watch import NOT_CALLED, OR_TWICE, Mine, Steps, before_any_
 from gradcomp.errors import GradcompError, PeerMismatch
 from gradcomp.exchange.agree import agree
 from gradcomp.exchange.gather import BufferPool
+from gradcomp.exchange.pipeline import InlinePipeline
 from gradcomp.exchange.stats import Stats
 from gradcomp.exchange.telemetry import Telemetry
 from gradcomp.fsdp.parts import Part, number_of
-from gradcomp.fsdp.reduce import InFlight, ReduceScatter
+from gradcomp.fsdp.reduce import ReduceScatter
 from gradcomp.fsdp.residuals import ModelResiduals
 from gradcomp.fsdp.saved import STATE_VERSION, check_all_of_one_run, check_state, ranks_to_load
 from gradcomp.fsdp.weights import AllGather, Forward
@@ -90,7 +91,7 @@ class FsdpState:
         self._comms: dict[int, TorchCommunicator] = {}  # by process group
         self._reduces: list[ReduceScatter] = []
         self._gathers: list[AllGather] = []
-        self._in_flight = InFlight(self.stats)
+        self._pipeline = InlinePipeline()
         # number of the backward pass at whose end averages are waited for
         self._called_back = -1
         self._alone: list[Part] = []  # parameters that this rank shares with none
@@ -204,7 +205,7 @@ class FsdpState:
             self._check_modules()
             factor = divisor(op, group.size())
             if factor is None or not module.fits(given.numel()):
-                self._in_flight.finish()
+                self._pipeline.wait()
                 self._say_plain(
                     "is divided by a factor of its own"
                     if factor is None
@@ -213,7 +214,12 @@ class FsdpState:
                 self.plain += 1
                 reduce_scatter(output, given, group, op)
                 return
-            self._in_flight.start(module, output, given, factor)
+            if module.is_under_way:  # in a backward pass that ended with an error
+                self._pipeline.wait()
+            self._pipeline.submit(module.start(output, given, factor))
+            reads_at_once = factor != 1 or not module.comes_late(given.dtype)
+            if reads_at_once or self._pipeline.error is not None:
+                self._pipeline.wait()
             number = torch_private.graph_task()
             if number != self._called_back:
                 self._called_back = number
@@ -238,7 +244,7 @@ class FsdpState:
 
     def _end_backward(self) -> None:
         with self._poisoned_on_failure():
-            self._in_flight.finish()
+            self._pipeline.wait()
         self._backwards += 1
         for report in self._reports:
             report.step(self._backwards)
@@ -267,7 +273,7 @@ class FsdpState:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         # torch itself has ended the backward pass with an error
-        if len(self._in_flight) and torch_private.graph_task() < 0:
+        if not self._pipeline.is_empty and torch_private.graph_task() < 0:
             self._poison()
         self._steps.check(optimizer, args, kwargs)
 
@@ -447,7 +453,7 @@ class FsdpState:
         """
         if not self._closed:
             self._closed = True
-            self._in_flight.abandon(GradcompError("this state is closed"))
+            self._pipeline.close()
             _release(self)
             remove(self._hooks)
             for reduce in self._reduces:

@@ -77,7 +77,7 @@ class FusedGradients:
     """The packed averages of the last backward; `p.grad` is a placeholder meanwhile.
 
     Args:
-        engine: keeps averages packed (`Engine.keep_packed`).
+        engine: keeps averages packed (`Layouts.keeps_packed`).
         optimizer: asks for them in its steps.
     """
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from gradcomp.exchange import pipeline as pipelines
-from gradcomp.exchange.pipeline import Pipeline, Task
+from gradcomp.exchange.pipeline import InlinePipeline, Pipeline, Task
 
 
 @pytest.fixture
@@ -211,3 +211,41 @@ def test_after_a_failure_no_task_ends_while_a_stage_is_at_work(patient):
         pipeline.wait()
     assert order[0] == "written" and sorted(order[1:]) == ["first ends", "last ends"]
     pipeline.close()
+
+
+def test_an_inline_pipeline_runs_a_stage_of_every_task_at_each_call():
+    pipeline, seen = InlinePipeline(), []
+
+    def task(name):
+        stages = [lambda number=number: seen.append(f"{name}{number}") for number in range(3)]
+        return Task(stages, lambda error: seen.append(f"{name} ends"))
+
+    threads = threading.active_count()
+    for name, wanted in [
+        ("a", ["a0"]),
+        ("b", ["a1", "b0"]),
+        ("c", ["a2", "a ends", "b1", "c0"]),
+    ]:
+        seen.clear()
+        pipeline.submit(task(name))
+        assert seen == wanted and threading.active_count() == threads
+    seen.clear()
+    pipeline.wait()
+    assert seen == ["b2", "b ends", "c1", "c2", "c ends"] and pipeline.is_empty
+    seen.clear()
+    pipeline.submit(Task([lambda: seen.append("only")], lambda error: seen.append("ended")))
+    assert seen == ["only", "ended"], "a task of one stage waits for no other call"
+
+
+def test_an_inline_pipeline_ends_every_task_with_the_first_error():
+    pipeline, ended = InlinePipeline(), []
+    never = [lambda: None, lambda: pytest.fail("a stage ran after the failure")]
+    pipeline.submit(Task([lambda: None, lambda: 1 / 0], ended.append))
+    pipeline.submit(Task(never, ended.append))
+    pipeline.submit(Task(never, ended.append))
+    assert [type(error) for error in ended] == [ZeroDivisionError] * 3 and pipeline.is_empty
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            pipeline.wait()
+    pipeline.close()
+    assert pipeline.closed and isinstance(pipeline.error, ZeroDivisionError)

@@ -1627,21 +1627,21 @@ def in_flight(count, scenario, codec, wrapping, replicas=False):
     if replicas:
         wrapping["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model, under_way, most = wrap(fresh(), True, **wrapping), [], 0
-    start, finish = ReduceScatter.start, ReduceScatter.finish
+    encode, finish = ReduceScatter.encode, ReduceScatter.finish
 
-    def starts(self, *args):
+    def encodes(self, *args):
         nonlocal most
-        start(self, *args)
+        encode(self, *args)
         under_way.append(self)
         most = max(most, len(under_way))
 
-    def finishes(self):
+    def finishes(self, *args):
         under_way.remove(self)
-        finish(self)
+        finish(self, *args)
 
     with (
         mock.patch("gradcomp.fsdp.reduce.IN_FLIGHT", count),
-        mock.patch.object(ReduceScatter, "start", starts),
+        mock.patch.object(ReduceScatter, "encode", encodes),
         mock.patch.object(ReduceScatter, "finish", finishes),
         gradcomp.fsdp.register(model, codec, min_numel=MIN_NUMEL) as state,
     ):
