@@ -542,7 +542,10 @@ class Engine:
 
     def _shared_state(self) -> Named:
         """Return (name, value) of what every rank must hold alike."""
-        named: list[tuple[str, object]] = [(f"parameter {name}", p) for name, p in self.named]
+        # not `named`: torch may have swapped the tensors since
+        named: list[tuple[str, object]] = [
+            (f"parameter {source.name}", source.like) for source in self.sources
+        ]
         named += self.replicated()
         if self.store.moments is not None:
             moments = self.store.moments.planes.state(self.layouts.names)
