@@ -50,8 +50,8 @@ class Codec(ABC):
         reach: values beyond so many scales of their group are clipped; None: nothing is.
         most: largest scale that is written.
         decay: what residuals keep of what codes leave out, from one step to the next; 1: all.
-        rotates: exchanges rotate values at random before they encode them, and averages back; it
-            goes with no residuals.
+        rotates: exchanges rotate values at random before they encode them, and averages back; such
+            codecs have no residuals.
         can_share_scale: there is a form of this codec with `shares_scale`.
     """
 

@@ -67,7 +67,7 @@ def check_alone(codec: Any) -> None:
     if codec.rotates:
         raise ValueError(
             f"{codec!r}: exchanges rotate what it encodes, so it encodes and decodes no tensor by"
-            " itself, and goes with no server"
+            " itself, and cannot be used with the server"
         )
 
 

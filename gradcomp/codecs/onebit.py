@@ -60,7 +60,7 @@ class OneBit(FeedbackCodec):
             raise ValueError(f"rotate must be True or False, got {rotate!r}")
         if rotate and (error_feedback or values != "means"):
             raise ValueError(
-                "rotate=True is unbiased by itself: it goes with values='means' and without"
+                "rotate=True is unbiased by itself: use it with values='means' and without"
                 " error_feedback"
             )
         feedback = not rotate if error_feedback is None else error_feedback

@@ -210,7 +210,7 @@ class Options:
             for name, value in (("transform", transform), ("warmup_steps", self.warmup_steps)):
                 if value:
                     raise ValueError(
-                        f"{name}={value!r} does not go with {type(optimizer).__name__}, which"
+                        f"{name}={value!r} cannot be used with {type(optimizer).__name__}, which"
                         " changes gradients on their way and has a warm-up of its own"
                     )
             mine = replace(self, advanced=replace(self.advanced, transform=brought))
@@ -223,8 +223,8 @@ class Options:
             why = "packs the first warmup_steps steps, and warmup_steps is 0"
             if isinstance(brought, Transform):
                 why = (
-                    f"does not go with {type(optimizer).__name__}: gradients and momenta take turns"
-                    " there, and residuals of one are none of the other"
+                    f"cannot be used with {type(optimizer).__name__}, which averages gradients in"
+                    " some steps and momenta in others: residuals of one do not fit the other"
                 )
             raise ValueError(f"warmup_codec={mine.warmup_codec!r} {why}")
         return mine
@@ -374,7 +374,7 @@ def _entries(exclude: object) -> tuple[Exempts, ...]:
 
 
 def check_rotation(codec: Codec, options: Options) -> None:
-    """Raise ValueError for options that do not go with a codec of rotated values."""
+    """Raise ValueError for options that cannot be used with a codec of rotated values."""
     if not codec.rotates:
         return
     if options.precondition is not None:

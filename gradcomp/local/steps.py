@@ -56,7 +56,7 @@ class DiLoCo:
 
     Args:
         model: a plain module, equal on all ranks; of any device. One whose gradients DDP averages
-            inside a node goes with ``exchange="hierarchical"``: one exchange a node.
+            inside a node needs ``exchange="hierarchical"``: one exchange a node.
         inner_optimizer: of its parameters, or several that share them out (Muon and AdamW), whose
             steps make one inner step when all have been made; split optimizers keep their trails.
         codec: codec or name. With 1 bit a small GPT lost 0.25 nats where ternary lost 0.03 (H = 30

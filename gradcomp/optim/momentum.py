@@ -80,7 +80,7 @@ class MomentumExchange(SplitOptimizer):
             return entry.parameter in self.arrived
         return not self.wants_gradients(entry.step - 1)
 
-    def settle(self, entries: Sequence[Entry]) -> None:
+    def prepare(self, entries: Sequence[Entry]) -> None:
         """Raise the smallest elements of variances that stand still from now on, and count the
         renewals of the others.
 
@@ -117,7 +117,7 @@ class MomentumExchange(SplitOptimizer):
             entry.seen = max(1.0, float(entry.state["variance_steps"]))
 
     def run(self, entries: Sequence[Entry]) -> None:
-        self.settle(entries)
+        self.prepare(entries)
         super().run(entries)
         self.arrived = None  # without an exchange the next step is of gradients, by its own count
 

@@ -197,8 +197,8 @@ class OneBitLamb(MomentumExchange, SplitLAMB):
                 )
         super().run(entries)
 
-    def settle(self, entries: Sequence[Entry]) -> None:
-        super().settle(entries)
+    def prepare(self, entries: Sequence[Entry]) -> None:
+        super().prepare(entries)
         for entry in entries:
             if self.is_frozen(entry):
                 self._follow(entry)

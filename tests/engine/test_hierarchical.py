@@ -30,18 +30,22 @@ def parameters(dtype=torch.float32):
     ]
 
 
-def averages(comm, codec, nodes, steps, bad_rank=None, **options):
-    """Return what every step's average is on this rank, and bytes sent to other nodes."""
-    named = parameters()
-    averager = GradientAverager(
-        named,
+def over_nodes(comm, nodes, codec="terngrad", named=None, **options):
+    """Return an averager of a hierarchical exchange."""
+    return GradientAverager(
+        parameters() if named is None else named,
         codec,
         comm=comm,
         exchange="hierarchical",
         advanced=Advanced(nodes=nodes),
-        min_numel=0,
         **options,
     )
+
+
+def averages(comm, codec, nodes, steps, bad_rank=None, **options):
+    """Return what every step's average is on this rank, and bytes sent to other nodes."""
+    named = parameters()
+    averager = over_nodes(comm, nodes, codec, named, min_numel=0, **options)
     out = []
     for step in range(steps):
         for number, (_, p) in enumerate(named):
@@ -106,14 +110,7 @@ def test_infinity_on_one_rank_is_nan_on_all_and_leaves_no_trace(over, name):
 def large(comm, nodes):
     """Values whose sum inside one node, and only there, is too large for fp32."""
     named = parameters()
-    averager = GradientAverager(
-        named,
-        "terngrad",
-        comm=comm,
-        exchange="hierarchical",
-        advanced=Advanced(nodes=nodes),
-        min_numel=0,
-    )
+    averager = over_nodes(comm, nodes, named=named, min_numel=0)
     for _, p in named:
         p.grad = torch.zeros_like(p)
     if comm.rank in nodes[1]:
@@ -185,13 +182,7 @@ def test_nodes_of_unequal_sizes_are_refused_on_every_rank(pools):
 
 
 def described(comm, nodes):
-    averager = GradientAverager(
-        parameters(),
-        "terngrad",
-        comm=comm,
-        exchange="hierarchical",
-        advanced=Advanced(nodes=nodes),
-    )
+    averager = over_nodes(comm, nodes)
     try:
         return averager.describe()
     finally:
@@ -263,15 +254,7 @@ def test_the_ends_of_the_scale(nodes):
 def one_dies(comm, nodes, told):
     """Rank 3 never comes to its second step."""
     named = parameters()
-    averager = GradientAverager(
-        named,
-        "terngrad",
-        comm=comm,
-        exchange="hierarchical",
-        advanced=Advanced(nodes=nodes),
-        min_numel=0,
-        timeout_s=3,
-    )
+    averager = over_nodes(comm, nodes, named=named, min_numel=0, timeout_s=3)
     for _ in range(1 if comm.rank == 3 else 2):
         for _, p in named:
             p.grad = torch.ones_like(p)

@@ -321,6 +321,8 @@ FEW = ("ternary decays", "terngrad", "onebit", "block4")
 GATHERS_ONLY = {"terngrad own", "onebit rotated"}
 SCATTERS_ONLY = {"terngrad requantize", "terngrad bf16", "terngrad fp32"}
 SLICED = {"advanced": Advanced(slice_numel=1024)}
+ADAGRAD = {"advanced": Advanced(transform=AggregateAdagrad())}
+LOCAL_ADAGRAD = {"advanced": Advanced(transform=LocalAdagrad())}
 ROWS = {}
 
 
@@ -351,14 +353,7 @@ for name in ("all_gather", "reduce_scatter"):
     row(f"precondition, {name}", averager, 3, Ternary(), precondition=True, **way)
     row(f"precondition, slices, {name}", averager, 3, Block(2), precondition=True, **SLICED, **way)
     row(f"warm start, {name}", averager, 3, OneBit(), warmup_steps=2, **way)
-    row(
-        f"local adagrad, {name}",
-        averager,
-        3,
-        OneBit(),
-        advanced=Advanced(transform=LocalAdagrad()),
-        **way,
-    )
+    row(f"local adagrad, {name}", averager, 3, OneBit(), **LOCAL_ADAGRAD, **way)
     row(f"buckets, {name}", averager, 3, Ternary(), bucket_cap_mb=0.004, **way)
     row(f"resharded, {name}", resharded, 2, OneBit(), **way)
     row(
@@ -375,7 +370,7 @@ for name in ("all_gather", "reduce_scatter"):
         averager,
         3,
         OneBit(),
-        advanced=Advanced(transform=LocalAdagrad()),
+        **LOCAL_ADAGRAD,
         precondition=True,
         **way,
     )
@@ -386,14 +381,7 @@ row("rotated, fsdp", fsdp, 2, rotated)
 row("rotated, local steps", local_steps, 2, rotated, fragments=2)
 row("precondition, discarded", averager, 3, Ternary(), precondition=True, discard=2)
 row("precondition, not finite", averager, 3, Ternary(), precondition=True, bad=("v", 7), **SLICED)
-row(
-    "adagrad, not finite",
-    averager,
-    3,
-    OneBit(),
-    advanced=Advanced(transform=AggregateAdagrad()),
-    bad=("v", 7),
-)
+row("adagrad, not finite", averager, 3, OneBit(), bad=("v", 7), **ADAGRAD)
 row(
     "adagrad, slices",
     averager,
@@ -401,18 +389,11 @@ row(
     OneBit(),
     advanced=Advanced(transform=AggregateAdagrad(), slice_numel=1024),
 )
-row(
-    "adagrad, loss scale",
-    averager,
-    3,
-    OneBit(),
-    advanced=Advanced(transform=AggregateAdagrad()),
-    scaled=True,
-)
+row("adagrad, loss scale", averager, 3, OneBit(), scaled=True, **ADAGRAD)
 row("precondition, bf16", averager, 3, Ternary(), precondition=True, dtype=torch.bfloat16)
 row("precondition, nodes", averager, 4, Block(2), precondition=True, **NODES)
 row("warm start, packed", averager, 3, OneBit(), warmup_steps=2, warmup_codec=Block(4))
-row("aggregate adagrad", averager, 3, OneBit(), advanced=Advanced(transform=AggregateAdagrad()))
+row("aggregate adagrad", averager, 3, OneBit(), **ADAGRAD)
 row("1-bit adam", averager, 3, OneBit(), optimizer=partial(OneBitAdam, lr=0.01, freeze_step=2))
 row("not finite, first slice", averager, 3, Ternary(), bad=("w", 3), **SLICED)
 row("not finite, last slice", averager, 3, OneBit(), bad=("v", 1100), **SLICED)
@@ -420,22 +401,8 @@ row("not finite, excluded tensor", averager, 2, Ternary(), bad=("b", 2))
 row("not finite, atomic_steps", averager, 2, Ternary(), bad=("v", 7), atomic_steps=True)
 row("discarded", averager, 3, OneBit(), discard=2)
 row("loss scale", averager, 3, OneBit(), scaled=True)
-row(
-    "local adagrad, loss scale",
-    averager,
-    3,
-    OneBit(),
-    advanced=Advanced(transform=LocalAdagrad()),
-    scaled=True,
-)
-row(
-    "local adagrad, not finite",
-    averager,
-    3,
-    OneBit(),
-    advanced=Advanced(transform=LocalAdagrad()),
-    bad=("v", 7),
-)
+row("local adagrad, loss scale", averager, 3, OneBit(), scaled=True, **LOCAL_ADAGRAD)
+row("local adagrad, not finite", averager, 3, OneBit(), bad=("v", 7), **LOCAL_ADAGRAD)
 row("terngrad, resumed", averager, 3, TernGrad(), resumes=2)
 row("loss scale, resumed", averager, 3, OneBit(), scaled=True, resumes=3)
 row("delayed, flushed", averager, 2, OneBit(), delayed=True, flushes=True)

@@ -386,10 +386,10 @@ REFUSED = [
     (one(OneBitLamb, freeze_step=1, coeff_beta=1.0), "coeff_beta"),
     (one(OneBitLamb, freeze_step=1, variant="nvlamb"), "variant must be 'lamb', got 'nvlamb'"),
     (loads_nvlamb, "nvlamb"),
-    (averager(warmup_steps=5), "warmup_steps=5 does not go with OneBitAdam"),
+    (averager(warmup_steps=5), "warmup_steps=5 cannot be used with OneBitAdam"),
     (
         averager(advanced=gradcomp.Advanced(transform=AggregateAdagrad())),
-        "AggregateAdagrad.* does not go with OneBitAdam",
+        "AggregateAdagrad.* cannot be used with OneBitAdam",
     ),
     (averager(exchange="hierarchical"), "hierarchical"),
     *((averager(optimizer=bad), "optimizer must be an optimizer") for bad in (5, "adam", [])),
@@ -830,14 +830,14 @@ def test_a_packed_momentum_of_a_tensor_that_had_no_gradient_is_found_before_it_m
         "Packed", (), {"gradient": None, "parameter": p, "state": optimizer.state[p], "step": 2}
     )()
     optimizer.arrived = {p}
-    optimizer.settle([entry])
+    optimizer.prepare([entry])
     assert bool(torch.isinf(optimizer.state[p]["exp_avg_sq"]).all())
-    optimizer.settle([entry])  # it was 0, then
+    optimizer.prepare([entry])  # it was 0, then
     optimizer.state[p]["exp_avg"].fill_(0.1)
     with pytest.raises(GradcompError, match="variance of parameter 'late' is still zero"):
-        optimizer.settle([entry])
+        optimizer.prepare([entry])
     optimizer.arrived = set()
-    optimizer.settle([entry])  # averaged in fp32 again: it is learnt
+    optimizer.prepare([entry])  # averaged in fp32 again: it is learnt
     assert not bool(optimizer.state[p]["exp_avg_sq"].any())
 
 

@@ -221,7 +221,7 @@ def test_auto_keeps_the_momentum_that_travels():
     )
     assert "freeze_step=steps // 6 and warmup_codec=Block(4) for OneBitAdam: -0.0" in why
     assert choose(one_bit_adam, warmup_codec=Block(8))[1].warmup_codec.name == "block8"
-    with pytest.raises(ValueError, match="warmup_steps=3 does not go with OneBitAdam"):
+    with pytest.raises(ValueError, match="warmup_steps=3 cannot be used with OneBitAdam"):
         choose(one_bit_adam, warmup_steps=3)
 
 
