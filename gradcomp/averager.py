@@ -26,6 +26,7 @@ from gradcomp.engine.buckets import (
 from gradcomp.engine.controls import Controls
 from gradcomp.engine.delayed import DelayedAverages, DelayedSeconds
 from gradcomp.engine.options import Advanced, CommonOptions, takes
+from gradcomp.engine.state import Accepted
 from gradcomp.engine.step import Engine
 from gradcomp.engine.watch import Newcomers
 from gradcomp.errors import GradcompError
@@ -207,10 +208,13 @@ class GradientAverager(Controls):
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """As `Controls.load_state_dict`; averages that wait to be handed back are dropped."""
-        state = self._engine.accept(state)
+        self._take(self._engine.accept(state))
+
+    def _take(self, accepted: Accepted) -> None:
+        """Go on from a state that the engine has accepted."""
         if self._delayed is not None:
             self._delayed.drop()
-        super().load_state_dict(state)
+        self._engine.take(accepted)
 
     def reset(self) -> None:
         """As `Controls.reset`."""

@@ -241,9 +241,17 @@ def group_rank() -> int:
     return dist.get_rank() if is_initialized() else 0
 
 
-def read_checkpoint(checkpoint_id: str, wanted: Callable[[str], bool]) -> dict[str, Any]:
+def read_checkpoint(
+    checkpoint_id: str, wanted: Callable[[str], bool], prefix: str
+) -> dict[str, Any]:
     """Return what a folder of `torch.distributed.checkpoint` has under the keys that are wanted,
     here alone and not as a collective.
+
+    Args:
+        checkpoint_id: the folder.
+        wanted: whether a key is read.
+        prefix: of these keys, left out of what is returned; the word after it is the key of a
+            dictionary where others follow.
 
     Raises:
         ValueError: the folder has no checkpoint.
@@ -265,7 +273,14 @@ def read_checkpoint(checkpoint_id: str, wanted: Callable[[str], bool]) -> dict[s
             if isinstance(one, TensorStorageMetadata):
                 out[key] = torch.empty(one.size, dtype=one.properties.dtype)
     load(out, checkpoint_id=checkpoint_id, no_dist=True)
-    return out
+    nested: dict[str, Any] = {}
+    for key, value in out.items():
+        first, _, rest = key.removeprefix(prefix).partition(".")
+        if rest:
+            nested.setdefault(first, {})[rest] = value
+        else:
+            nested[first] = value
+    return nested
 
 
 def default_communicator() -> TorchCommunicator:

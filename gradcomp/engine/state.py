@@ -4,20 +4,23 @@ state it is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from gradcomp.engine.layouts import Layouts
-from gradcomp.memory.saved import check_origin, reshard
+from gradcomp.memory.saved import Parts, Saved, reshard
+from gradcomp.memory.saved import write as write_parts
 
-STATE_VERSION = 1
 
+def origin(layouts: Layouts, entry: Mapping[str, object]) -> dict[str, object]:
+    """Return what a run must have to go on from a state.
 
-def origin(layouts: Layouts) -> dict[str, Any]:
-    """Return what must be equal for a state to be of this rank."""
-    comm = layouts.comm
+    Args:
+        layouts: of the model.
+        entry: what the entry point adds: its kind, say.
+    """
     return {
-        "version": STATE_VERSION,
+        **entry,
         "codec": repr(layouts.codec),
         "transform": repr(layouts.options.advanced.transform),
         "precondition": repr(layouts.options.precondition),
@@ -26,45 +29,57 @@ def origin(layouts: Layouts) -> dict[str, Any]:
         "memory_order": repr(
             {layouts.parameters[i].name: order for i, order in layouts.orders.items()} or None
         ),
-        "rank": comm.rank,
-        "world_size": comm.world_size,
     }
 
 
-def write(layouts: Layouts, step: int) -> dict[str, Any]:
-    """Return the state before step `step`: tensors, numbers and strings only."""
-    return {
-        **origin(layouts),
-        "step": step,
-        "loss_scale": layouts.store.loss_scale,
-        **layouts.store.state(layouts.names),
-    }
+def write(layouts: Layouts, entry: Mapping[str, object], step: int) -> dict[str, Any]:
+    """Return this rank's state before step `step`."""
+    own = layouts.store.state(layouts.names)
+    moments = own.pop("second_moment")
+    return write_parts(
+        origin(layouts, entry),
+        layouts.comm.rank,
+        layouts.comm.world_size,
+        step,
+        own,
+        loss_scale=layouts.store.loss_scale,
+        replicated={"second_moment": moments},
+    )
 
 
-def accept(layouts: Layouts, state: dict[str, Any] | Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return this rank's own state, of what may be those of all ranks; ValueError unless it can
-    be loaded.
+class Accepted(NamedTuple):
+    """What an engine goes on from: checked, and of this rank among this number of ranks."""
+
+    step: int
+    loss_scale: float
+    parts: Parts
+
+
+def accept(layouts: Layouts, entry: Mapping[str, object], given: object) -> Accepted:
+    """Return what this rank goes on from, of its own state or those of all ranks; ValueError if it
+    cannot.
     """
-    if isinstance(state, Sequence):
-        state = _own(layouts, state)
-    check_origin(state, origin(layouts))
-    layouts.store.check(state, layouts.names)
-    return state
-
-
-def _own(layouts: Layouts, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return this rank's own state out of those of all ranks, brought to this number of ranks
-    where it differs.
-    """
-    options, comm = layouts.options, layouts.comm
-    if options.exchange == "hierarchical":
-        raise ValueError(
-            "a hierarchical exchange resumes with the state of its own rank, not with a list"
+    saved, wanted, comm = Saved.of(given), origin(layouts, entry), layouts.comm
+    if saved.world_size == comm.world_size:
+        saved.check_origin(wanted)
+        (own,) = saved.of_ranks(comm.rank, comm.world_size)
+    else:
+        if layouts.options.exchange == "hierarchical" or saved.origin.get("nodes") != "()":
+            raise ValueError(
+                "the state of a hierarchical exchange belongs to its nodes: resume with the same"
+                f" ones ({saved.world_size} ranks then, {comm.world_size} now)"
+            )
+        # which follow from the number of ranks
+        kept = {key: saved.origin.get(key) for key in ("strategy", "nodes")}
+        saved.check_origin(wanted | kept)
+        transform = layouts.options.advanced.transform
+        own = reshard(
+            list(saved.of_ranks(comm.rank, comm.world_size)),
+            comm.rank,
+            comm.world_size,
+            owns_means=layouts.store.owner_residuals is not None,
+            place=transform.place if transform is not None else "",
         )
-    transform = options.advanced.transform
-    place = transform.place if transform is not None else ""
-    owns = layouts.store.owner_residuals is not None
-    new = reshard(states, comm.rank, comm.world_size, owns_means=owns, place=place)
-    if len(states) != comm.world_size:
-        new.update(strategy=str(layouts.strategy), nodes=repr(layouts.route.nodes))
-    return new
+    parts = {**own, **saved.replicated}
+    layouts.store.check(parts, layouts.names)
+    return Accepted(saved.step, saved.loss_scale, parts)

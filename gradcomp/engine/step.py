@@ -41,7 +41,7 @@ from gradcomp.exchange.pipeline import InlinePipeline, Pipeline, Task
 from gradcomp.exchange.routes import Exchange
 from gradcomp.exchange.stats import Stats
 from gradcomp.exchange.telemetry import Telemetry
-from gradcomp.memory.saved import STEPS, read_numbers
+from gradcomp.memory.saved import STEPS
 
 logger = logging.getLogger("gradcomp")
 
@@ -212,6 +212,7 @@ class Engine:
         step: number of the next step, or of the one that is open.
         is_open: a step has begun and was not finished.
         reports: get every step that has ended.
+        origin: what the entry point's states say of it, its kind first.
         replicated: returns what else must be the same on every rank, (name, value) pairs for
             `check_replicas`.
         compares_state: the first bucket of every step compares whether a state was loaded, and
@@ -251,6 +252,7 @@ class Engine:
         self._growth = Growth(self._noisy_weights())
         self.step = 0
         self.reports: list[Telemetry] = []
+        self.origin: dict[str, object] = {"kind": "gradients"}
         self.replicated: Callable[[], Named] = list
         self.compares_state, self._unseen = self.store.moments is not None, False
         self._start()
@@ -372,7 +374,7 @@ class Engine:
             self.wait()
         else:
             self.pipeline.rest()
-        return state.write(self.layouts, self.step)
+        return state.write(self.layouts, self.origin, self.step)
 
     def load_state_dict(self, given: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Go on where `state_dict` of the same rank, world size, codec and transform was taken.
@@ -381,23 +383,23 @@ class Engine:
         `gradcomp.memory.saved.reshard`.
 
         Raises:
-            ValueError: a state of another version, rank, world size, codec or model; nothing is
+            ValueError: a state of another format, rank, world size, codec or model; nothing is
                 changed then.
         """
-        given = self.accept(given)
-        self.wait()
-        step, loss_scale = read_numbers(given)
-        self.store.load(given, self.layouts.names, loss_scale)
-        self.step = step
-        self.compare_next()
-        if self.options.loss_scale is None and loss_scale != 1.0:
-            self.store.change_loss_scale(1.0)  # saved under a loss scaler, resumed without one
+        self.take(self.accept(given))
 
-    def accept(self, given: dict[str, Any] | Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return this rank's own state out of what `load_state_dict` is given; ValueError unless
-        it can be loaded.
-        """
-        return state.accept(self.layouts, given)
+    def accept(self, given: dict[str, Any] | Sequence[dict[str, Any]]) -> state.Accepted:
+        """Return what `take` is to go on from; ValueError unless it can. Nothing is changed."""
+        return state.accept(self.layouts, self.origin, given)
+
+    def take(self, accepted: state.Accepted) -> None:
+        """Go on from what `accept` has returned, after waiting for what is under way."""
+        self.wait()
+        self.store.load(accepted.parts, self.layouts.names, accepted.loss_scale)
+        self.step = accepted.step
+        self.compare_next()
+        if self.options.loss_scale is None and accepted.loss_scale != 1.0:
+            self.store.change_loss_scale(1.0)  # saved under a loss scaler, resumed without one
 
     def compare_next(self) -> None:
         """Have the next exchange compare a digest of what every rank must hold alike, if it

@@ -8,7 +8,15 @@ import contextlib
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -38,9 +46,9 @@ from gradcomp.exchange.telemetry import Telemetry
 from gradcomp.fsdp.parts import Part, number_of
 from gradcomp.fsdp.reduce import ReduceScatter
 from gradcomp.fsdp.residuals import ModelResiduals
-from gradcomp.fsdp.saved import STATE_VERSION, check_all_of_one_run, check_state, ranks_to_load
 from gradcomp.fsdp.weights import AllGather, Forward
 from gradcomp.kernels import of as kernels_of
+from gradcomp.memory.saved import Saved, check_step, write
 from gradcomp.payload.parameters import Parameter, describe_parameters
 
 if TYPE_CHECKING:
@@ -343,9 +351,14 @@ class FsdpState:
         steps = sorted(
             [part.parameter.name, module.steps] for module in self._reduces for part in module.parts
         )
-        residuals = self._residuals
-        residual = {str(group_rank()): residuals.state()} if residuals.nbytes else {}
-        return {**self._origin(), "world_size": group_size(), "steps": steps, "residual": residual}
+        return write(
+            self._origin(),
+            group_rank(),
+            group_size(),
+            max((module.steps for module in self._reduces), default=0),
+            {"residual": self._residuals.state()},
+            steps=steps,
+        )
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Go on from this rank's `state_dict`, or from those of all ranks, who may have been more
@@ -356,12 +369,7 @@ class FsdpState:
             ValueError: no such state, one of another model, codec or number of ranks, or a rank is
                 missing.
         """
-        states = list(state) if isinstance(state, Sequence) else [state]
-        for one in states:
-            self._check_state(one)
-        check_all_of_one_run(states)
-        residuals = {rank: values for one in states for rank, values in one["residual"].items()}
-        self._load(states[0], lambda rank: residuals[rank], set(residuals))
+        self._load(Saved.of(state))
 
     def load(self, checkpoint_id: str, prefix: str = "gradcomp") -> None:
         """Go on from a folder of ``torch.distributed.checkpoint``, of any number of ranks, where a
@@ -373,7 +381,7 @@ class FsdpState:
         Raises:
             ValueError: as `load_state_dict`; no such folder or key.
         """
-        part, ranks = f"{prefix}.residual.", set()
+        part, ranks = f"{prefix}.ranks.", set()
 
         def is_wanted(key: str) -> bool:
             if key.startswith(part):
@@ -381,41 +389,39 @@ class FsdpState:
                 return False
             return key.startswith(f"{prefix}.")
 
-        state = read_checkpoint(checkpoint_id, is_wanted)
-        state = {key.removeprefix(f"{prefix}."): value for key, value in state.items()} | {
-            "residual": {}
-        }
-        self._check_state(state)
+        head = read_checkpoint(checkpoint_id, is_wanted, f"{prefix}.")
 
-        def read(rank: str) -> dict[str, Tensor]:
-            found = read_checkpoint(checkpoint_id, lambda key: key.startswith(f"{part}{rank}."))
-            return {key.removeprefix(f"{part}{rank}."): value for key, value in found.items()}
+        def read(rank: str) -> dict[str, Any]:
+            values = f"{part}{rank}."  # one rank's at a time are in memory
+            return read_checkpoint(checkpoint_id, lambda key: key.startswith(values), values)
 
-        self._load(state, read, ranks)
+        self._load(Saved(head, ranks, read))
 
-    def _load(
-        self, state: dict[str, Any], residual: Callable[[str], dict[str, Tensor]], ranks: set[str]
-    ) -> None:
+    def _load(self, saved: Saved) -> None:
         """Take steps, and the residuals of this rank or the mean of all ranks'. A rank alone
         adds these to its next gradients.
         """
-        residuals = self._residuals
-        # a run of one rank exchanges nothing and leaves nothing out
-        exchanged = bool(state["steps"] or ranks)
-        adds = exchanged and bool(self._alone) and not self._reduces and self.codec.error_feedback
+        saved.check_origin(self._origin())
+        names = {part.parameter.name for module in self._reduces for part in module.parts}
+        steps = _read_steps(saved.extra.get("steps"), names)
+        residuals, size = self._residuals, group_size()
+        may_add = bool(self._alone) and not self._reduces and self.codec.error_feedback
+        found: Iterable[Mapping[str, Tensor]] = ()
+        if may_add or residuals.nbytes:
+            if self._split and saved.world_size != size:
+                raise ValueError(
+                    f"residuals of {saved.world_size} ranks with tensor parallelism do not fit"
+                    f" {size}: resume with as many, on the same mesh"
+                )
+            found = (parts.get("residual", {}) for parts in saved.of_ranks(group_rank(), size))
+            if not steps:  # a run of one rank, which may have residuals that it has not added yet
+                found = [residual for residual in found if residual]
+        adds = may_add and bool(steps or found)
         if adds:
             residuals = ModelResiduals(residuals.dtype)
             alone = residuals.add(self._alone)
         if residuals.nbytes:
-            old, size = state["world_size"], group_size()
-            if self._split and old != size:
-                raise ValueError(
-                    f"residuals of {old} ranks with tensor parallelism do not fit {size}: resume"
-                    " with as many, on the same mesh"
-                )
-            wanted = ranks_to_load(ranks, old, size, group_rank()) if exchanged else range(0)
-            residuals.load(residual(str(rank)) for rank in wanted)
-        steps = dict(state["steps"])
+            residuals.load(found)
         for module in self._reduces:
             module.steps = max(steps.get(part.parameter.name, 0) for part in module.parts)
         if adds:
@@ -437,15 +443,8 @@ class FsdpState:
         if not self._to_add:
             self._residuals = ModelResiduals(self._residuals.dtype)
 
-    def _check_state(self, state: Any) -> None:
-        check_state(
-            state,
-            self._origin(),
-            {part.parameter.name for module in self._reduces for part in module.parts},
-        )
-
-    def _origin(self) -> dict[str, Any]:
-        return {"version": STATE_VERSION, "codec": repr(self.codec)}
+    def _origin(self) -> dict[str, object]:
+        return {"kind": "fsdp", "codec": repr(self.codec)}
 
     def close(self) -> None:
         """Give torch's own reduce-scatter and all_gather back and close the communicators;
@@ -487,6 +486,25 @@ def _sharded_modules(model: nn.Module) -> list[torch_private.Sharded]:
     for device in devices - {torch.device("meta")}:
         kernels_of(device)
     return sharded
+
+
+def _read_steps(given: Any, names: Collection[str]) -> dict[str, int]:
+    """Return the steps of a state by parameter name; ValueError unless they are those of `names`,
+    or of none: one rank exchanges nothing.
+    """
+    try:
+        steps = dict(given)
+    except (TypeError, ValueError):
+        steps = None
+    if steps is None or len(steps) != len(given):
+        said = f"this state's steps must be pairs of name and step, each name once: {given!r}"
+        raise ValueError(said[:200])
+    for name, step in steps.items():
+        check_step(step, of=f" of {name!r}")
+    if steps and names and steps.keys() != set(names):
+        odd = min(steps.keys() ^ set(names), key=str)
+        raise ValueError(f"this state is of other parameters: {odd!r} is on one side only")
+    return steps
 
 
 def _owner_of(module: nn.Module) -> FsdpState | None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from gradcomp.engine.state import Accepted
 from gradcomp.memory.saved import STEPS
 from gradcomp.optim import SplitOptimizer
 from gradcomp.optim.state import check_saved
@@ -78,8 +79,8 @@ def check(
         )
 
 
-def accept(averager: GradientAverager, everyone: list[Any], *, single: bool) -> dict[str, Any]:
-    """Return what an averager is to load, of the states of all ranks or a single one.
+def accept(averager: GradientAverager, everyone: list[Any], *, single: bool) -> Accepted:
+    """Return what an averager is to go on from, of the states of all ranks or a single one.
 
     Raises:
         ValueError: it cannot be loaded.

@@ -429,7 +429,7 @@ class DiLoCo:
             for averager, everyone in zip(averagers, given, strict=True)
         ]
         for averager, one in zip(averagers, own, strict=True):  # nothing was written so far
-            averager.load_state_dict(one)
+            averager._take(one)
         for fragment, one in zip(self._fragments, first["fragments"], strict=True):
             fragment.load(one)
             if not single:

@@ -1,10 +1,20 @@
-"""States that were saved: checks, made before anything is written by them, and states of one number
-of ranks brought to another, so that nothing is lost that the old ranks have left out of averages.
+"""The one format of saved states, for every entry point: written, checked, and brought to other
+numbers of ranks. ::
+
+    {"format": 2, "origin": {"kind": "gradients", "codec": ...},    # what the next run must have
+     "world_size": 4, "step": 7, "loss_scale": 1.0,
+     "replicated": {"tensors": 1, "second_moment": {name: Tensor}}, # the same on all ranks
+     "ranks": {"3": {"tensors": 2, "residual": {name: Tensor}}},    # by rank
+     "extra": {...}}                                                # the entry point's own
+
+A list of several ranks' states and one state with the "ranks" of all of them are the same, so files
+of all ranks can be merged. "extra" may hold further states of this format. "tensors" counts those
+beside it: a state that has lost some is refused. Everything is checked before anything is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,38 +23,157 @@ from torch import Tensor
 from gradcomp.payload.form import removal
 from gradcomp.payload.pieces import ByElements
 
+FORMAT = 2
 STEPS = 2**32  # what random numbers and headers can count
-PARTS = ("residual", "owner_residual", "transform_state", "second_moment")
+KEYS = ("format", "origin", "world_size", "step", "loss_scale", "replicated")
+
+Parts = Mapping[str, Mapping[str, Tensor]]  # by part, "residual" say, and name
 
 
-def read_numbers(state: Mapping[str, Any]) -> tuple[int, float]:
-    """Return step and loss scale of a state; ValueError for anything that `Engine.state_dict`
-    does not make.
+def write(
+    origin: Mapping[str, object],
+    rank: int,
+    world_size: int,
+    step: int,
+    own: Parts,
+    *,
+    loss_scale: float = 1.0,
+    replicated: Parts | None = None,
+    **extra: object,
+) -> dict[str, Any]:
+    """Return the state of one rank.
+
+    Args:
+        origin: texts and numbers that a run must have, too, to go on from this state.
+        rank, world_size: whose state it is.
+        step: the next one.
+        own: tensors of this rank.
+        loss_scale: of the gradients that residuals belong to.
+        replicated: tensors that are the same on all ranks.
+        extra: what else is the same on all ranks, and other states.
     """
-    if not isinstance(state, Mapping):
-        raise ValueError(f"a state is a dictionary, got {type(state).__name__}")  # noqa: TRY004
-    missing = {"step", "loss_scale", "residual", "owner_residual"} - state.keys()
+    state = {
+        "format": FORMAT,
+        "origin": dict(origin),
+        "world_size": world_size,
+        "step": step,
+        "loss_scale": loss_scale,
+        "replicated": _counted(replicated or {}),
+        "ranks": {str(rank): _counted(own)},
+    }
+    return state | {"extra": extra} if extra else state
+
+
+class Saved:
+    """What the ranks of one run have saved, as one state.
+
+    Args:
+        head: the state without "ranks".
+        ranks: whose values there are.
+        read: returns the values of one of them, when they are needed.
+
+    Attributes:
+        origin, world_size, step, loss_scale, replicated, extra: as of `write`.
+        ranks: as given.
+
+    Raises:
+        ValueError: not such a state.
+    """
+
+    def __init__(
+        self, head: Mapping[str, Any], ranks: Collection[str], read: Callable[[str], Any]
+    ) -> None:
+        _check_format(head)
+        check_mapping(head, "this state", KEYS)
+        self.origin, self.world_size = head["origin"], head["world_size"]
+        self.step, self.loss_scale = head["step"], head["loss_scale"]
+        self.replicated = _parts(head["replicated"], "what is replicated")
+        self.extra, self.ranks, self._read = head.get("extra", {}), ranks, read
+        check_mapping(self.origin, "'origin' of this state")
+        check_mapping(self.extra, "'extra' of this state")
+        if type(self.world_size) is not int or self.world_size < 1:
+            raise ValueError(
+                f"this state has world_size {self.world_size!r}, a positive integer expected"
+            )
+        check_step(self.step)
+        if type(self.loss_scale) is not float or not 0 < self.loss_scale < float("inf"):
+            raise ValueError(
+                f"this state has loss_scale {self.loss_scale!r}, a positive number expected"
+            )
+        for rank in ranks:
+            if not isinstance(rank, str) or not rank.isdecimal() or int(rank) >= self.world_size:
+                raise ValueError(f"this state has a rank {rank!r} of {self.world_size} ranks")
+
+    @classmethod
+    def of(cls, given: Any) -> Saved:
+        """Return a state, or the list of several ranks' states, as one."""
+        states = list(given) if isinstance(given, (list, tuple)) else [given]
+        if not states:
+            raise ValueError("no states: one of every rank of the old run is needed")
+        for one in states:
+            _check_format(one)
+        state: Any = states[0] if len(states) == 1 else _merged(states, "")
+        check_mapping(state, "this state", ("ranks",))
+        ranks = state["ranks"]
+        check_mapping(ranks, "'ranks' of this state")
+        head = {key: value for key, value in state.items() if key != "ranks"}
+        return cls(head, ranks, ranks.__getitem__)
+
+    def check_origin(self, wanted: Mapping[str, object]) -> None:
+        """Raise ValueError unless the state has this origin."""
+        for key in [*wanted, *self.origin]:
+            saved, mine = self.origin.get(key), wanted.get(key)
+            if type(saved) is type(mine) and saved == mine:
+                continue
+            if key == "memory_order":
+                raise ValueError(
+                    f"this state has residuals in memory order {saved}, this model {mine}: give it"
+                    " the memory format (channels_last, say) that it had"
+                )
+            raise ValueError(f"this state has {key} {saved!r}, {mine!r} expected{removal(saved)}")
+
+    def of_ranks(self, rank: int, world_size: int) -> Iterator[Parts]:
+        """Return what one of `world_size` ranks goes on from: its own tensors, or those of every
+        rank where the number of ranks has changed. They are read one after another.
+
+        Raises:
+            ValueError: one of these ranks is missing.
+        """
+        old = self.world_size
+        wanted = range(rank, rank + 1) if old == world_size else range(old)
+        missing = next((one for one in wanted if str(one) not in self.ranks), None)
+        if missing is not None:
+            found = ", ".join(sorted(self.ranks)) or "none"
+            raise ValueError(
+                f"values of rank {missing} are missing: the run had {old} ranks, this one has"
+                f" {world_size}, and the state has rank {found}; give load_state_dict a list of the"
+                " states of all ranks, one of every rank of one run"
+            )
+        return (_parts(self._read(str(one)), f"rank {one}") for one in wanted)
+
+
+# ---- checks --------------------------------------------------------------------------------------
+
+
+def check_mapping(value: object, what: str, keys: Sequence[str] = ()) -> None:
+    """Raise ValueError unless a value is a dictionary with these keys."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{what} is a dictionary, got {value!r:.80}")  # noqa: TRY004
+    missing = [key for key in keys if key not in value]
     if missing:
-        raise ValueError(
-            f"this state has no {min(missing)!r}: it is not from gradcomp's state_dict()"
-        )
-    step, scale = state["step"], state["loss_scale"]
-    check_step(step)
-    if type(scale) is not float or not 0 < scale < float("inf"):
-        raise ValueError(f"this state has loss_scale {scale!r}, a positive number expected")
-    return step, scale
+        raise ValueError(f"{what} has no {missing[0]!r}: it is not from gradcomp's state_dict()")
 
 
-def check_step(step: object, of: str = "") -> None:
-    """Raise ValueError for what is no number of steps, `of` a parameter, say."""
+def check_step(step: object, name: str = "step", of: str = "") -> None:
+    """Raise ValueError unless a value can count steps, `of` a parameter, say."""
     if type(step) is not int or not 0 <= step < STEPS:
         raise ValueError(
-            f"this state has step {step!r}{of}, an integer of at least 0 and below 2^32 expected"
+            f"this state has {name} {step!r}{of}, an integer of at least 0 and below 2^32 expected"
         )
 
 
 def check_tensors(
-    state: object,
+    state: Any,
     shapes: Mapping[str, Sequence[int]],
     what: str,
     dtypes: Sequence[torch.dtype] = (torch.float32,),
@@ -59,10 +188,7 @@ def check_tensors(
         dtypes: which they may have.
         stored: dtype in which they are kept, and must be finite.
     """
-    if not isinstance(state, Mapping):
-        raise ValueError(  # noqa: TRY004
-            f"{what}s are a dictionary by parameter name, got {type(state).__name__}"
-        )
+    check_mapping(state, f"the {what}s by name")
     if state.keys() != shapes.keys():
         odd = min(state.keys() ^ shapes.keys(), key=str)
         raise ValueError(f"{what}s do not fit this model and codec: {odd!r} is on one side only")
@@ -78,47 +204,82 @@ def check_tensors(
             raise ValueError(f"the {what} of {name!r} has values that are not finite in {stored}")
 
 
-def differing_key(state: Mapping[str, Any], wanted: Mapping[str, object]) -> str | None:
-    """Return the first key whose `wanted` value a state does not have."""
-    for key, value in wanted.items():
-        if key == "codec" and same_codec(state.get(key), str(value)):
-            continue
-        if state.get(key, "None") != value:
-            return key
-    return None
-
-
-def same_codec(saved: object, codec: str) -> bool:
-    """Whether a saved codec's repr is this one; one from before ``residual_decay`` had a decay
-    of 1, or no residuals.
-    """
-    return saved in (
-        codec,
-        codec.replace(", residual_decay=1.0", ""),
-        codec.replace(", residual_decay=0.0", ""),
-    )
-
-
-def check_origin(state: Mapping[str, Any], wanted: Mapping[str, object]) -> None:
-    """Raise ValueError unless a state has the `wanted` values, and was made by a `state_dict` at
-    all.
-    """
-    read_numbers(state)
-    key = differing_key(state, wanted)
-    if key == "memory_order":
+def _check_format(state: Any) -> None:
+    check_mapping(state, "a state")
+    if "format" not in state and "version" not in state:
+        raise ValueError("this state has no 'format': it is not from gradcomp's state_dict()")
+    found = state.get("format")
+    if type(found) is not int or found != FORMAT:
+        version = state.get("version")
         raise ValueError(
-            f"this state has residuals in memory order {state.get(key)}, this model {wanted[key]}:"
-            " give it the memory format (channels_last, say) that it had"
-        )
-    if key is not None:
-        raise ValueError(
-            f"this state has {key} {state.get(key)!r}, {wanted[key]!r} expected: residuals belong"
-            " to one rank (for another world size, load a list of the states of all ranks)"
-            f"{removal(state.get(key))}"
+            f"this state has format {found!r}, {FORMAT} expected"
+            + (f" (its version, {version!r}, is of a gradcomp before formats)" if version else "")
+            + ": go on with the gradcomp that wrote it, or without it, with residuals of zero"
         )
 
 
-# ---- other numbers of ranks ----------------------------------------------------------------------
+def _counted(parts: Parts) -> dict[str, Any]:
+    return {"tensors": sum(map(len, parts.values())), **parts}
+
+
+def _parts(given: Any, what: str) -> dict[str, Mapping[str, Tensor]]:
+    """Return parts without their count, which must be right."""
+    check_mapping(given, f"{what} in this state", ("tensors",))
+    parts = {part: values for part, values in given.items() if part != "tensors"}
+    for part, values in parts.items():
+        check_mapping(values, f"{part} of {what} in this state")
+    found, count = sum(map(len, parts.values())), given["tensors"]
+    if found != count:
+        raise ValueError(
+            f"{what} in this state has {found} tensors of {count!r}: save the whole state_dict() of"
+            " each rank, and load all of it"
+        )
+    return parts
+
+
+# ---- several ranks -------------------------------------------------------------------------------
+
+
+def _merged(values: Sequence[Any], where: str) -> Any:
+    """Return what several ranks have saved in one place as one, "ranks" of states united.
+
+    Raises:
+        ValueError: something else is not the same on all of them, or a rank is there twice.
+    """
+    first = values[0]
+    if all(isinstance(value, Mapping) and value.keys() == first.keys() for value in values):
+        out = {}
+        for key in first:
+            merge = _united if key == "ranks" and "format" in first else _merged
+            out[key] = merge([value[key] for value in values], f"{where}.{key}".lstrip("."))
+        return out
+    if all(isinstance(value, list) and len(value) == len(first) for value in values):
+        return [_merged(each, f"{where}.{n}") for n, each in enumerate(zip(*values, strict=True))]
+    for value in values[1:]:
+        if not _same(first, value):
+            found = "" if isinstance(first, (Tensor, Mapping)) else f" is {first!r} and {value!r}"
+            raise ValueError(f"these states are not of one run: {where}{found:.100} differs")
+    return first
+
+
+def _united(values: Sequence[Any], where: str) -> dict[Any, Any]:
+    out: dict[Any, Any] = {}
+    for value in values:
+        check_mapping(value, f"{where} in these states")
+        twice = out.keys() & value.keys()
+        if twice:
+            raise ValueError(
+                f"these states have rank {min(twice, key=str)} twice: one of every rank is needed"
+            )
+        out |= value
+    return out
+
+
+def _same(one: object, other: object) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        alike = one.dtype == other.dtype and one.device == other.device and not one.is_meta
+        return alike and one.layout == other.layout and torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
 
 
 def mean_by_name(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -136,29 +297,24 @@ def mean_by_name(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def reshard(
-    states: Sequence[Mapping[str, Any]], rank: int, world_size: int, *, owns_means: bool, place: str
-) -> dict[str, Any]:
-    """Return the state of one of `world_size` ranks, made from the states of all ranks of a run.
+    old: Sequence[Parts], rank: int, world_size: int, *, owns_means: bool, place: str
+) -> dict[str, dict[str, Tensor]]:
+    """Return the parts of one of `world_size` ranks, made from those of all ranks of a run.
 
-    Where their number is the same it is the rank's own one. Otherwise each new rank gets the mean
-    of the old ranks' residuals: what they have left out of averages so far. Owners' residuals, and
-    states of an owner's transform, are joined and cut anew; where new ranks keep no owner's
-    residuals these are added to everyone's. States of a local transform become their mean, second
-    moments are the same on all ranks. A single rank adds its residuals to its next gradients.
+    Each new rank gets the mean of the old ranks' residuals: what they have left out of averages so
+    far. Owners' residuals, and states of an owner's transform, are joined and cut anew; where new
+    ranks keep no owner's residuals these are added to everyone's. States of a local transform
+    become their mean. A single rank adds its residuals to its next gradients.
 
     Args:
-        states: from `state_dict` of every rank of one run, at the same step, in any order.
+        old: by rank, ``(numel,)`` float32 tensors.
         rank, world_size: of the new run.
         owns_means: whether the new ranks keep owners' residuals.
         place: of the transform whose states are to be brought over, "" without one.
 
     Raises:
-        ValueError: states of different runs or steps, a rank that is missing, a hierarchical
-            exchange.
+        ValueError: tensors of different ranks that do not belong together.
     """
-    old = _in_rank_order(states)
-    if len(old) == world_size:
-        return dict(old[rank])
     residual = _mean(old, "residual")
     owned = _joined(old, "owner_residual")
     if not owns_means:
@@ -179,66 +335,28 @@ def reshard(
     else:
         transformed = _mean(old, "transform_state")
     return {
-        **old[0],
-        "rank": rank,
-        "world_size": world_size,
         "residual": residual,
         "owner_residual": share(owned),
         "transform_state": transformed,
     }
 
 
-def _in_rank_order(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return states by rank; ValueError unless they are all ranks of one run at one step."""
-    for state in states:
-        _check_state(state)
-    old = sorted(states, key=lambda state: int(state["rank"]))
-    ranks = [state["rank"] for state in old]
-    if not old or old[0]["world_size"] != len(old) or ranks != list(range(len(old))):
-        of = f" of {old[0]['world_size']}" if old else ""
-        raise ValueError(
-            f"states of ranks {ranks}{of}; one of every rank of the old run is needed, and none of"
-            " another run's files"
-        )
-    for key in sorted(set().union(*old) - {"rank", *PARTS}, key=str):
-        found = {repr(state.get(key)) for state in old}
-        if len(found) > 1:
+def _flat(old: Sequence[Parts], key: str) -> list[Mapping[str, Tensor]]:
+    """Return one part of all ranks; ValueError unless its tensors are flat and float32."""
+    parts = [parts.get(key, {}) for parts in old]
+    for tensor in (tensor for part in parts for tensor in part.values()):
+        if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32 or tensor.dim() != 1:
             raise ValueError(
-                f"these states are not of one run: {key} is {' and '.join(sorted(found))}"
+                f"{key} in this state holds {type(tensor).__name__}, flat float32 tensors expected"
             )
-    if old[0]["nodes"] != "()":
-        raise ValueError(
-            "states of a hierarchical exchange belong to its nodes: resume with the same ones"
-        )
-    return old
+    return parts
 
 
-def _check_state(state: Mapping[str, Any]) -> None:
-    """Raise ValueError unless a state could be from `Engine.state_dict`."""
-    if isinstance(state, Mapping) and "averager" in state:
-        raise ValueError("this is a DoubleBuffer's state: pass state['averager']")
-    read_numbers(state)
-    for key in ("rank", "world_size"):
-        if type(state.get(key)) is not int or state[key] < 0:
-            raise ValueError(f"this state has {key} {state.get(key)!r}, an integer expected")
-    if "nodes" not in state:
-        raise ValueError("this state has no 'nodes': it is not from gradcomp's state_dict()")
-    for key in PARTS:
-        part = state.get(key, {})
-        values = part.values() if isinstance(part, Mapping) else [part]
-        for value in values:
-            if not isinstance(value, Tensor) or value.dtype != torch.float32 or value.dim() != 1:
-                raise ValueError(
-                    f"this state's {key} holds {type(value).__name__}, flat float32 tensors"
-                    " expected"
-                )
-
-
-def _mean(states: Sequence[Mapping[str, Any]], key: str) -> dict[str, Tensor]:
+def _mean(old: Sequence[Parts], key: str) -> dict[str, Tensor]:
     """Return the mean of all ranks' values, by name; ValueError unless all ranks have the same
     tensors.
     """
-    parts = [state.get(key, {}) for state in states]
+    parts = _flat(old, key)
     for rank, part in enumerate(parts):
         mine, first = ({name: t.numel() for name, t in p.items()} for p in (part, parts[0]))
         if mine != first:
@@ -248,15 +366,16 @@ def _mean(states: Sequence[Mapping[str, Any]], key: str) -> dict[str, Tensor]:
     return {name: tensor.float() for name, tensor in mean_by_name(parts).items()}
 
 
-def _joined(states: Sequence[Mapping[str, Any]], key: str) -> dict[str, Tensor]:
+def _joined(old: Sequence[Parts], key: str) -> dict[str, Tensor]:
     """Return what ranks own, side by side, by name; ValueError unless every rank has its share."""
-    names = dict.fromkeys(name for state in states for name in state.get(key, {}))
+    parts = _flat(old, key)
+    names = dict.fromkeys(name for part in parts for name in part)
     out, nothing = {}, torch.zeros(0)
     for name in names:
-        pieces = [state.get(key, {}).get(name, nothing) for state in states]
+        pieces = [part.get(name, nothing) for part in parts]
         out[name] = torch.cat(pieces)
         for rank, piece in enumerate(pieces):
-            owned = ByElements(len(states)).numel(out[name].numel(), rank)
+            owned = ByElements(len(parts)).numel(out[name].numel(), rank)
             if piece.numel() != owned:
                 raise ValueError(
                     f"{key} of {name!r} on rank {rank} has {piece.numel()} values, {owned} expected"

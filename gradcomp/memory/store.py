@@ -7,7 +7,6 @@ All of it commits, rolls back and is saved together.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +14,10 @@ from torch import Tensor
 from gradcomp.kernels import CPU
 from gradcomp.memory.moments import SecondMoments
 from gradcomp.memory.planes import Planes
-from gradcomp.memory.saved import PARTS
+from gradcomp.memory.saved import Parts
 from gradcomp.memory.transform import Transforming
+
+PARTS = ("residual", "owner_residual", "transform_state", "second_moment")
 
 
 class StateStore:
@@ -85,7 +86,7 @@ class StateStore:
         planes = self._planes()
         return {part: planes[part].state(names) if part in planes else {} for part in PARTS}
 
-    def check(self, state: Mapping[str, Any], names: Mapping[int, str]) -> None:
+    def check(self, state: Parts, names: Mapping[int, str]) -> None:
         """Raise ValueError for a checkpoint that does not fit this model, or that the transform
         cannot have made.
         """
@@ -94,7 +95,7 @@ class StateStore:
         if self.transform is not None:
             self.transform.check(state.get("transform_state", {}))
 
-    def load(self, state: Mapping[str, Any], names: Mapping[int, str], loss_scale: float) -> None:
+    def load(self, state: Parts, names: Mapping[int, str], loss_scale: float) -> None:
         """Take everything from a checkpoint that `check` accepts, of gradients that carried
         `loss_scale`.
         """

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 logger = logging.getLogger("gradcomp")
-STATE_VERSION = 1
 ROUNDS = 2  # of each way in `compare`; the faster one counts: other programs only slow one down
 
 
@@ -122,6 +121,7 @@ class DoubleBuffer:
             **common,
         )
         self._engine = self._averager._engine
+        self._engine.origin = {"kind": type(self).__name__, "whole_steps": whole_steps}
         self._stepping = self._failed = self._closed = False
         self._sent: GroupOptions = []  # the groups' options of the exchange under way
         self._minibatches = 0
@@ -311,11 +311,7 @@ class DoubleBuffer:
         """
         if not self._failed:
             self.drain()
-        return {
-            "version": STATE_VERSION,
-            "whole_steps": self._whole_steps,
-            "averager": self._averager.state_dict(),
-        }
+        return self._averager.state_dict()
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Go on where `state_dict` of the same rank was taken; an exchange under way is waited for
@@ -325,22 +321,10 @@ class DoubleBuffer:
         `GradientAverager.load_state_dict`.
 
         Raises:
-            ValueError: a state of another version, rank, world size, codec or model, or of whole
+            ValueError: a state of another format, rank, world size, codec or model, or of whole
                 steps where these are halves; nothing is changed then.
         """
-        states = list(state) if isinstance(state, Sequence) else [state]
-        for one in states:
-            known = isinstance(one, dict) and one.get("version") == STATE_VERSION
-            if not known or "averager" not in one:
-                raise ValueError("this state is not from DoubleBuffer.state_dict()")
-            theirs = one.get("whole_steps")
-            if theirs is not self._whole_steps:
-                raise ValueError(
-                    f"this state has whole_steps {theirs!r}, {self._whole_steps!r} expected"
-                )
-        inner = [one["averager"] for one in states]
-        given = inner[0] if isinstance(state, dict) else inner
-        self._guarded(lambda: self._averager.load_state_dict(given))
+        self._guarded(lambda: self._averager.load_state_dict(state))
 
     def check_replicas(self) -> None:
         """Drain, and compare the parameters' bits over all ranks; PeerMismatch names the first

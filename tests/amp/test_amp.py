@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from _ranks import run_local
+from _saved import parts_of
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -82,7 +83,7 @@ def snapshot(model, optimizer, state=None):
     if state is None:
         return raw(model.parameters()), tensors
     plane = state.state_dict()
-    residuals = [*plane["residual"].values(), *plane["owner_residual"].values()]
+    residuals = [*parts_of(plane)["residual"].values(), *parts_of(plane)["owner_residual"].values()]
     # before the first encoding there are none, which is zero
     units = raw(t / plane["loss_scale"] for t in residuals if t.any())
     return raw(model.parameters()), tensors, units
@@ -702,7 +703,7 @@ def averaged(comm, codec, exchange, dtype, bad, steps):
         log.append((scaler.last_step_skipped, scaler.get_scale()))
         unchanged += [run.bits(averager) == before] if scaler.last_step_skipped else []
     averager.check_replicas()
-    kept = {k: averager.state_dict()[k] for k in ("residual", "owner_residual")}
+    kept = parts_of(averager.state_dict())
     return log, unchanged, raw(net.parameters()), kept
 
 

@@ -23,7 +23,7 @@ from gradcomp import (
 )
 from gradcomp.bench import methods
 from gradcomp.codecs import RngKey
-from gradcomp.fsdp import saved
+from gradcomp.memory.saved import Saved, write
 from gradcomp.payload import wire
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -254,7 +254,9 @@ def load_topk_state():
     with gradcomp.GradientAverager(
         [("w", torch.nn.Parameter(torch.ones(8)))], "ternary", comm=comm
     ) as a:
-        a.load_state_dict({**a.state_dict(), "codec": "TopK(error_feedback=True)"})
+        state = a.state_dict()
+        state["origin"]["codec"] = "TopK(error_feedback=True)"
+        a.load_state_dict(state)
 
 
 def decode_topk_payload():
@@ -272,7 +274,7 @@ def decode_topk_payload():
         (lambda: methods.parse("topk:every=30"), ValueError),
         (lambda: methods.parse("fsdp2:topk"), ValueError),
         (
-            lambda: saved.check_state({"version": 2, "codec": "TopK()"}, {"codec": "x"}, ()),
+            lambda: Saved.of(write({"codec": "TopK()"}, 0, 1, 0, {})).check_origin({"codec": "x"}),
             ValueError,
         ),
         (load_topk_state, ValueError),

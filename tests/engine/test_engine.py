@@ -18,6 +18,7 @@ import pytest
 import torch
 from _held import descriptors, steady
 from _ranks import run_local
+from _saved import parts_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -296,10 +297,11 @@ def fail_in_step_one(comm, culprits, ended=None, **options):
 
 
 def same(one, other):
+    parts, others = parts_of(one), parts_of(other)
     return one["step"] == other["step"] and all(
-        torch.equal(values, other[part][name])
+        torch.equal(values, others[part][name])
         for part in ("residual", "owner_residual")
-        for name, values in one[part].items()
+        for name, values in parts[part].items()
     )
 
 
@@ -357,13 +359,13 @@ def test_ranks_with_other_loss_scales_commit_nothing():
         _, averager, fill = averager_of(comm, grad_scaler=scaler)
         fill(0)
         averager.average()
-        residual = averager.state_dict()["residual"]["p0"].clone()
+        residual = parts_of(averager.state_dict())["residual"]["p0"].clone()
         scaler.value = 2.0 if comm.rank else 4.0
         fill(1)
         with pytest.raises(PeerMismatch, match="loss_scale") as found:
             averager.average()
         kept = averager.state_dict()
-        assert torch.equal(residual / 4.0 * kept["loss_scale"], kept["residual"]["p0"])
+        assert torch.equal(residual / 4.0 * kept["loss_scale"], parts_of(kept)["residual"]["p0"])
         return found.value.rank, found.value.expected, found.value.got, kept["step"]
 
     assert run_local(2, run) == [(1, 4.0, 2.0, 1)] * 2
@@ -379,7 +381,7 @@ def test_a_loss_scale_that_carries_nothing_is_an_error_with_its_value(scale):
         scaler.value = scale
         with pytest.raises(GradcompError, match=f"scale is {scale}"):
             averager.average()
-        return bool(torch.isfinite(averager.state_dict()["residual"]["p0"]).all())
+        return bool(torch.isfinite(parts_of(averager.state_dict())["residual"]["p0"]).all())
 
     assert all(run_local(2, run))
 
@@ -517,7 +519,7 @@ def test_reset_goes_on_from_before_the_step_that_failed(atomic_steps):
         averager.average_delayed()
         averager.flush()
         state = averager.state_dict()
-        return [p.grad.clone() for p in params], state["step"], state["residual"]
+        return [p.grad.clone() for p in params], state["step"], parts_of(state)["residual"]
 
     for wanted, found in zip(run_local(2, run, False), run_local(2, run, True), strict=True):
         assert wanted[1] == found[1] == 2
@@ -613,7 +615,7 @@ def test_delays_anywhere_change_no_bit(seed, options):
                 time.sleep(draw.choice((0, 0.003)))
             averager.average() if step % 2 else (averager.average_delayed(), averager.flush())
             found += [p.grad.clone() for p in params]
-        return [*found, *averager.state_dict()["residual"].values()]
+        return [*found, *parts_of(averager.state_dict())["residual"].values()]
 
     plain, delayed = run_local(3, run, False), run_local(3, run, True)
     for wanted, found in zip(plain, delayed, strict=True):

@@ -6,7 +6,9 @@ import copy
 
 import pytest
 import torch
+from _golden import digest_of, tensors_in
 from _ranks import run_local
+from _saved import parts_of
 from torch import nn
 
 from gradcomp import Advanced, GradientAverager
@@ -39,6 +41,21 @@ def changed(states, index, **values):
     return [*states[:index], {**states[index], **values}, *states[index + 1 :]]
 
 
+def of_rank(states, index, **parts):
+    """Return the states with other tensors of one of their ranks."""
+    own = {**states[index]["ranks"][str(index)], **parts}
+    return changed(states, index, ranks={str(index): own})
+
+
+def kind(states, name):
+    return [{**state, "origin": {**state["origin"], "kind": name}} for state in states]
+
+
+def with_version(states):
+    """Return what states looked like before they had a format."""
+    return [{"version": 1, "rank": rank, "world_size": 3} for rank in range(len(states))]
+
+
 WRONG = {
     "one twice": (lambda s: [s[0], s[0], s[2]], "one of every rank"),
     "one missing": (lambda s: s[:2], "one of every rank"),
@@ -46,34 +63,68 @@ WRONG = {
     "none": (lambda s: [], "one of every rank"),
     "text": (lambda s: "abc", "a state is a dictionary"),
     "no state": (lambda s: [None], "a state is a dictionary"),
-    "a double buffer's": (lambda s: [{"averager": state} for state in s], r"state\['averager'\]"),
-    "no nodes": (lambda s: without(s, "nodes"), "no 'nodes'"),
-    "no owner_residual": (lambda s: without(s, "owner_residual"), "no 'owner_residual'"),
-    "rank is none": (lambda s: changed(s, 1, rank=None), "rank None"),
-    "world_size is huge": (lambda s: changed(s, 0, world_size=2**62), "one of every rank"),
-    "world_size is text": (lambda s: changed(s, 1, world_size="3"), "world_size '3'"),
-    "another version": (lambda s: [{**state, "version": 9} for state in s], "version 9"),
-    "another step": (lambda s: changed(s, 1, step=7), "not of one run: step"),
-    "residual is none": (lambda s: changed(s, 1, residual=None), "residual holds NoneType"),
-    "residual is text": (lambda s: changed(s, 1, residual={"w": "x"}), "residual holds str"),
+    "a double buffer's": (
+        lambda s: kind(s, "DoubleBuffer"),
+        "kind 'DoubleBuffer', 'gradients' expected",
+    ),
+    "of another size of nodes": (
+        lambda s: [{**one, "origin": {**one["origin"], "nodes": "((0, 1), (2,))"}} for one in s],
+        "belongs to its nodes",
+    ),
+    "no origin": (lambda s: without(s, "origin"), "no 'origin'"),
+    "no ranks": (lambda s: without(s, "ranks"), "no 'ranks'"),
+    "no format": (lambda s: without(s, "format"), "no 'format'"),
+    "rank is none": (lambda s: changed(s, 1, ranks={None: {"tensors": 0}}), "a rank None of 3"),
+    "rank is 3": (lambda s: changed(s, 1, ranks={"3": {"tensors": 0}}), "a rank '3' of 3 ranks"),
+    "ranks is none": (lambda s: changed(s, 1, ranks=None), "ranks in these states is a dictionary"),
+    "rank 1 is none": (lambda s: changed(s, 1, ranks={"1": None}), "rank 1 in this state is a"),
+    "not counted": (lambda s: changed(s, 1, ranks={"1": {}}), "rank 1 .* has no 'tensors'"),
+    "world_size is huge": (
+        lambda s: [{**state, "world_size": 2**62} for state in s],
+        "values of rank 3 are missing.*one of every rank",
+    ),
+    "world_size of one": (lambda s: changed(s, 0, world_size=2), "not of one run: world_size"),
+    "world_size is text": (
+        lambda s: [{**state, "world_size": "3"} for state in s],
+        "world_size '3'",
+    ),
+    "another format": (lambda s: [{**state, "format": 9} for state in s], "format 9, 2 expected"),
+    "from before formats": (with_version, "version, 1, is of .* before.*gradcomp that wrote it"),
+    "another step": (lambda s: changed(s, 1, step=7), "not of one run: step is 1 and 7"),
+    "other second moments": (
+        lambda s: [
+            {**state, "replicated": {"tensors": 1, "second_moment": {"w": torch.full((2,), n)}}}
+            for n, state in enumerate(s)
+        ],
+        "not of one run: replicated.second_moment.w",
+    ),
+    "residual is none": (lambda s: of_rank(s, 1, residual=None), "residual of rank 1 .* got None"),
+    "residual is text": (lambda s: of_rank(s, 1, residual={"w": "x"}), "residual .* holds str"),
     "residual in float64": (
-        lambda s: changed(s, 1, residual={"w": s[1]["residual"]["w"].double()}),
+        lambda s: of_rank(s, 1, residual={"w": parts_of(s[1])["residual"]["w"].double()}),
         "float32",
     ),
     "residual in int32": (
-        lambda s: changed(s, 1, residual={"w": s[1]["residual"]["w"].int()}),
+        lambda s: of_rank(s, 1, residual={"w": parts_of(s[1])["residual"]["w"].int()}),
         "float32",
     ),
-    "residual gone": (lambda s: changed(s, 1, residual={}), "residual of rank 1 does not fit"),
+    "residual gone": (lambda s: of_rank(s, 1, residual={}), "rank 1 .* has 1 tensors of 2"),
+    "residual never there": (
+        lambda s: of_rank(s, 1, residual={}, tensors=1),
+        "residual of rank 1 does not fit",
+    ),
     "residual of another shape": (
-        lambda s: changed(s, 1, residual={"w": torch.zeros(9)}),
+        lambda s: of_rank(s, 1, residual={"w": torch.zeros(9)}),
         "residual of rank 1 does not fit",
     ),
     "residual is NaN": (
-        lambda s: changed(s, 1, residual={"w": s[1]["residual"]["w"] * float("nan")}),
+        lambda s: of_rank(s, 1, residual={"w": parts_of(s[1])["residual"]["w"] * float("nan")}),
         "has values that are not finite",
     ),
-    "owner's residual gone": (lambda s: changed(s, 1, owner_residual={}), "owner_residual of 'w'"),
+    "owner's residual gone": (
+        lambda s: of_rank(s, 1, owner_residual={}, tensors=1),
+        "owner_residual of 'w'",
+    ),
     "of another model": (lambda s: run_local(3, trained, (64, 16)), "'w'"),
 }
 
@@ -87,7 +138,7 @@ def test_lists_that_are_not_all_states_of_one_run_change_nothing(states, name):
     with pytest.raises(ValueError, match=text):
         averager.load_state_dict(make(states))
     after = averager.state_dict()
-    assert torch.equal(after["residual"]["w"], before["residual"]["w"])
+    assert torch.equal(parts_of(after)["residual"]["w"], parts_of(before)["residual"]["w"])
     assert after["step"] == before["step"] == 1
 
 
@@ -119,7 +170,7 @@ def test_ranks_that_own_nothing_have_states_too():
             timeout_s=20,
         )
         averager.load_state_dict(states)
-        return averager.state_dict()["transform_state"]
+        return parts_of(averager.state_dict())["transform_state"]
 
     for old, new in ((4, 2), (4, 3), (2, 4)):
         found = run_local(new, load, run_local(old, run))
@@ -134,8 +185,10 @@ def test_a_list_with_as_many_ranks_is_ones_own_state(states):
         return averager.state_dict()
 
     for mine, found in zip(states, run_local(3, load), strict=True):
-        assert torch.equal(mine["residual"]["w"], found["residual"]["w"])
-        assert torch.equal(mine["owner_residual"]["w"], found["owner_residual"]["w"])
+        assert torch.equal(parts_of(mine)["residual"]["w"], parts_of(found)["residual"]["w"])
+        assert torch.equal(
+            parts_of(mine)["owner_residual"]["w"], parts_of(found)["owner_residual"]["w"]
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -152,13 +205,15 @@ def test_a_single_rank_pays_what_the_others_owed(dtype):
         return averager.state_dict()
 
     states = run_local(3, run)
-    owed = torch.stack([s["residual"]["w"].double() for s in states]).sum(0) / 3
-    owed += torch.cat([s["owner_residual"]["w"] for s in states])
+    owed = torch.stack([parts_of(s)["residual"]["w"].double() for s in states]).sum(0) / 3
+    owed += torch.cat([parts_of(s)["owner_residual"]["w"] for s in states])
     assert owed.abs().max() > 0.1
     p = nn.Parameter(torch.zeros(64, 32, dtype=dtype))
     averager = GradientAverager([("w", p)], "onebit", comm=LocalCommunicator.group(1)[0])
     averager.load_state_dict(states)
-    assert torch.allclose(averager.state_dict()["residual"]["w"].double(), owed, atol=1e-6)
+    assert torch.allclose(
+        parts_of(averager.state_dict())["residual"]["w"].double(), owed, atol=1e-6
+    )
 
     def average(value):
         p.grad = torch.full_like(p, value)
@@ -169,20 +224,36 @@ def test_a_single_rank_pays_what_the_others_owed(dtype):
     average(0.0)
     averager.discard_step()
     paid = average(0.0)
-    left = averager.state_dict()["residual"]["w"].double()
+    left = parts_of(averager.state_dict())["residual"]["w"].double()
     assert torch.allclose(paid + left, owed, atol=1e-6)
     assert bool((left == 0).all()) is (dtype is torch.float32)
     assert torch.equal(average(1.0), left.float().add(1.0).to(dtype).double()), "paid once"
     if dtype is torch.float32:
         average(1.0)
-        assert averager.state_dict()["residual"] == {}, "and its memory is given back"
+        assert parts_of(averager.state_dict())["residual"] == {}, "and its memory is given back"
+
+
+def test_one_state_with_all_ranks_is_the_same_as_a_list(states):
+    merged = states[0] | {"ranks": {k: v for state in states for k, v in state["ranks"].items()}}
+
+    def load(comm, given):
+        _, averager = averager_of(comm)
+        averager.load_state_dict(given)
+        return parts_of(averager.state_dict())
+
+    for world in (2, 3):
+        for one, two in zip(
+            run_local(world, load, merged), run_local(world, load, states), strict=True
+        ):
+            assert one["residual"]
+            assert digest_of(*tensors_in(one)) == digest_of(*tensors_in(two))
 
 
 @pytest.mark.parametrize(("world", "nodes"), [(2, [[0, 1]]), (4, [[0, 1], [2, 3]])])
-def test_a_hierarchical_exchange_takes_no_list(states, world, nodes):
+def test_a_hierarchical_exchange_takes_no_other_number_of_ranks(states, world, nodes):
     def load(comm):
         _, averager = averager_of(comm, exchange="hierarchical", advanced=Advanced(nodes=nodes))
         averager.load_state_dict(states)
 
-    with pytest.raises(ValueError, match="not with a list"):
+    with pytest.raises(ValueError, match="belongs to its nodes.*3 ranks then"):
         run_local(world, load)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from _ranks import run_local
+from _saved import parts_of
 from torch import nn
 
 from gradcomp import Block, CorruptPayload, GradientAverager, Identity, OneBit, PeerLost, TernGrad
@@ -191,7 +192,8 @@ def denormal_averages(comm, codec, exchange, dtype, flushes):
     finally:
         torch.set_flush_denormal(False)
     found += [
-        r.view(torch.int32).numpy().tobytes() for r in averager.state_dict()["residual"].values()
+        r.view(torch.int32).numpy().tobytes()
+        for r in parts_of(averager.state_dict())["residual"].values()
     ]
     averager.close()
     return found
@@ -236,7 +238,7 @@ def tiny_tensors(comm, codec, flushing):
             found += [p.grad.view(torch.int32).numpy().tobytes() for _, p in named]
     finally:
         torch.set_flush_denormal(False)
-    kept = averager.state_dict()["second_moment"].values()
+    kept = parts_of(averager.state_dict())["second_moment"].values()
     averager.close()
     return found, [m.view(torch.int32).numpy().tobytes() for m in kept]
 

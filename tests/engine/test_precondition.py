@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from _expected import average
 from _ranks import run_local
+from _saved import parts_of
 from reference import codec as ref
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -238,8 +239,8 @@ def test_nothing_is_lost(codec):
         state = averager.state_dict()
         return (
             sum(g["v"].double() for g in got),
-            state["residual"]["v"],
-            state["owner_residual"]["v"],
+            parts_of(state)["residual"]["v"],
+            parts_of(state)["owner_residual"]["v"],
         )
 
     ranks = run_local(2, run)
@@ -262,12 +263,12 @@ def test_moments_go_to_another_number_of_ranks():
             parameters().items(), Block(2), comm=comm, precondition=True, min_numel=MIN_NUMEL
         )
         fresh.load_state_dict(states)
-        return fresh.state_dict()["second_moment"]
+        return parts_of(fresh.state_dict())["second_moment"]
 
     for moments in run_local(2, run):
         assert all(
             torch.equal(moments[name], tensor)
-            for name, tensor in states[0]["second_moment"].items()
+            for name, tensor in parts_of(states[0])["second_moment"].items()
         )
 
 
@@ -281,7 +282,7 @@ def test_moments_that_differ_are_found():
         averager.check_replicas()
         state = averager.state_dict()
         if comm.rank == 1:
-            state["second_moment"]["v"][3] *= 2
+            parts_of(state)["second_moment"]["v"][3] *= 2
         averager.load_state_dict(state)
         with pytest.raises(PeerMismatch, match="second moment of v"):
             averager.check_replicas()
@@ -298,7 +299,7 @@ def wrong_moments(comm, codec, who, live):
     other = averages(
         comm, codec, 2, scale=torch.arange(1, 5).repeat_interleave(5)[comm.rank].item()
     )[1].state_dict()
-    other["second_moment"]["v"][3] *= 2
+    parts_of(other)["second_moment"]["v"][3] *= 2
     averager = averages(comm, codec, 2 if live else 0)[1]
     for rank in who:
         if rank == comm.rank:
@@ -333,7 +334,7 @@ def test_a_warm_start_takes_moments_in():
 
     def run(comm):
         got, averager = averages(comm, Block(2), 2, warmup_steps=2)
-        return got, averager.state_dict()["second_moment"]["v"]
+        return got, parts_of(averager.state_dict())["second_moment"]["v"]
 
     for got, moments in run_local(2, run):
         wanted = np.zeros(1111, np.float32)

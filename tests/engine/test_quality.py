@@ -9,6 +9,7 @@ from dataclasses import astuple
 import pytest
 import torch
 from _ranks import run_local
+from _saved import parts_of
 from torch import nn
 
 from gradcomp import Advanced, Block, GradientAverager, OneBit, Precondition, TernGrad
@@ -50,7 +51,9 @@ def cosine(a, b):
 @pytest.mark.parametrize("codec", [Block(2), Block(4), OneBit()], ids=lambda c: c.name)
 def test_a_codec_with_residuals(codec):
     def run(comm):
-        residuals = [averaged(comm, codec, steps).state_dict()["residual"] for steps in (2, 3)]
+        residuals = [
+            parts_of(averaged(comm, codec, steps).state_dict())["residual"] for steps in (2, 3)
+        ]
         return averaged(comm, codec, 3).quality(), *residuals
 
     for rank, (quality, old, new) in enumerate(run_local(2, run)):
@@ -147,8 +150,8 @@ def test_a_sample_changes_no_bit():
         ]
         return [
             {
-                part: {n: t.numpy().tobytes() for n, t in s[part].items()}
-                for part in ("residual", "owner_residual")
+                part: {n: t.numpy().tobytes() for n, t in tensors.items()}
+                for part, tensors in parts_of(s).items()
             }
             for s in states
         ]

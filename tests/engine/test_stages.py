@@ -5,6 +5,7 @@ that changes what is encoded, a test for each promise. Formulas are in the files
 import pytest
 import torch
 from _ranks import run_local
+from _saved import parts_of
 from torch import nn
 
 from gradcomp import Advanced, Block, GradientAverager, OneBit, PeerMismatch, Ternary, TernGrad
@@ -12,7 +13,6 @@ from gradcomp.onebit_sgd import AggregateAdagrad, LocalAdagrad
 
 SHAPES = {"w": (40, 33), "b": (5,), "v": (1111,), "one": (1,)}
 RARE = ("nodes", "transform", "slice_numel", "quality_every")  # options of `Advanced`
-HELD = ("residual", "owner_residual", "second_moment", "transform_state")
 NODES = {"exchange": "hierarchical", "nodes": [[0, 1], [2, 3]]}
 # codec, number of ranks, options; the same with another value, which ranks must not mix
 STAGES = {
@@ -74,8 +74,8 @@ class Run:
 
     def held(self):
         """Return all tensors of the state, by part and name."""
-        state = self.averager.state_dict()
-        return {(part, name): t for part in HELD for name, t in (state.get(part) or {}).items()}
+        parts = parts_of(self.averager.state_dict())
+        return {(part, name): t for part, values in parts.items() for name, t in values.items()}
 
 
 def over_ranks(stage, work):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from _ranks import run_local
+from _saved import parts_of
 from torch import nn
 
 from gradcomp import Advanced, Block, GradientAverager, Identity, OneBit, TernGrad
@@ -54,8 +55,12 @@ def test_what_codes_leave_out_goes_over_to_the_codec_that_follows(codec, world):
     ranks = run_local(world, one)
     for name, shape in SHAPES.items():
         given = sum(exact[name] for _, exact, _, _ in ranks) / world
-        left = sum(state["residual"][name] for *_, state in ranks).view(shape) / world
-        owned = [state["owner_residual"][name] for *_, state in ranks if state["owner_residual"]]
+        left = sum(parts_of(state)["residual"][name] for *_, state in ranks).view(shape) / world
+        owned = [
+            parts_of(state)["owner_residual"][name]
+            for *_, state in ranks
+            if parts_of(state)["owner_residual"]
+        ]
         owed = torch.cat(owned).view(shape) if owned else torch.zeros(shape)
         torch.testing.assert_close(ranks[0][0][name] + left + owed, given, atol=1e-5, rtol=0)
     sent = ranks[0][2]

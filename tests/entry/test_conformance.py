@@ -245,6 +245,15 @@ def changed(**changes):
     return lambda state: dict(state, **changes) if changes.keys() <= state.keys() else None
 
 
+def of_rank(**parts):
+    """Return a function that puts other tensors of its rank into a state, or None."""
+    return lambda state: (
+        dict(state, ranks={rank: {**own, **parts} for rank, own in state["ranks"].items()})
+        if "ranks" in state
+        else None
+    )
+
+
 FOREIGN = [
     None,
     5,
@@ -252,18 +261,27 @@ FOREIGN = [
     {},
     {"step": 3},
     {"version": 99},
+    {"format": 2},
     lambda state: {k: v for k, v in state.items() if k != min(state)},
     lambda state: dict.fromkeys(state),
     lambda state: with_tensors(state, lambda t: torch.full_like(t, float("nan"))),
     lambda state: with_tensors(state, lambda t: t.double()),
     lambda state: with_tensors(state, lambda t: torch.cat([t.flatten(), t.flatten()])),
     lambda state: with_tensors(state, lambda t: [1]),
-    changed(rank=5),  # another rank's
+    changed(ranks={"1": {}, "0": {}}),
+    lambda state: {k: v for k, v in state.items() if k not in ("ranks", "fragments")},
+    changed(ranks={"5": {"tensors": 0}}),
+    changed(ranks=None),
+    changed(format=1),
+    changed(origin={}),
+    changed(replicated=None),
+    changed(world_size=0),
+    of_rank(tensors=1),
     *(changed(step=step) for step in ("7", -5, 2.9)),
     *(changed(loss_scale=scale) for scale in (float("nan"), 0.0)),
-    changed(residual=[1]),
-    changed(owner_residual=None),
-    changed(owner_residual={1: 2}),
+    of_rank(residual=[1]),
+    of_rank(owner_residual=None),
+    of_rank(owner_residual={1: 2}),
 ]
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _expected import average
 from _ranks import RankFailed, run_local
+from _saved import parts_of
 from reference import codec as ref
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -425,6 +426,10 @@ def partly_frozen(frozen):
     return model
 
 
+def steps_of(state):
+    return [step for _, step in state["extra"]["steps"]]
+
+
 def saved_by(folder, frozen=False):
     model = wrap(partly_frozen(frozen), True)
     with gradcomp.fsdp.register(model, "onebit", min_numel=MIN_NUMEL) as state:
@@ -436,18 +441,16 @@ def saved_by(folder, frozen=False):
 def goes_on_with(folder, states):
     """Return the residuals of all names after loading, by both ways; what a single state says."""
     out = []
-    # from before it was an option
-    states = [{**one, "codec": one["codec"].replace(", residual_decay=1.0", "")} for one in states]
     for load in (lambda state: state.load(folder), lambda state: state.load_state_dict(states)):
         model = wrap(fresh(), False)
         with gradcomp.fsdp.register(model, "onebit", min_numel=MIN_NUMEL) as state:
             load(state)
             after = state.state_dict()
-            out.append(after["residual"][str(dist.get_rank())])
-            assert [n for _, n in after["steps"]] == [2] * 8
+            out.append(parts_of(after)["residual"])
+            assert steps_of(after) == [2] * 8
             with pytest.raises(
                 ValueError,
-                match="residuals of rank . are missing: the run had 2 ranks, this one has 3",
+                match="values of rank . are missing: the run had 2 ranks, this one has 3",
             ):
                 state.load_state_dict(states[0])
     return out
@@ -462,9 +465,7 @@ def test_what_other_ranks_owed_is_owed_by_more_of_them(gloo, tmp_path):
         for got in ways:
             assert len(got) == 5
             for name, tensor in got.items():
-                one, two = (
-                    state["residual"][str(rank)][name].double() for rank, state in enumerate(states)
-                )
+                one, two = (parts_of(state)["residual"][name].double() for state in states)
                 wanted = ((one + two) / 2).float()
                 assert torch.equal(tensor, wanted) and tensor.abs().sum() > 0, name
 
@@ -480,7 +481,7 @@ def goes_on_alone(folder, states, frozen):
             single = state.state_dict()
             with pytest.raises(
                 ValueError,
-                match="residuals of rank 1 are missing: the run had 2 ranks, this one has 1",
+                match="values of rank 1 are missing: the run had 2 ranks, this one has 1",
             ):
                 state.load_state_dict(states[0])
             load(state)
@@ -491,7 +492,7 @@ def goes_on_alone(folder, states, frozen):
             out.append(
                 {name: p.grad.to_local().numpy() - exact[name] for name, p in trained.items()}
             )
-            assert not state.state_dict()["residual"]
+            assert not parts_of(state.state_dict())["residual"]
             run(model, [2])
             for name, p in trained.items():
                 assert np.array_equal(p.grad.to_local().numpy(), exact[name]), name
@@ -504,9 +505,7 @@ def takes(single):
         run(model, range(2))
         state.load_state_dict(single)
         after = state.state_dict()
-        return [n for _, n in after["steps"]], [
-            t.any().item() for t in after["residual"][str(dist.get_rank())].values()
-        ]
+        return steps_of(after), [t.any().item() for t in parts_of(after)["residual"].values()]
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -516,7 +515,7 @@ def test_what_several_ranks_owed_is_paid_by_one(gloo, tmp_path, frozen):
     """
     states = gloo(2, saved_by, str(tmp_path), frozen)
     ((ways, single),) = gloo(1, goes_on_alone, str(tmp_path), states, frozen)
-    residuals = [one["residual"][str(rank)] for rank, one in enumerate(states)]
+    residuals = [parts_of(one)["residual"] for one in states]
     for paid in ways:
         for name, got in paid.items():
             wanted = (
@@ -529,16 +528,20 @@ def test_what_several_ranks_owed_is_paid_by_one(gloo, tmp_path, frozen):
     assert gloo(2, takes, single) == [([0] * 8, [False] * 5)] * 2
 
 
-def with_weight(value):
-    """Return a function that puts another residual of `first.weight` into a state."""
+def with_residuals(change):
     return lambda good, rank: {
         **good,
-        "residual": {rank: {**good["residual"][rank], "first.weight": value}},
+        "ranks": {rank: {"tensors": 5, "residual": change(parts_of(good)["residual"])}},
     }
 
 
+def with_weight(value):
+    """Return a function that puts another residual of `first.weight` into a state."""
+    return with_residuals(lambda residual: {**residual, "first.weight": value})
+
+
 def with_steps(change):
-    return lambda good, rank: {**good, "steps": change(good["steps"])}
+    return lambda good, rank: {**good, "extra": {"steps": change(good["extra"]["steps"])}}
 
 
 def with_step(step):
@@ -549,16 +552,18 @@ def with_values(**values):
     return lambda good, rank: {**good, **values}
 
 
-def without_one_residual(good, rank):
-    return {**good, "residual": {rank: dict(list(good["residual"][rank].items())[1:])}}
+def with_codec(good, rank):
+    return {**good, "origin": {**good["origin"], "codec": "TernGrad()"}}
 
 
 HUGE = torch.full((37, 40), 1e39, dtype=torch.float64)
 # what is made of a good state, and what loading it says
 REFUSED_STATES = [
-    (lambda *_: {"version": 1, "steps": 3}, "not a state of gradcomp.fsdp that"),
-    (lambda *_: 7, "not a state of gradcomp.fsdp that"),
-    (with_values(codec="TernGrad()"), "this state has codec 'TernGrad"),
+    (lambda *_: {"version": 2, "steps": 3}, "format None, 2 expected .its version, 2, is of"),
+    (lambda *_: 7, "a state is a dictionary, got 7"),
+    (with_values(extra=3), "'extra' of this state is a dictionary, got 3"),
+    (with_values(origin={"kind": "gradients"}), "kind 'gradients', 'fsdp' expected"),
+    (with_codec, "this state has codec 'TernGrad"),
     (with_step(-1), "step -1 of 'few.bias', an integer of at least 0 and below 2.32"),
     (with_step(1.5), "step 1.5 of 'few.bias', an integer"),
     (with_step(2**70), f"step {2**70} of 'few.bias', an integer"),
@@ -571,7 +576,7 @@ REFUSED_STATES = [
         with_steps(lambda steps: [*steps, steps[0]]),
         "steps must be pairs of name and step, each name once",
     ),
-    (with_values(steps=3), "steps must be pairs of name and step, each name once: 3"),
+    (with_steps(lambda _: 3), "steps must be pairs of name and step, each name once: 3"),
     (with_steps(lambda steps: steps[1:]), "other parameters: 'few.bias' is on one side only"),
     (
         with_weight(torch.full((37, 40), math.nan)),
@@ -592,20 +597,32 @@ REFUSED_STATES = [
         "residual of 'first.weight' must be .37, 40. .* got tensor.indices",
     ),
     (with_weight([0.0]), "residual of 'first.weight' must be .37, 40. .* got .0.0."),
-    (without_one_residual, "residuals do not fit this model and codec"),
-    (lambda good, rank: {**good, "residual": {rank: 3}}, "no residuals by rank and name"),
-    (with_values(residual={}), "residuals of rank . are missing"),
+    (with_residuals(lambda r: dict(list(r.items())[1:])), "rank . .* has 4 tensors of 5"),
+    (
+        with_residuals(lambda r: {name + "x": tensor for name, tensor in r.items()}),
+        "residuals do not fit this model and codec",
+    ),
+    (with_residuals(lambda _: 3), "residual of rank . in this state is a dictionary, got 3"),
+    (lambda good, rank: {**good, "ranks": {rank: 3}}, "rank . in this state is a dictionary"),
+    (with_values(ranks={}), "values of rank . are missing: .* and the state has rank none"),
     (
         with_values(world_size=10**6),
-        "residuals of rank . are missing: the run had 1000000 ranks, this one has 2",
+        "values of rank . are missing: the run had 1000000 ranks, this one has 2",
     ),
     *(
         (with_values(world_size=size), f"world_size {size}, a positive integer expected")
         for size in (0, 2.0, True)
     ),
-    (lambda *_: [], "states of .. ranks"),
-    (lambda good, rank: [good, {**good, "world_size": 3}], "states of .2, 3. ranks"),
-    (lambda good, rank: [good, with_step(1)(good, rank)], "states of different steps"),
+    (lambda *_: [], "one of every rank"),
+    (
+        lambda good, rank: [good, {**good, "world_size": 3}],
+        "not of one run: world_size is 2 and 3",
+    ),
+    (
+        lambda good, rank: [with_step(1)(good, rank), {**good, "ranks": {}}],
+        "not of one run: extra.steps.0.1 is 1 and 0",
+    ),
+    (lambda good, rank: [good, good], "these states have rank . twice"),
 ]
 
 
@@ -622,8 +639,8 @@ def misloaded(residuals):
         with pytest.raises(ValueError, match="is no checkpoint of torch.distributed.checkpoint"):
             state.load("/nowhere")
         after = state.state_dict()
-        assert [n for _, n in after["steps"]] == [0] * 8
-        assert not any(t.any() for t in after["residual"][rank].values())
+        assert steps_of(after) == [0] * 8
+        assert not any(t.any() for t in parts_of(after)["residual"].values())
         if residuals == "bf16":
             largest = torch.full((37, 40), torch.finfo(torch.float32).max)
             said = "residual of 'first.weight' has values that are not finite in torch.bfloat16"
@@ -818,7 +835,7 @@ def beside_tensor_parallelism(codec):
             with pytest.raises(
                 ValueError, match="tensor parallelism do not fit 4: resume with as many"
             ):
-                state.load_state_dict({**saved, "world_size": 2})
+                state.load_state_dict({**saved, "world_size": 8})
     return out
 
 
@@ -1647,7 +1664,7 @@ def in_flight(count, scenario, codec, wrapping, replicas=False):
     ):
         found = scenario(state, model)
         saved = state.state_dict()
-        return digest_of(found, saved["residual"], saved["steps"]), most
+        return digest_of(found, parts_of(saved)["residual"], steps_of(saved)), most
 
 
 def digest_of(*values):
@@ -1710,7 +1727,7 @@ def in_another_order_everywhere(count):
             x = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * step + rank))
             model(x, step % 2 == 1).square().mean().backward()
             out += shards_of(model)
-        return digest_of(out, state.state_dict()["residual"])
+        return digest_of(out, parts_of(state.state_dict())["residual"])
 
 
 def test_modules_may_come_in_another_order_on_every_rank(gloo):
@@ -1727,7 +1744,7 @@ def loaded_after_an_error(fails):
             state.load_state_dict(saved)
         out = run(model, [2, 3])
         assert all(grad.isfinite().all() for grad in out)
-        return digest_of(out, state.state_dict()["residual"])
+        return digest_of(out, parts_of(state.state_dict())["residual"])
 
 
 def test_a_state_that_is_loaded_after_an_error_is_not_written_over(gloo):

@@ -12,6 +12,7 @@ import warnings
 import pytest
 import torch
 from _ranks import run_local
+from _saved import parts_of
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -196,7 +197,7 @@ def test_every_rank_keeps_its_share_of_the_outer_state():
         (state,) = local.state_dict()["fragments"]
         local.close()
         return (
-            sum(t.numel() for t in state["averager"]["transform_state"].values()),
+            sum(t.numel() for t in parts_of(state["averager"])["transform_state"].values()),
             state["outer"]["state"],
         )
 
@@ -430,7 +431,7 @@ def changed(state, what):
     elif what == "syncs":
         fragment["syncs"] += 1
     elif what == "second moment of 0.weight":
-        fragment["averager"]["second_moment"]["0.weight"][7] *= 2
+        parts_of(fragment["averager"])["second_moment"]["0.weight"][7] *= 2
     elif what == "progress":
         state["round"] += 1
     elif what.startswith("average"):
@@ -694,8 +695,12 @@ FIRST, GROUP = ("fragments", 0), ("fragments", 0, "outer", "param_groups", 0)
         ((*FIRST, "outer", "state", 0, "momentum_buffer"), torch.ones(3), r"shape \(3,\)"),
         ((*FIRST, "averager"), None, "dictionary"),
         ((*FIRST, "averager", "step"), "2", "step '2'"),
-        ((*FIRST, "averager", "residual"), {"0.bias": torch.ones(64)}, "is on one side only"),
-        ((*FIRST, "averager", "residual"), LEFT_OUT, "no 'residual'"),
+        (
+            (*FIRST, "averager", "ranks", "0"),
+            {"tensors": 1, "residual": {"0.bias": torch.ones(64)}},
+            "is on one side only",
+        ),
+        ((*FIRST, "averager", "ranks", "0", "tensors"), 3, "has 0 tensors of 3"),
     ],
 )
 def test_values_that_no_state_has_are_refused_before_anything_is_written(path, value, said):

@@ -7,6 +7,7 @@ import io
 
 import pytest
 import torch
+from _saved import parts_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -133,7 +134,9 @@ def train(
         between(step, net, optimizer, state)
         optimizer.step()
     state.check_replicas()
-    found = bits(net, optimizer) | as_bytes(state.state_dict()["residual"], "residual of ")
+    found = bits(net, optimizer) | as_bytes(
+        parts_of(state.state_dict())["residual"], "residual of "
+    )
     assert state.step == steps  # every backward is one, also the first of a static graph
     sent, line = state.stats.bytes_sent, state.describe()
     state.close()
@@ -699,7 +702,7 @@ def _poisoned(codec, value, exchange):
             (model(torch.ones(1, 40).bfloat16()).float().sum() * scale).backward()
             optimizer.step()
             found.append(as_bytes(fp32_state_dict(net, optimizer)))
-            found.append(as_bytes(state.state_dict()["residual"]))
+            found.append(as_bytes(parts_of(state.state_dict())["residual"]))
         runs.append([*found, state.stats.nonfinite_buckets])
         state.close()
     return runs[0] == runs[1], runs[1][-1]
@@ -735,7 +738,9 @@ def _overflows(kind, codec, make):
 
     def everything():
         saved = state.state_dict()  # residuals are in units of the loss scale, a power of two here
-        units = {k: v / saved["loss_scale"] for k, v in saved["residual"].items() if v.any()}
+        units = {
+            k: v / saved["loss_scale"] for k, v in parts_of(saved)["residual"].items() if v.any()
+        }
         return bits(net, optimizer), as_bytes(units)
 
     unchanged, scales = [], []

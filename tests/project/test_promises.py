@@ -192,10 +192,10 @@ def owner_residuals_go_with_the_ranks():
     from gradcomp.memory.saved import reshard
 
     def make(change):
-        def forget(states, rank, world_size, *, owns_means, place):
-            if not owns_means and len(states) != world_size:
-                states = [{**state, "owner_residual": {}} for state in states]
-            return change(states, rank, world_size, owns_means=owns_means, place=place)
+        def forget(old, rank, world_size, *, owns_means, place):
+            if not owns_means:
+                old = [{**parts, "owner_residual": {}} for parts in old]
+            return change(old, rank, world_size, owns_means=owns_means, place=place)
 
         return forget
 
