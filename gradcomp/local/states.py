@@ -6,176 +6,113 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from gradcomp.engine.state import Accepted
-from gradcomp.memory.saved import STEPS
+from gradcomp.memory.saved import Saved, check_mapping, check_step, check_tensors
 from gradcomp.optim import SplitOptimizer
 from gradcomp.optim.state import check_saved
 
 if TYPE_CHECKING:
-    from gradcomp.averager import GradientAverager
     from gradcomp.local.inner import Turns
 
-STATE_VERSION = 2
-KEYS = (
-    "kind",
-    "warmup_steps",
-    "inner_steps",
-    "sync_every",
-    "round",
-    "done",
-    "fragments",
-    "under_way",
-    "gradients",
-)
+KEYS = ("sync_every", "round", "done", "fragments", "under_way", "gradients")
 FRAGMENT_KEYS = ("anchors", "averages", "outer", "averager", "syncs")
 
 
-class Checks(Protocol):
-    """A fragment that has to go on from a state."""
-
-    def check(self, state: Any) -> None:
-        """Raise ValueError unless a state is one of this fragment."""
-
-
 def check(
-    states: Sequence[Any],
-    kind: str,
+    saved: Saved,
     warmup_steps: int,
     turns: Turns,
-    fragments: Sequence[Checks],
+    fragments: Sequence[Callable[[Any], None]],
     *,
     has_gradients: bool,
 ) -> None:
-    """Raise ValueError unless these can be the states of one rank, or of all ranks of a run, and
-    nothing in them is odd.
+    """Raise ValueError unless local steps can go on from a state, and nothing in it is odd.
 
     Args:
-        kind, warmup_steps, turns, fragments: of the local steps that are to go on.
+        saved: of the same kind and `warmup_steps`; the states of its averagers are not checked.
+        warmup_steps, turns: of the local steps that are to go on.
+        fragments: what checks the state of each of their fragments.
         has_gradients: whether they still average gradients, in the warm-up.
     """
-    if not states:
-        raise ValueError("no states: a list of those of all ranks is needed")
-    for one in states:
-        _check_head(one, kind, warmup_steps, len(fragments))
-        _check_length(one, turns.length(one["round"]))
-        for fragment, theirs in zip(fragments, one["fragments"], strict=True):
-            fragment.check(theirs)
-        _check_averages(one)
-        for key in ("inner_steps", "round", "done"):
-            if one[key] != states[0][key]:
-                raise ValueError(
-                    f"these states are not of one run: {key} is {states[0][key]} and {one[key]}"
-                )
-    if states[0]["gradients"] is not None and not has_gradients:
+    check_mapping(saved.extra, "'extra' of this state", KEYS)
+    numbers = {name: saved.extra[name] for name in ("sync_every", "round", "done")}
+    for name, number in numbers.items():
+        check_step(number, name)
+    length = turns.length(numbers["round"])
+    if numbers["sync_every"] != length:
         raise ValueError(
-            "the state is of the warm-up, where gradients are averaged; this is beyond it:"
-            " make it anew"
+            f"the state has sync_every {numbers['sync_every']} in round {numbers['round']}, this"
+            f" has {length}: local steps go on with the H that they had"
         )
-
-
-def accept(averager: GradientAverager, everyone: list[Any], *, single: bool) -> Accepted:
-    """Return what an averager is to go on from, of the states of all ranks or a single one.
-
-    Raises:
-        ValueError: it cannot be loaded.
-        GradcompError: an exchange has failed: `reset` comes first.
-    """
-    averager._engine.wait()
-    return averager._engine.accept(everyone[0] if single else everyone)
-
-
-def _check_head(state: Any, kind: str, warmup_steps: int, fragments: int) -> None:
-    """Raise ValueError unless what a state says beside its fragments can be of this class, start
-    and number of fragments.
-    """
-    _check_mapping(state, "a state of local steps", ())
-    given = state.get("fragments", ())
-    count = len(given) if isinstance(given, (list, tuple)) else repr(given)
-    if state.get("version") != STATE_VERSION or count != fragments:
+    if numbers["done"] >= length:
         raise ValueError(
-            f"a state of version {state.get('version')!r} with {count} fragments; here: version"
-            f" {STATE_VERSION}, {fragments} fragments"
+            f"the state has done {numbers['done']}, less than sync_every ({length}) expected"
         )
-    _check_mapping(state, "this state", KEYS)
-    for name, mine in (("kind", kind), ("warmup_steps", warmup_steps)):
-        if type(state[name]) is not type(mine) or state[name] != mine:
-            raise ValueError(f"the state has {name} {state[name]!r}, this has {mine!r}")
-    for name in ("inner_steps", "sync_every", "round", "done"):
-        check_integer(state[name], name)
-    begun, gradients = state["inner_steps"] >= warmup_steps, state["gradients"]
+    begun, gradients = saved.step >= warmup_steps, saved.extra["gradients"]
     if begun and gradients is not None:
         raise ValueError(
-            f"the state has gradients of the warm-up, but inner_steps {state['inner_steps']} of"
-            f" warmup_steps {warmup_steps}"
+            f"the state has gradients of the warm-up, but step {saved.step} of warmup_steps"
+            f" {warmup_steps}"
         )
     if not begun:
-        _check_mapping(gradients, "gradients of this state", ())
-    _check_under_way(state, fragments)
-
-
-def _check_length(state: Mapping[str, Any], length: int) -> None:
-    """Raise ValueError unless a state's round has `length` inner steps, and less than that are
-    done.
-    """
-    if state["sync_every"] != length:
-        raise ValueError(
-            f"the state has sync_every {state['sync_every']} in round {state['round']}, this has"
-            f" {length}: local steps go on with the H that they had"
-        )
-    if state["done"] >= length:
-        raise ValueError(
-            f"the state has done {state['done']}, less than sync_every ({length}) expected"
-        )
-
-
-def _check_averages(state: Mapping[str, Any]) -> None:
-    """Raise ValueError unless every fragment that is under way has its averages, once. Fragments
-    have been checked.
-    """
-    given = state["under_way"]
-    numbers = [number for number, _ in given]
-    for number in numbers:
-        if numbers.count(number) > 1 or not state["fragments"][number]["averages"]:
+        check_mapping(gradients, "gradients of this state")
+        if not has_gradients:
             raise ValueError(
-                f"the state has under_way {given!r}, but fragment {number} twice or without"
-                " averages"
+                "the state is of the warm-up, where gradients are averaged; this is beyond it:"
+                " make it anew"
             )
-    for number, fragment in enumerate(state["fragments"]):
-        if fragment["averages"] and number not in numbers:
-            raise ValueError(
-                f"the state has averages of fragment {number}, which is not under way ({given!r})"
-            )
-
-
-def check_integer(value: object, name: str) -> None:
-    """Raise ValueError unless a value is an integer that can count steps."""
-    if type(value) is not int or not 0 <= value < STEPS:
-        raise ValueError(
-            f"the state has {name} {value!r}, an integer of at least 0 and below 2^32 expected"
-        )
+    given = saved.extra["fragments"]
+    count = len(given) if isinstance(given, (list, tuple)) else repr(given)
+    if count != len(fragments):
+        raise ValueError(f"the state has {count} fragments, this has {len(fragments)}")
+    for check_one, state in zip(fragments, given, strict=True):
+        check_one(state)
+    _check_under_way(saved.extra["under_way"], saved.step, length, given)
 
 
 def check_fragment(state: Any, shapes: Mapping[str, torch.Size]) -> None:
     """Raise ValueError unless a fragment's state has anchors, and averages if any, of these
     names and shapes.
     """
-    _check_mapping(state, "a fragment of this state", FRAGMENT_KEYS)
-    check_integer(state["syncs"], "syncs")
-    _check_tensors(state["anchors"], "anchor", shapes)
-    _check_mapping(state["averages"], "averages of a fragment", ())
-    if state["averages"]:
-        _check_tensors(state["averages"], "average", shapes)
+    check_mapping(state, "a fragment of this state", FRAGMENT_KEYS)
+    check_step(state["syncs"], "syncs")
+    check_tensors(state["anchors"], shapes, "anchor")
+    if not isinstance(state["averages"], Mapping) or state["averages"]:
+        check_tensors(state["averages"], shapes, "average")
+
+
+def _check_under_way(given: Any, now: int, length: int, fragments: Sequence[Any]) -> None:
+    """Raise ValueError unless the fragments under way are those that have averages, each once."""
+    latest = now + length
+    if not isinstance(given, (list, tuple)) or not all(
+        isinstance(one, (list, tuple))
+        and len(one) == 2
+        and all(type(number) is int for number in one)
+        and one[0] in range(len(fragments))
+        and now < one[1] <= latest
+        for one in given
+    ):
+        raise ValueError(
+            f"the state has under_way {given!r}, pairs of a fragment (below {len(fragments)}) and"
+            f" an inner step after {now} (at most {latest}) expected"
+        )
+    numbers = sorted(number for number, _ in given)
+    averaged = [number for number, one in enumerate(fragments) if one["averages"]]
+    if numbers != averaged:
+        raise ValueError(
+            f"the state has under_way {given!r}, but averages of fragments {averaged}: each of them"
+            " once expected"
+        )
 
 
 def check_outer(state: Any, optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError unless an outer optimizer's state is one of this optimizer, and finite."""
-    _check_mapping(state, "the outer optimizer's state", ("state", "param_groups"))
+    check_mapping(state, "the outer optimizer's state", ("state", "param_groups"))
     groups = state["param_groups"]
     if not isinstance(groups, (list, tuple)):
         raise ValueError(  # noqa: TRY004
@@ -183,7 +120,7 @@ def check_outer(state: Any, optimizer: torch.optim.Optimizer) -> None:
         )
     wanted = [len(group["params"]) for group in optimizer.param_groups]
     for number, group in enumerate(groups):
-        _check_mapping(group, f"group {number} of the outer optimizer's state", ("params",))
+        check_mapping(group, f"group {number} of the outer optimizer's state", ("params",))
         if not isinstance(group["params"], (list, tuple)):
             raise ValueError(  # noqa: TRY004
                 f"group {number} of the outer optimizer's state has params {group['params']!r}"
@@ -206,13 +143,13 @@ def check_outer(state: Any, optimizer: torch.optim.Optimizer) -> None:
     anchors = dict(
         zip(indices, (p for group in optimizer.param_groups for p in group["params"]), strict=True)
     )
-    _check_mapping(state["state"], "'state' of the outer optimizer", ())
+    check_mapping(state["state"], "'state' of the outer optimizer", ())
     for index, values in state["state"].items():
         if type(index) is not int or index not in anchors:
             raise ValueError(
                 f"the outer optimizer's state is of parameter {index!r}, which it does not have"
             )
-        _check_mapping(values, f"the outer optimizer's state of parameter {index}", ())
+        check_mapping(values, f"the outer optimizer's state of parameter {index}", ())
         for name, value in values.items():
             _check_value(value, name, index, anchors[index], optimizer)
     kept = [one for one in (*state["state"].values(), *optimizer.state.values()) if one]
@@ -300,59 +237,3 @@ def _is_readable(value: Tensor) -> bool:
 
 def _form(value: Tensor) -> str:
     return f"{str(value.layout).removeprefix('torch.')}, {value.device}"
-
-
-def _check_tensors(given: object, what: str, shapes: Mapping[str, torch.Size]) -> None:
-    _check_mapping(given, f"{what}s of a fragment", ())
-    assert isinstance(given, Mapping)
-    odd = sorted(given.keys() ^ shapes.keys(), key=str)
-    if odd:
-        raise ValueError(
-            f"the state is of other parameters or another number of fragments: {odd[0]!r} is on one"
-            " side only"
-        )
-    for name, shape in shapes.items():
-        value = given[name]
-        if (
-            not isinstance(value, Tensor)
-            or value.dtype != torch.float32
-            or value.shape != shape
-            or not _is_readable(value)
-        ):
-            got = (
-                f"{tuple(value.shape)} {value.dtype} ({_form(value)})"
-                if isinstance(value, Tensor)
-                else repr(value)
-            )
-            raise ValueError(
-                f"the {what} of {name!r} is {got} in this state, {tuple(shape)} torch.float32"
-                " expected"
-            )
-        if not bool(torch.isfinite(value).all()):
-            raise ValueError(f"the {what} of {name!r} holds NaN or Inf in this state")
-
-
-def _check_under_way(state: Mapping[str, Any], fragments: int) -> None:
-    given, now = state["under_way"], state["inner_steps"]
-    known = range(fragments)
-    latest = now + state["sync_every"]
-    if not isinstance(given, (list, tuple)) or not all(
-        isinstance(one, (list, tuple))
-        and len(one) == 2
-        and all(type(number) is int for number in one)
-        and one[0] in known
-        and now < one[1] <= latest
-        for one in given
-    ):
-        raise ValueError(
-            f"the state has under_way {given!r}, pairs of a fragment (below {fragments}) and an"
-            f" inner step after {now} (at most {latest}) expected"
-        )
-
-
-def _check_mapping(value: object, what: str, keys: Sequence[str]) -> None:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{what} is a dictionary, got {value!r:.80}")  # noqa: TRY004
-    missing = [key for key in keys if key not in value]
-    if missing:
-        raise ValueError(f"{what} has no {missing[0]!r}")

@@ -27,7 +27,8 @@ from gradcomp.exchange.telemetry import Telemetry
 from gradcomp.local.fragment import Fragment, cut
 from gradcomp.local.inner import Inner, SyncEvery, Trained, Turns
 from gradcomp.local.outer import Outer, at_owners, mean, nesterov, options_of
-from gradcomp.local.states import STATE_VERSION, accept, check
+from gradcomp.local.states import check
+from gradcomp.memory.saved import Saved, write
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -378,25 +379,26 @@ class DiLoCo:
         if self._gradients is not None:
             for fragment in self._fragments:
                 fragment.anchor_here()
-        return {
-            "version": STATE_VERSION,
-            "kind": type(self).__name__,
-            "warmup_steps": self._start,
-            "inner_steps": self.inner_steps,
-            "sync_every": self._turns.length(self._turns.round),
-            "round": self._turns.round,
-            "done": self._turns.done,
-            "fragments": [fragment.state() for fragment in self._fragments],
-            "under_way": [list(one) for one in self._under_way],
-            "gradients": self._gradients.state_dict() if self._gradients is not None else None,
-        }
+        return write(
+            self._origin(),
+            self._comm.rank,
+            self._comm.world_size,
+            self.inner_steps,
+            {},
+            sync_every=self._turns.length(self._turns.round),
+            round=self._turns.round,
+            done=self._turns.done,
+            fragments=[fragment.state() for fragment in self._fragments],
+            under_way=[list(one) for one in self._under_way],
+            gradients=self._gradients.state_dict() if self._gradients is not None else None,
+        )
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Go on from a `state_dict` of the same rank, or from a list of those of all ranks of a
         run, with as many ranks or others.
 
-        From a list parameters become the anchors: with other ranks there is no telling whose own
-        steps to keep. That costs at most the inner steps since the last sync.
+        From the states of several ranks parameters become the anchors: with other ranks there is
+        no telling whose own steps to keep. That costs at most the inner steps since the last sync.
 
         Every rank has to load a state of one run: the next sync compares what is the same on all
         ranks.
@@ -405,41 +407,36 @@ class DiLoCo:
             ValueError: of another model, number of fragments, `sync_every`, codec, or (one state)
                 rank; a value that no `state_dict` has. Nothing is changed then.
         """
-        single = not isinstance(state, (list, tuple))
-        states: list[Any] = [state] if single else list(state)
-        check(
-            states,
-            type(self).__name__,
-            self._start,
-            self._turns,
-            self._fragments,
-            has_gradients=self._gradients is not None,
-        )
-        first = states[0]
-        given = [
-            [one["fragments"][number]["averager"] for one in states]
-            for number in range(len(self._fragments))
-        ]
-        averagers = [self._fragments[n].averager for n in range(len(given))]
-        if self._gradients is not None and first["gradients"] is not None:
-            given.append([one["gradients"] for one in states])
+        saved = Saved.of(state)
+        saved.check_origin(self._origin())
+        list(saved.of_ranks(self._comm.rank, self._comm.world_size))  # averagers have the tensors
+        has_gradients, extra = self._gradients is not None, saved.extra
+        checks = [fragment.check for fragment in self._fragments]
+        check(saved, self._start, self._turns, checks, has_gradients=has_gradients)
+        given = [one["averager"] for one in extra["fragments"]]
+        averagers = [fragment.averager for fragment in self._fragments]
+        if self._gradients is not None and extra["gradients"] is not None:
+            given.append(extra["gradients"])
             averagers.append(self._gradients)
-        own = [
-            accept(averager, everyone, single=single)
-            for averager, everyone in zip(averagers, given, strict=True)
-        ]
-        for averager, one in zip(averagers, own, strict=True):  # nothing was written so far
+        for averager in averagers:
+            averager._engine.wait()
+        accepted = [a._engine.accept(one) for a, one in zip(averagers, given, strict=True)]
+        for averager, one in zip(averagers, accepted, strict=True):  # nothing was written so far
             averager._take(one)
-        for fragment, one in zip(self._fragments, first["fragments"], strict=True):
+        of_all_ranks = isinstance(state, (list, tuple)) or len(saved.ranks) > 1
+        for fragment, one in zip(self._fragments, extra["fragments"], strict=True):
             fragment.load(one)
-            if not single:
+            if of_all_ranks:
                 fragment.restore()
-        if self._gradients is not None and first["gradients"] is None:
+        if self._gradients is not None and extra["gradients"] is None:
             self._gradients.close()
             self._gradients = None
-        self.inner_steps = first["inner_steps"]
-        self._turns.round, self._turns.done = first["round"], first["done"]
-        self._under_way = deque((number, at) for number, at in first["under_way"])
+        self.inner_steps = saved.step
+        self._turns.round, self._turns.done = extra["round"], extra["done"]
+        self._under_way = deque((number, at) for number, at in extra["under_way"])
+
+    def _origin(self) -> dict[str, object]:
+        return {"kind": type(self).__name__, "warmup_steps": self._start}
 
     # ---- parts -----------------------------------------------------------------------------------
 

@@ -206,15 +206,13 @@ def check_tensors(
 
 def _check_format(state: Any) -> None:
     check_mapping(state, "a state")
-    if "format" not in state and "version" not in state:
-        raise ValueError("this state has no 'format': it is not from gradcomp's state_dict()")
+    if "version" not in state:
+        check_mapping(state, "this state", ("format",))
     found = state.get("format")
     if type(found) is not int or found != FORMAT:
-        version = state.get("version")
         raise ValueError(
-            f"this state has format {found!r}, {FORMAT} expected"
-            + (f" (its version, {version!r}, is of a gradcomp before formats)" if version else "")
-            + ": go on with the gradcomp that wrote it, or without it, with residuals of zero"
+            f"another version of gradcomp wrote this state (format {found!r}, {FORMAT} expected):"
+            " go on with that version, or leave the state out and begin with residuals of zero"
         )
 
 
@@ -229,7 +227,7 @@ def _parts(given: Any, what: str) -> dict[str, Mapping[str, Tensor]]:
     for part, values in parts.items():
         check_mapping(values, f"{part} of {what} in this state")
     found, count = sum(map(len, parts.values())), given["tensors"]
-    if found != count:
+    if type(count) is not int or found != count:
         raise ValueError(
             f"{what} in this state has {found} tensors of {count!r}: save the whole state_dict() of"
             " each rank, and load all of it"
@@ -253,12 +251,12 @@ def _merged(values: Sequence[Any], where: str) -> Any:
             merge = _united if key == "ranks" and "format" in first else _merged
             out[key] = merge([value[key] for value in values], f"{where}.{key}".lstrip("."))
         return out
-    if all(isinstance(value, list) and len(value) == len(first) for value in values):
+    if all(isinstance(value, (list, tuple)) and len(value) == len(first) for value in values):
         return [_merged(each, f"{where}.{n}") for n, each in enumerate(zip(*values, strict=True))]
     for value in values[1:]:
         if not _same(first, value):
-            found = "" if isinstance(first, (Tensor, Mapping)) else f" is {first!r} and {value!r}"
-            raise ValueError(f"these states are not of one run: {where}{found:.100} differs")
+            found = f"is {first!r} and {value!r}" if not isinstance(first, Tensor) else "differs"
+            raise ValueError(f"these states are not of one run: {where} {found:.100}")
     return first
 
 
@@ -279,7 +277,8 @@ def _same(one: object, other: object) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         alike = one.dtype == other.dtype and one.device == other.device and not one.is_meta
         return alike and one.layout == other.layout and torch.equal(one, other)
-    return type(one) is type(other) and bool(one == other)
+    nested = isinstance(one, (Mapping, list, tuple))
+    return type(one) is type(other) and not nested and bool(one == other)
 
 
 def mean_by_name(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:

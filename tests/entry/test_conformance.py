@@ -241,16 +241,14 @@ def with_tensors(state, change):
 
 
 def changed(**changes):
-    """Return a function that puts other values into a state, or None where it has no such key."""
-    return lambda state: dict(state, **changes) if changes.keys() <= state.keys() else None
+    """Return a function that puts other values into a state."""
+    return lambda state: dict(state, **changes)
 
 
 def of_rank(**parts):
-    """Return a function that puts other tensors of its rank into a state, or None."""
-    return lambda state: (
-        dict(state, ranks={rank: {**own, **parts} for rank, own in state["ranks"].items()})
-        if "ranks" in state
-        else None
+    """Return a function that puts other tensors of its rank into a state."""
+    return lambda state: dict(
+        state, ranks={rank: {**own, **parts} for rank, own in state["ranks"].items()}
     )
 
 
@@ -269,7 +267,7 @@ FOREIGN = [
     lambda state: with_tensors(state, lambda t: torch.cat([t.flatten(), t.flatten()])),
     lambda state: with_tensors(state, lambda t: [1]),
     changed(ranks={"1": {}, "0": {}}),
-    lambda state: {k: v for k, v in state.items() if k not in ("ranks", "fragments")},
+    lambda state: {k: v for k, v in state.items() if k != "ranks"},
     changed(ranks={"5": {"tensors": 0}}),
     changed(ranks=None),
     changed(format=1),

@@ -194,7 +194,7 @@ def test_every_rank_keeps_its_share_of_the_outer_state():
     def rank(comm):
         _, _, local = made(comm, "block4", sync_every=1, shard_outer=True)
         local.step()
-        (state,) = local.state_dict()["fragments"]
+        (state,) = local.state_dict()["extra"]["fragments"]
         local.close()
         return (
             sum(t.numel() for t in parts_of(state["averager"])["transform_state"].values()),
@@ -411,7 +411,9 @@ def test_other_numbers_of_ranks_go_on_from_the_anchors(options):
 
     one, two = run_local(2, go_on)
     assert (
-        one == two and one[0] == bits(saved[0]["fragments"][0]["anchors"].values()) and one[2] == 4
+        one == two
+        and one[0] == bits(saved[0]["extra"]["fragments"][0]["anchors"].values())
+        and one[2] == 4
     )
 
 
@@ -419,8 +421,8 @@ def changed(state, what):
     """Return a state of which something that every rank must hold alike is another run's."""
     state = copy.deepcopy(state)
     fragment = next(
-        (one for one in state["fragments"] if what.split()[-1] in one["anchors"]),
-        state["fragments"][0],
+        (one for one in state["extra"]["fragments"] if what.split()[-1] in one["anchors"]),
+        state["extra"]["fragments"][0],
     )
     if what == "parameter 2.bias":
         fragment["anchors"]["2.bias"][5] += 1e-3
@@ -433,7 +435,7 @@ def changed(state, what):
     elif what == "second moment of 0.weight":
         parts_of(fragment["averager"])["second_moment"]["0.weight"][7] *= 2
     elif what == "progress":
-        state["round"] += 1
+        state["extra"]["round"] += 1
     elif what.startswith("average"):
         fragment["averages"]["4.bias"] *= 2
     return state
@@ -577,7 +579,7 @@ def test_what_others_have_put_into_outer_groups_is_no_part_of_a_state():
     local = trained_alone()
     state = local.state_dict()
     before, foreign = exact(state), copy.deepcopy(state)
-    foreign["fragments"][0]["outer"]["param_groups"][0]["initial_lr"] = 0.7
+    foreign["extra"]["fragments"][0]["outer"]["param_groups"][0]["initial_lr"] = 0.7
     local.load_state_dict(foreign)
     local.load_state_dict(state)
     assert exact(local.state_dict()) == before
@@ -616,54 +618,67 @@ def poisoned(tensor):
     return tensor
 
 
-FIRST, GROUP = ("fragments", 0), ("fragments", 0, "outer", "param_groups", 0)
+FIRST = ("extra", "fragments", 0)
+GROUP = (*FIRST, "outer", "param_groups", 0)
 
 
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [
-        (("inner_steps",), "6", "inner_steps '6'"),
-        (("inner_steps",), -1, "inner_steps -1"),
-        (("inner_steps",), 6.5, "inner_steps 6.5"),
-        (("inner_steps",), True, "inner_steps True"),
-        (("inner_steps",), 2**70, "inner_steps 1180591620717411303424"),
-        (("done",), 99, r"done 99, less than sync_every \(4\)"),
-        (("done",), "1", "done '1'"),
-        (("round",), -3, "round -3"),
-        (("round",), None, "round None"),
-        (("sync_every",), 5, "sync_every 5 in round 2, this has 4"),
-        (("under_way",), [[7, 9]], r"under_way \[\[7, 9\]\]"),
-        (("under_way",), [[-1, 9]], "under_way"),
-        (("under_way",), [[0, 8]], "inner step after 8"),
-        (("under_way",), [[0, 99]], "at most 12"),
-        (("under_way",), [[0, 9], [0, 10]], "fragment 0 twice"),
-        (("under_way",), [[0, "9"]], "'9'"),
-        (("under_way",), 5, "under_way 5"),
-        (("under_way",), LEFT_OUT, "no 'under_way'"),
-        (("kind",), ["DiLoCo"], "kind"),
-        (("version",), 1, "version 1"),
-        (("kind",), "LocalSGD", "kind 'LocalSGD'"),
-        (("warmup_steps",), 3, "warmup_steps 3"),
-        (("fragments",), [], "0 fragments"),
-        ((*FIRST, "anchors"), {}, "other parameters"),
-        (("gradients",), {}, "gradients"),
-        (("fragments",), None, "None fragments"),
+        (("step",), "6", "step '6'"),
+        (("step",), -1, "step -1"),
+        (("step",), 6.5, "step 6.5"),
+        (("step",), True, "step True"),
+        (("step",), 2**70, "step 1180591620717411303424"),
+        (("extra", "done"), 99, r"done 99, less than sync_every \(4\)"),
+        (("extra", "done"), "1", "done '1'"),
+        (("extra", "round"), -3, "round -3"),
+        (("extra", "round"), None, "round None"),
+        (("extra", "sync_every"), 5, "sync_every 5 in round 2, this has 4"),
+        (("extra", "under_way"), [[7, 9]], r"under_way \[\[7, 9\]\]"),
+        (("extra", "under_way"), [[-1, 9]], "under_way"),
+        (("extra", "under_way"), [[0, 8]], "inner step after 8"),
+        (("extra", "under_way"), [[0, 99]], "at most 12"),
+        (
+            ("extra", "under_way"),
+            [[0, 9], [0, 10]],
+            r"averages of fragments \[0\]: each of them once",
+        ),
+        (("extra", "under_way"), [[0, "9"]], "'9'"),
+        (("extra", "under_way"), 5, "under_way 5"),
+        (("extra", "under_way"), LEFT_OUT, "no 'under_way'"),
+        (("origin", "kind"), ["DiLoCo"], "kind"),
+        (("format",), 1, "format 1, 2 expected"),
+        (("origin", "kind"), "LocalSGD", "kind 'LocalSGD'"),
+        (("origin", "warmup_steps"), 3, "warmup_steps 3"),
+        (("extra", "fragments"), [], "0 fragments"),
+        ((*FIRST, "anchors"), {}, "anchors do not fit this model .* on one side only"),
+        (("extra", "gradients"), {}, "gradients"),
+        (("extra", "fragments"), None, "None fragments"),
         (FIRST, "x", "a fragment of this state is a dictionary, got 'x'"),
         ((*FIRST, "syncs"), 1.5, "syncs 1.5"),
         ((*FIRST, "syncs"), LEFT_OUT, "no 'syncs'"),
-        ((*FIRST, "anchors"), [1], r"anchors of a fragment is a dictionary, got \[1\]"),
+        ((*FIRST, "anchors"), [1], r"anchors by name is a dictionary, got \[1\]"),
         ((*FIRST, "anchors", "2.bias"), LEFT_OUT, "'2.bias' is on one side only"),
-        ((*FIRST, "anchors", "2.bias"), poisoned, "anchor of '2.bias' holds NaN"),
+        (
+            (*FIRST, "anchors", "2.bias"),
+            poisoned,
+            "anchor of '2.bias' has values that are not finite",
+        ),
         ((*FIRST, "anchors", "2.bias"), torch.ones(50, dtype=torch.int64), r"\(50,\) torch.int64"),
         ((*FIRST, "anchors", "2.bias"), torch.ones(50, dtype=torch.float64), "torch.float64"),
         ((*FIRST, "anchors", "2.bias"), torch.ones(5, 10), r"\(5, 10\)"),
-        ((*FIRST, "anchors", "2.bias"), 3.0, "is 3.0 in this state"),
-        ((*FIRST, "anchors", "2.bias"), torch.ones(50, device="meta"), r"strided, meta\)"),
-        ((*FIRST, "anchors", "2.bias"), torch.ones(50).to_sparse(), r"sparse_coo, cpu\)"),
-        ((*FIRST, "averages"), {}, "without averages"),
-        (("under_way",), [], "averages of fragment 0, which is not under way"),
-        ((*FIRST, "averages"), None, "averages of a fragment is a dictionary"),
-        ((*FIRST, "averages", "0.bias"), poisoned, "average of '0.bias' holds NaN"),
+        ((*FIRST, "anchors", "2.bias"), 3.0, "must be .50,. torch.float32, got 3.0"),
+        ((*FIRST, "anchors", "2.bias"), torch.ones(50, device="meta"), "torch.float32 on meta"),
+        ((*FIRST, "anchors", "2.bias"), torch.ones(50).to_sparse(), "got tensor.indices"),
+        ((*FIRST, "averages"), {}, r"averages of fragments \[\]: each"),
+        (("extra", "under_way"), [], r"under_way \[\], but averages of fragments \[0\]"),
+        ((*FIRST, "averages"), None, "averages by name is a dictionary"),
+        (
+            (*FIRST, "averages", "0.bias"),
+            poisoned,
+            "average of '0.bias' has values that are not finite",
+        ),
         ((*FIRST, "averages", "0.bias"), LEFT_OUT, "'0.bias' is on one side"),
         ((*FIRST, "outer"), None, "got None"),
         ((*FIRST, "outer", "state"), LEFT_OUT, "no 'state'"),
@@ -711,7 +726,7 @@ def test_values_that_no_state_has_are_refused_before_anything_is_written(path, v
     state = local.state_dict()
     before = exact(state)
     if path[-1] == 77:
-        state["fragments"][0]["outer"]["state"][77] = {}
+        state["extra"]["fragments"][0]["outer"]["state"][77] = {}
     with pytest.raises(ValueError, match=said):
         local.load_state_dict(with_value(state, path, value))
     assert exact(local.state_dict()) == before
@@ -778,7 +793,7 @@ def test_weights_that_are_not_finite_are_committed_nowhere(codec, delay, shard_o
             comm, codec, sync_every=3, fragment_sync_delay=delay, shard_outer=shard_outer
         )
         take_steps(model, optimizer, local, range(3 + delay), comm.rank)
-        before = copy.deepcopy(local.state_dict()["fragments"][0])
+        before = copy.deepcopy(local.state_dict()["extra"]["fragments"][0])
         caught = None
         for step in range(3 + delay, 6 + delay):
             inner_step(model, optimizer, step, comm.rank)
@@ -789,7 +804,7 @@ def test_weights_that_are_not_finite_are_committed_nowhere(codec, delay, shard_o
                 local.step()
             except NotFinite as error:
                 caught = error
-        after = local.state_dict()["fragments"][0]
+        after = local.state_dict()["extra"]["fragments"][0]
         assert bits(after["anchors"].values()) == bits(before["anchors"].values())
         for what in ("outer", "averager"):
             assert exact({**after[what], "step": 0}) == exact({**before[what], "step": 0})
@@ -812,7 +827,7 @@ def test_a_rank_that_is_gone_costs_the_others_their_sync_alone():
     def rank(comm):
         model, optimizer, local = made(comm, "onebit", sync_every=2, timeout_s=60.0)
         take_steps(model, optimizer, local, range(2), comm.rank)
-        agreed = local.state_dict()["fragments"][0]["anchors"]
+        agreed = local.state_dict()["extra"]["fragments"][0]["anchors"]
         if comm.rank == 1:
             local.close()
             return True
@@ -1042,9 +1057,9 @@ def test_an_exchange_that_fails_behind_steps_is_not_half_there():
         assert len(caught) >= 2 and set(caught) == {PeerLost}
         state = local.state_dict()
         assert (
-            state["under_way"] == []
-            and state["fragments"][0]["averages"] == {}
-            and state["fragments"][0]["syncs"] == 1
+            state["extra"]["under_way"] == []
+            and state["extra"]["fragments"][0]["averages"] == {}
+            and state["extra"]["fragments"][0]["syncs"] == 1
         )
         local.close()
         return True
