@@ -10,6 +10,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from _golden import tensors_in
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -229,6 +231,28 @@ def resumed(entry, codec, middle):
 @pytest.mark.parametrize("name", RESUME)
 def test_a_resumed_run_is_the_uninterrupted_one(gloo, name, codec):
     assert gloo(2, resumed, ENTRIES[name], codec, 3) == [True] * 2
+
+
+def united(entry, folder):
+    """Return the digests of a state and of what is loaded from torch's checkpoint of all ranks."""
+    run = entry("onebit", exchange=entry.exchange)
+    for step in range(3):
+        run.step(step)
+    saved = run.save()
+    dcp.save({"gradcomp": run.opened}, checkpoint_id=folder)
+    for step in range(3, 5):
+        run.step(step)
+    dcp.load({"gradcomp": run.opened}, checkpoint_id=folder)
+    found = run.opened.state_dict()
+    run.close()
+    return list(saved[2]["ranks"]), tensors_in(saved[2]), tensors_in(found)
+
+
+@pytest.mark.parametrize("name", RESUME)
+def test_torchs_checkpoints_unite_the_states_of_all_ranks(gloo, tmp_path, name):
+    """Each rank has its own tensors back, which differ from those of the other."""
+    for rank, (ranks, saved, found) in enumerate(gloo(2, united, ENTRIES[name], str(tmp_path))):
+        assert ranks == [str(rank)] and found == saved and saved
 
 
 def with_tensors(state, change):
