@@ -73,10 +73,17 @@ def accept(layouts: Layouts, entry: Mapping[str, object], given: object) -> Acce
         kept = {key: saved.origin.get(key) for key in ("strategy", "nodes")}
         saved.check_origin(wanted | kept)
         transform = layouts.options.advanced.transform
+        trained = [p for p in layouts.parameters if p.index in layouts.trained]
+        compressed = {p.name: p.numel for p in trained if p.compressed}
         own = reshard(
             list(saved.of_ranks(comm.rank, comm.world_size)),
             comm.rank,
             comm.world_size,
+            {
+                "residual": compressed,
+                "owner_residual": compressed,
+                "transform_state": {p.name: p.numel for p in trained},
+            },
             owns_means=layouts.store.owner_residuals is not None,
             place=transform.place if transform is not None else "",
         )

@@ -296,7 +296,13 @@ def mean_by_name(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def reshard(
-    old: Sequence[Parts], rank: int, world_size: int, *, owns_means: bool, place: str
+    old: Sequence[Parts],
+    rank: int,
+    world_size: int,
+    numels: Mapping[str, Mapping[str, int]],
+    *,
+    owns_means: bool,
+    place: str,
 ) -> dict[str, dict[str, Tensor]]:
     """Return the parts of one of `world_size` ranks, made from those of all ranks of a run.
 
@@ -308,75 +314,55 @@ def reshard(
     Args:
         old: by rank, ``(numel,)`` float32 tensors.
         rank, world_size: of the new run.
+        numels: of this model's whole tensors, by part and name.
         owns_means: whether the new ranks keep owners' residuals.
         place: of the transform whose states are to be brought over, "" without one.
 
     Raises:
-        ValueError: tensors of different ranks that do not belong together.
+        ValueError: tensors that are not those of this model.
     """
-    residual = _mean(old, "residual")
-    owned = _joined(old, "owner_residual")
+    residual = _whole(old, "residual", numels, owned=False)
+    owner_residual = _whole(old, "owner_residual", numels, owned=True)
     if not owns_means:
-        for name, tensor in owned.items():
+        for name, tensor in owner_residual.items():
             residual[name] = residual[name] + tensor if name in residual else tensor
-        owned = {}
+        owner_residual = {}
+    states = _whole(old, "transform_state", numels, owned=place == "owner")
+    owner = ByElements(world_size)
 
-    def share(part: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def share(whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what this rank owns of whole tensors."""
-        owner, out = ByElements(world_size), {}
-        for name, tensor in part.items():
-            first, last = owner.bounds(tensor.numel(), rank)
-            out[name] = tensor[first:last].clone()
-        return out
+        bounds = {name: owner.bounds(tensor.numel(), rank) for name, tensor in whole.items()}
+        return {name: whole[name][first:last].clone() for name, (first, last) in bounds.items()}
 
-    if place == "owner":
-        transformed = share(_joined(old, "transform_state"))
-    else:
-        transformed = _mean(old, "transform_state")
     return {
         "residual": residual,
-        "owner_residual": share(owned),
-        "transform_state": transformed,
+        "owner_residual": share(owner_residual),
+        "transform_state": share(states) if place == "owner" else states,
     }
 
 
-def _flat(old: Sequence[Parts], key: str) -> list[Mapping[str, Tensor]]:
-    """Return one part of all ranks; ValueError unless its tensors are flat and float32."""
-    parts = [parts.get(key, {}) for parts in old]
-    for tensor in (tensor for part in parts for tensor in part.values()):
-        if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32 or tensor.dim() != 1:
-            raise ValueError(
-                f"{key} in this state holds {type(tensor).__name__}, flat float32 tensors expected"
-            )
-    return parts
-
-
-def _mean(old: Sequence[Parts], key: str) -> dict[str, Tensor]:
-    """Return the mean of all ranks' values, by name; ValueError unless all ranks have the same
-    tensors.
+def _whole(
+    old: Sequence[Parts], part: str, numels: Mapping[str, Mapping[str, int]], *, owned: bool
+) -> dict[str, Tensor]:
+    """Return one part of all ranks by name: side by side what each has `owned`, or the mean; empty
+    if it is so on all ranks.
     """
-    parts = _flat(old, key)
-    for rank, part in enumerate(parts):
-        mine, first = ({name: t.numel() for name, t in p.items()} for p in (part, parts[0]))
-        if mine != first:
-            raise ValueError(
-                f"{key} of rank {rank} does not fit that of rank 0: not the same tensors"
-            )
-    return {name: tensor.float() for name, tensor in mean_by_name(parts).items()}
-
-
-def _joined(old: Sequence[Parts], key: str) -> dict[str, Tensor]:
-    """Return what ranks own, side by side, by name; ValueError unless every rank has its share."""
-    parts = _flat(old, key)
-    names = dict.fromkeys(name for part in parts for name in part)
-    out, nothing = {}, torch.zeros(0)
-    for name in names:
-        pieces = [part.get(name, nothing) for part in parts]
-        out[name] = torch.cat(pieces)
-        for rank, piece in enumerate(pieces):
-            owned = ByElements(len(parts)).numel(out[name].numel(), rank)
-            if piece.numel() != owned:
-                raise ValueError(
-                    f"{key} of {name!r} on rank {rank} has {piece.numel()} values, {owned} expected"
-                )
-    return {} if all(t.numel() == 0 for t in out.values()) else out
+    owner, each = ByElements(len(old)), [parts.get(part, {}) for parts in old]
+    begun = set()
+    for rank, tensors in enumerate(each):
+        shapes = {
+            name: (owner.numel(numel, rank) if owned else numel,)
+            for name, numel in numels[part].items()
+        }
+        if tensors:
+            check_tensors(tensors, shapes, part)
+        if any(numel for (numel,) in shapes.values()):  # a rank may own nothing
+            begun.add(bool(tensors))
+    if begun == {False, True}:
+        raise ValueError(f"{part} in this state is of some ranks only")
+    if True not in begun:
+        return {}
+    if owned:
+        return {n: torch.cat([tensors[n] for tensors in each if tensors]) for n in numels[part]}
+    return {name: tensor.float() for name, tensor in mean_by_name(each).items()}

@@ -102,7 +102,10 @@ WRONG = {
         "not of one run: replicated.second_moment.w",
     ),
     "residual is none": (lambda s: of_rank(s, 1, residual=None), "residual of rank 1 .* got None"),
-    "residual is text": (lambda s: of_rank(s, 1, residual={"w": "x"}), "residual .* holds str"),
+    "residual is text": (
+        lambda s: of_rank(s, 1, residual={"w": "x"}),
+        "the residual of 'w' must be .* got x",
+    ),
     "residual in float64": (
         lambda s: of_rank(s, 1, residual={"w": parts_of(s[1])["residual"]["w"].double()}),
         "float32",
@@ -114,11 +117,11 @@ WRONG = {
     "residual gone": (lambda s: of_rank(s, 1, residual={}), "rank 1 .* has 1 tensors of 2"),
     "residual never there": (
         lambda s: of_rank(s, 1, residual={}, tensors=1),
-        "residual of rank 1 does not fit",
+        "residual in this state is of some ranks only",
     ),
     "residual of another shape": (
         lambda s: of_rank(s, 1, residual={"w": torch.zeros(9)}),
-        "residual of rank 1 does not fit",
+        "the residual of 'w' must be .2048,. torch.float32, got .9,.",
     ),
     "residual is NaN": (
         lambda s: of_rank(s, 1, residual={"w": parts_of(s[1])["residual"]["w"] * float("nan")}),
@@ -126,7 +129,7 @@ WRONG = {
     ),
     "owner's residual gone": (
         lambda s: of_rank(s, 1, owner_residual={}, tensors=1),
-        "owner_residual of 'w'",
+        "owner_residual in this state is of some ranks only",
     ),
     "of another model": (lambda s: run_local(3, trained, (64, 16)), "'w'"),
 }

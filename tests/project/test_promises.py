@@ -192,10 +192,10 @@ def owner_residuals_go_with_the_ranks():
     from gradcomp.memory.saved import reshard
 
     def make(change):
-        def forget(old, rank, world_size, *, owns_means, place):
+        def forget(old, rank, world_size, numels, *, owns_means, place):
             if not owns_means:
                 old = [{**parts, "owner_residual": {}} for parts in old]
-            return change(old, rank, world_size, owns_means=owns_means, place=place)
+            return change(old, rank, world_size, numels, owns_means=owns_means, place=place)
 
         return forget
 
