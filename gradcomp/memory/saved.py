@@ -252,7 +252,8 @@ def _merged(values: Sequence[Any], where: str) -> Any:
             out[key] = merge([value[key] for value in values], f"{where}.{key}".lstrip("."))
         return out
     if all(isinstance(value, (list, tuple)) and len(value) == len(first) for value in values):
-        return [_merged(each, f"{where}.{n}") for n, each in enumerate(zip(*values, strict=True))]
+        each = enumerate(zip(*values, strict=True))
+        return type(first)(_merged(items, f"{where}.{n}") for n, items in each)
     for value in values[1:]:
         if not _same(first, value):
             found = f"is {first!r} and {value!r}" if not isinstance(first, Tensor) else "differs"
