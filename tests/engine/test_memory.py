@@ -3,12 +3,13 @@ such thing.
 """
 
 import copy
+import math
 
 import pytest
 import torch
 from _golden import digest_of, tensors_in
 from _ranks import run_local
-from _saved import parts_of
+from _saved import LEFT_OUT, parts_of, paths_of, with_value
 from torch import nn
 
 from gradcomp import Advanced, GradientAverager
@@ -146,6 +147,38 @@ def test_lists_that_are_not_all_states_of_one_run_change_nothing(states, name):
     after = averager.state_dict()
     assert torch.equal(parts_of(after)["residual"]["w"], parts_of(before)["residual"]["w"])
     assert after["step"] == before["step"] == 1
+
+
+STAGES = {
+    "precondition": {"precondition": True},
+    "transform": {"advanced": Advanced(transform=AggregateAdagrad())},
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("world", [2, 3])
+def test_any_value_of_a_state_replaced_is_refused_or_harmless(world, stage):
+    """Whatever the second of three states holds, loading raises ValueError and changes nothing, or
+    `state_dict()` goes on.
+    """
+    options = STAGES[stage]
+    states = run_local(3, lambda comm: trained(comm, **options))
+    _, averager = averager_of(LocalCommunicator.group(world)[0], **options)
+    averager.load_state_dict(states)
+    before, refused = digest_of(*tensors_in(averager.state_dict())), 0
+    damages = (LEFT_OUT, None, "x", -1, 1.5, [], {}, torch.tensor(math.nan), torch.zeros(2, 2))
+    for path in paths_of(states[1]):
+        for value in damages:
+            given = [states[0], with_value(states[1], path, value), states[2]]
+            try:
+                averager.load_state_dict(given)
+            except ValueError:
+                refused += 1
+                assert digest_of(*tensors_in(averager.state_dict())) == before, path
+            else:
+                averager.load_state_dict(averager.state_dict())
+                averager.load_state_dict(states)
+    assert refused > 100
 
 
 def test_ranks_that_own_nothing_have_states_too():

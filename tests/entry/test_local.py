@@ -12,7 +12,7 @@ import warnings
 import pytest
 import torch
 from _ranks import run_local
-from _saved import parts_of
+from _saved import LEFT_OUT, parts_of, paths_of, with_value
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -596,20 +596,6 @@ def trained_alone(kind=DiLoCo, **options):
     return local
 
 
-def with_value(state, path, value):
-    """Return a copy of a nested state with another value at a path, or without it."""
-    state = copy.deepcopy(state)
-    place = state
-    for key in path[:-1]:
-        place = place[key]
-    if value is LEFT_OUT:
-        del place[path[-1]]
-    else:
-        place[path[-1]] = value(place[path[-1]]) if callable(value) else value
-    return state
-
-
-LEFT_OUT = object()
 NAN = float("nan")
 
 
@@ -733,20 +719,6 @@ def test_values_that_no_state_has_are_refused_before_anything_is_written(path, v
     local.load_state_dict(local.state_dict())
     assert exact(local.state_dict()) == before
     local.close()
-
-
-def paths_of(state, here=()):
-    """Yield the path of every value of a nested state."""
-    items = (
-        state.items()
-        if isinstance(state, dict)
-        else enumerate(state)
-        if isinstance(state, list)
-        else ()
-    )
-    for key, value in items:
-        yield (*here, key)
-        yield from paths_of(value, (*here, key))
 
 
 @pytest.mark.parametrize(
