@@ -113,7 +113,7 @@ def test_a_state_that_does_not_fit_changes_nothing(state):
     write(planes, [3, 8], 3.0)
     planes.commit([3, 8])
     with pytest.raises(ValueError):
-        planes.load(state, NAMES)
+        planes.check(state, NAMES)
     assert planes.current(3).tolist() == [3.0] * 4
 
 
