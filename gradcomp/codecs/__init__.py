@@ -1,7 +1,7 @@
 """Codecs: array <-> payload. They know no ranks, buckets or futures.
 
 A codec is immutable once it is in use; one object may serve several models. Wherever a codec is
-asked for, a name will do: "ternary", "terngrad", "onebit", "block2", "block4", "block8", "bfloat16"
+asked for, a name will do: "ternary", "terngrad", "onebit", "block2", "block4", "block8", "entropy", "bfloat16"
 or "identity", each with its default options.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 from gradcomp.arguments import suggestion
 from gradcomp.codecs.base import Codec
 from gradcomp.codecs.block import Block
+from gradcomp.codecs.entropy import EntropyCoded
 from gradcomp.codecs.identity import Identity
 from gradcomp.codecs.onebit import OneBit
 from gradcomp.codecs.ternary import Ternary
@@ -26,6 +27,7 @@ KINDS: tuple[Codec, ...] = (
     Block(2),
     Block(4),
     Block(8),
+    EntropyCoded(),
     Identity(),
     Identity("bf16"),
 )
@@ -59,6 +61,7 @@ __all__ = [
     "KINDS",
     "Block",
     "Codec",
+    "EntropyCoded",
     "Identity",
     "OneBit",
     "RngKey",

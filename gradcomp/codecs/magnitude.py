@@ -43,11 +43,9 @@ def _numbers(
     ):
         form = layout.form_of(piece)
         if form.scales_per_group:
-            # evenly spaced levels: 2**bits of them fill (2**bits - 1) / 2 steps on each side of 0
-            reach = (2**form.bits - 1) / 2 if form.kernel == "block" else 1.0
             yield (
                 data[scales : scales + 4 * form.scales_per_group * piece.group_count].view("<f4"),
-                reach,
+                form.reach,
             )
         elif form.bits == 32:
             yield data[codes : codes + 4 * piece.numel].view("<f4"), 1.0

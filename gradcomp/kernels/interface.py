@@ -50,6 +50,7 @@ class Code:
         world_size: (lanes: sums in one payload) ranks in a sum.
         step: (nearest) what a scale is in root mean squares.
         means: (onebit) what the two codes stand for; None: the means of their classes.
+        stream_nbytes: (entropy) bytes of a whole stream, its scale included.
         decay: what new residuals keep of what codes leave out, in [0, 1]; None: no residuals.
     """
 
@@ -61,6 +62,7 @@ class Code:
     world_size: int | None = None
     step: float | None = None
     means: tuple[float, float] | None = None
+    stream_nbytes: int | None = None
     decay: float | None = None
 
 

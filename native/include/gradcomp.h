@@ -1,7 +1,8 @@
 /* gradcomp.h - the contract of gradcomp's C backend: kernels over flat gradients and packed
  * payloads.
  *
- * No Python, no MPI, no threads, no malloc, no global mutable state but the chosen tier. Every
+ * No Python, no MPI, no threads, no malloc, no global state but the chosen tier and constant tables
+ * that the first call makes. Every
  * kernel is a pure function of its arguments, and its output bytes are the same on every tier; the
  * portable tier is the specification and tests/reference/ says the same in NumPy.
  * docs/reference/wire-format.md draws the bytes.
@@ -32,7 +33,8 @@ typedef enum {
     /* a NULL pointer, unknown dtype, start not a multiple of 8, group_numel 0, ... */
     GC_INVALID_ARGUMENT = 1,
     GC_UNSUPPORTED_TIER = 2, /* this CPU or this build has no such tier */
-    GC_FORBIDDEN_CODE = 3, /* a ternary code `11`, a block's 15 (4 bits) or 255 (8 bits) */
+    /* a ternary code `11`, a block's 15 (4 bits) or 255 (8 bits), a table that does not exist */
+    GC_FORBIDDEN_CODE = 3,
     GC_BAD_PADDING = 4,    /* padding bits of the last byte are not what the format pins */
     GC_LANE_RANGE = 5,     /* an integer lane above 2 * world_size */
     GC_BAD_SCALE = 6       /* a scale that is not finite, or negative where it must not be */
@@ -271,6 +273,52 @@ gc_status gc_block_sum_decode(const uint8_t *const *payloads, size_t payload_cou
                               unsigned code_bits, const gc_segment *segments, size_t segment_count,
                               void *out, int out_dtype, unsigned flags, uint32_t *nonfinite);
 
+/* ---- entropy-coded codes in a fixed number of bytes, with error feedback --------------------- */
+/* Groups are of GC_STREAM_NUMEL elements of the parameter (group_numel must be that): a group, or
+ * what the segment has of it, is a stream of n elements. With B = stream_nbytes, what a whole stream
+ * takes with its scale, its codes take B - 4 bytes where n = GC_STREAM_NUMEL, else ceil(n * B /
+ * GC_STREAM_NUMEL) + 4; streams follow one another.
+ *
+ * x, its sum of squares and zero groups as gc_block_encode. R = sqrt(sumsq / n) in float64. One of
+ * the steps S = (float)(fl64(R * 2^(i/32)) * 2^(k - 4)), i = 0..31, k = 0..7, at most FLT_MAX /
+ * 32768, is the stream's scale, 0 where the first of them is below 2^-126. With v = fl(1 / S):
+ * code = fl(x * v), cut to -1023 and 1023, rounded to nearest even; q = fl(code * S).
+ * residual_out = fl(decay * fl(x - q)).
+ *
+ * The codes' bytes: the number of a table; a bit stream of the first half of the pairs of codes
+ * (ceil(ceil(n / 2) / 2) of ceil(n / 2) pairs; behind an odd number of codes stands a 0), least
+ * significant bit of a byte first; zeros; the bit stream of the other half, whose first byte is
+ * the last one of the codes and so on backwards. A pair is a symbol of the table's Huffman code, or
+ * where it has none the escape symbol, and behind it each code c: the number L of bits of |c| in 4
+ * bits, and where L > 0 a bit that is set for c < 0 and the L - 1 bits of |c| below the leading one.
+ * The last byte of both is filled with zeros. S = 0: all bytes 0. A NaN or Inf among x: S NaN, bytes
+ * 0, residuals NaN.
+ *
+ * Tables (entropy_tables.c): from weights f[|a|] * f[|b|] of pairs, what is missing from 2^28 that
+ * of the escape; symbols by a, then b, the escape last. Lengths of at most 11 bits by package-merge:
+ * at every level symbols and packages by weight, symbols before packages and lower numbers before
+ * higher ones of the same; canonical codes by length, then number, written most significant bit
+ * first.
+ *
+ * The step: the smallest that is found to fit. entropy_encode.c is the rule; it reads counts of
+ * |code| 0 to 7 and above, and the bytes that came out, so that all tiers choose alike. Which step
+ * and table an encoder takes is its own affair: decoders need to know neither rule.
+ * Every group must lie whole in one segment. residual_in, residual_out, kept, decay, dropped: as
+ * gc_onebit_encode. */
+enum { GC_STREAM_NUMEL = 4096, GC_STREAM_NBYTES_LEAST = 512, GC_STREAM_NBYTES_MOST = 2048 };
+gc_status gc_entropy_encode(const void *src, int dtype, const gc_segment *segments,
+                            size_t segment_count, uint32_t stream_nbytes, const float *residual_in,
+                            float *residual_out, float *kept, float decay, double *dropped,
+                            uint8_t *payload, uint32_t *nonfinite);
+
+/* Decoded values fl(code * S) added in fp32 in payload order, times fl(1 / payload_count); see
+ * gc_ternary_sum_decode for the rest. Any bytes are safe: a table's number is taken modulo 16, bits
+ * beyond the codes' bytes are 0. */
+gc_status gc_entropy_sum_decode(const uint8_t *const *payloads, size_t payload_count,
+                                uint32_t stream_nbytes, const gc_segment *segments,
+                                size_t segment_count, void *out, int out_dtype, unsigned flags,
+                                uint32_t *nonfinite);
+
 /* ---- plain values: Identity, small and excluded tensors, bf16 second phase ------------------- */
 /* Copy values into the payload as value_dtype (GC_F32 or GC_BF16, little-endian, nearest even). */
 gc_status gc_values_encode(const void *src, int dtype, const gc_segment *segments,
@@ -293,6 +341,9 @@ gc_status gc_onebit_validate(const uint8_t *payload, const gc_segment *segments,
  * 0. */
 gc_status gc_block_validate(const uint8_t *payload, unsigned code_bits, const gc_segment *segments,
                             size_t segment_count);
+/* GC_FORBIDDEN_CODE for a table that does not exist. */
+gc_status gc_entropy_validate(const uint8_t *payload, uint32_t stream_nbytes,
+                              const gc_segment *segments, size_t segment_count);
 /* GC_LANE_RANGE for a lane above 2 * world_size, GC_BAD_PADDING for padding bits other than 0. */
 gc_status gc_lanes_validate(const uint8_t *payload, size_t world_size, unsigned lane_bits,
                             const gc_segment *segments, size_t segment_count);
@@ -331,7 +382,7 @@ gc_status gc_copy(uint8_t *dst, const uint8_t *src, const gc_copy_range *ranges,
  *                GC_SUM_LANES, lanes as in blocks); APPLY: w = fma(step_size, u, w). GC_LAMB_START
  *                is MOMENTS and NORMS in one pass.
  *   GC_SQUARES:  adds g^2 up in the same way and changes nothing. Of payloads, the sums of runs of
- *                GC_UPDATE_NUMEL elements of a segment are added in order. */
+ *                GC_UPDATE_NUMEL elements of a segment (entropy: of a stream) are added in order. */
 enum {
     GC_SGD = 0,
     GC_ADAGRAD = 1,
@@ -376,7 +427,8 @@ enum {
     GC_FROM_ONEBIT = 2,
     GC_FROM_VALUES = 3,
     GC_FROM_LANES = 4,
-    GC_FROM_BLOCK = 5
+    GC_FROM_BLOCK = 5,
+    GC_FROM_ENTROPY = 6
 };
 typedef struct {
     const uint8_t *const *payloads;
@@ -386,6 +438,7 @@ typedef struct {
     int shared, value_dtype; /* as gc_ternary_sum_decode, gc_values_sum_decode */
     unsigned lane_bits;      /* lanes alone */
     unsigned code_bits;      /* blocks alone */
+    uint32_t stream_nbytes;  /* entropy alone */
 } gc_gradients;
 
 /* Update the elements [start, start + numel) of parameter `parameter`, for every segment:

@@ -7,6 +7,7 @@
 #include <float.h>
 
 #include "checks.h"
+#include "entropy.h"
 #include "environment.h"
 #include "philox.h"
 
@@ -147,6 +148,27 @@ gc_status gc_nearest_encode(const void *src, int dtype, const gc_segment *segmen
                       nonfinite);
 }
 
+gc_status gc_entropy_encode(const void *src, int dtype, const gc_segment *segments,
+                            size_t segment_count, uint32_t stream_nbytes, const float *residual_in,
+                            float *residual_out, float *kept, float decay, double *dropped,
+                            uint8_t *payload, uint32_t *nonfinite)
+{
+    gc_encode_job job = {.src = src,
+                         .dtype = dtype,
+                         .payload = payload,
+                         .residual_in = residual_in,
+                         .residual_out = residual_out,
+                         .kept = residual_in ? kept : NULL,
+                         .decay = decay,
+                         .dropped = dropped,
+                         .stream_nbytes = stream_nbytes};
+    if (!gc_is_stream_nbytes(stream_nbytes) || !gc_are_streams(segments, segment_count) ||
+        !is_decay(decay))
+        return GC_INVALID_ARGUMENT;
+    return run_encode(gc_current_kernels()->entropy_encode, &job, segments, segment_count, payload,
+                      nonfinite);
+}
+
 gc_status gc_rescale(float *plane, uint64_t numel, float factor)
 {
     if (numel && !plane)
@@ -211,6 +233,23 @@ gc_status gc_block_sum_decode(const uint8_t *const *payloads, size_t payload_cou
     if (!gc_is_block_bits(code_bits))
         return GC_INVALID_ARGUMENT;
     return run_decode(gc_current_kernels()->block_decode, &job, segments, segment_count, nonfinite);
+}
+
+gc_status gc_entropy_sum_decode(const uint8_t *const *payloads, size_t payload_count,
+                                uint32_t stream_nbytes, const gc_segment *segments,
+                                size_t segment_count, void *out, int out_dtype, unsigned flags,
+                                uint32_t *nonfinite)
+{
+    gc_decode_job job = {.payloads = payloads,
+                         .payload_count = payload_count,
+                         .stream_nbytes = stream_nbytes,
+                         .out = out,
+                         .out_dtype = out_dtype,
+                         .flags = flags};
+    if (!gc_is_stream_nbytes(stream_nbytes) || !gc_are_streams(segments, segment_count))
+        return GC_INVALID_ARGUMENT;
+    return run_decode(gc_current_kernels()->entropy_decode, &job, segments, segment_count,
+                      nonfinite);
 }
 
 gc_status gc_values_sum_decode(const uint8_t *const *payloads, size_t payload_count,
@@ -311,6 +350,26 @@ gc_status gc_block_validate(const uint8_t *payload, unsigned code_bits, const gc
             status = kernels->block_validate(payload + segments[s].codes, segments[s].numel,
                                              code_bits);
     return status;
+}
+
+gc_status gc_entropy_validate(const uint8_t *payload, uint32_t stream_nbytes,
+                              const gc_segment *segments, size_t segment_count)
+{
+    int has_elements;
+    if (!gc_segments_ok(segments, segment_count, &has_elements) || (has_elements && !payload) ||
+        !gc_is_stream_nbytes(stream_nbytes) || !gc_are_streams(segments, segment_count))
+        return GC_INVALID_ARGUMENT;
+    for (size_t s = 0; s < segment_count; s++) {
+        const uint8_t *codes = payload + segments[s].codes;
+        for (uint32_t i = 0; i < segments[s].numel;) {
+            gc_run run = gc_run_at(&segments[s], i, segments[s].numel);
+            if (codes[0] >= GC_TABLE_COUNT)
+                return GC_FORBIDDEN_CODE;
+            codes += gc_stream_code_nbytes(run.numel, stream_nbytes);
+            i += run.numel;
+        }
+    }
+    return GC_OK;
 }
 
 gc_status gc_lanes_validate(const uint8_t *payload, size_t world_size, unsigned lane_bits,

@@ -14,6 +14,20 @@ GC_INLINE int gc_is_value_dtype(int dtype) { return dtype == GC_F32 || dtype == 
 
 GC_INLINE int gc_is_block_bits(unsigned bits) { return bits == 2 || bits == 4 || bits == 8; }
 
+GC_INLINE int gc_is_stream_nbytes(uint32_t nbytes)
+{
+    return nbytes >= GC_STREAM_NBYTES_LEAST && nbytes <= GC_STREAM_NBYTES_MOST;
+}
+
+/* Whether the scale groups of all segments are streams. */
+GC_INLINE int gc_are_streams(const gc_segment *segments, size_t segment_count)
+{
+    for (size_t s = 0; segments && s < segment_count; s++)
+        if (segments[s].numel && segments[s].group_numel != GC_STREAM_NUMEL)
+            return 0;
+    return 1;
+}
+
 /* Set the caller's flag, which the threads that share out one tensor share too. */
 GC_INLINE void gc_report(uint32_t *nonfinite, uint32_t found)
 {

@@ -41,6 +41,7 @@ typedef struct {
     double *dropped;
     const float *means; /* 1 bit alone, NULL: those of the classes */
     unsigned code_bits; /* blocks alone */
+    uint32_t stream_nbytes; /* entropy alone */
     /* blocks alone: above 0 for ternary codes of 2 bits, their scale in units of the rms */
     double step;
     gc_rng_key key;     /* ternary alone */
@@ -55,6 +56,7 @@ typedef struct {
     int shared;         /* ternary alone */
     int value_dtype;    /* values alone */
     unsigned code_bits; /* blocks alone */
+    uint32_t stream_nbytes; /* entropy alone */
     unsigned lane_bits; /* lanes alone, with world_size */
     uint32_t world_size;
     unsigned flags;
@@ -104,9 +106,10 @@ typedef void gc_decode_kernel(gc_decode_job *job, const gc_segment *segment);
 typedef void gc_update_kernel(const gc_update_span *span);
 
 typedef struct {
-    gc_encode_kernel *block_sums, *ternary_encode, *onebit_encode, *block_encode, *values_encode;
+    gc_encode_kernel *block_sums, *ternary_encode, *onebit_encode, *block_encode, *values_encode,
+        *entropy_encode;
     gc_decode_kernel *ternary_decode, *lanes_decode, *onebit_decode, *block_decode,
-        *values_decode;
+        *values_decode, *entropy_decode;
     void (*sum_lanes)(const gc_decode_job *job, const gc_segment *in, const gc_segment *out,
                       uint8_t *lanes);
     gc_status (*ternary_validate)(const uint8_t *codes, uint32_t numel);
@@ -119,9 +122,9 @@ typedef struct {
 } gc_kernels;
 
 gc_encode_kernel gc_block_sums_portable, gc_ternary_encode_portable, gc_onebit_encode_portable,
-    gc_block_encode_portable, gc_values_encode_portable;
+    gc_block_encode_portable, gc_values_encode_portable, gc_entropy_encode_portable;
 gc_decode_kernel gc_ternary_decode_portable, gc_lanes_decode_portable, gc_onebit_decode_portable,
-    gc_block_decode_portable, gc_values_decode_portable;
+    gc_block_decode_portable, gc_values_decode_portable, gc_entropy_decode_portable;
 void gc_sum_lanes_portable(const gc_decode_job *job, const gc_segment *in, const gc_segment *out,
                            uint8_t *lanes);
 gc_status gc_ternary_validate_portable(const uint8_t *codes, uint32_t numel);

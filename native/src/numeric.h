@@ -76,6 +76,12 @@ GC_INLINE void gc_store_u32(uint8_t *p, uint32_t value)
     gc_store_u16(p + 2, value >> 16);
 }
 
+GC_INLINE void gc_store_u64(uint8_t *p, uint64_t value)
+{
+    gc_store_u32(p, (uint32_t)value);
+    gc_store_u32(p + 4, (uint32_t)(value >> 32));
+}
+
 /* Scale `index` of a segment of a payload. */
 GC_INLINE float gc_scale(const uint8_t *payload, const gc_segment *segment, uint32_t index)
 {

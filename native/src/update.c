@@ -9,12 +9,13 @@
 #include <string.h>
 
 #include "checks.h"
+#include "entropy.h"
 #include "environment.h"
 
 /* ---- checks ---------------------------------------------------------------------------------- */
 static int gradients_ok(const gc_gradients *gradients, int has_elements)
 {
-    if (!gradients || gradients->from < GC_FROM_TENSORS || gradients->from > GC_FROM_BLOCK)
+    if (!gradients || gradients->from < GC_FROM_TENSORS || gradients->from > GC_FROM_ENTROPY)
         return 0;
     if (gradients->from == GC_FROM_TENSORS)
         return 1;
@@ -23,6 +24,8 @@ static int gradients_ok(const gc_gradients *gradients, int has_elements)
         return 0;
     if (gradients->from == GC_FROM_BLOCK)
         return gc_is_block_bits(gradients->code_bits);
+    if (gradients->from == GC_FROM_ENTROPY)
+        return gc_is_stream_nbytes(gradients->stream_nbytes);
     return gradients->from != GC_FROM_LANES ||
            (gradients->payload_count == 1 &&
             gc_world_ok(gradients->world_size, gradients->lane_bits));
@@ -51,6 +54,7 @@ static int update_ok(const gc_gradients *gradients, const gc_segment *segments,
     int has_elements;
     if (!gc_segments_ok(segments, segment_count, &has_elements) ||
         !gradients_ok(gradients, has_elements) || !nonfinite ||
+        (gradients->from == GC_FROM_ENTROPY && !gc_are_streams(segments, segment_count)) ||
         (has_elements && (!targets || !rules)))
         return 0;
     for (size_t s = 0; s < segment_count; s++) {
@@ -74,6 +78,7 @@ static int update_ok(const gc_gradients *gradients, const gc_segment *segments,
 typedef struct {
     gc_decode_kernel *decode;
     unsigned bits, scales_per_group;
+    uint32_t stream_nbytes; /* of streams: they have no bits an element, and are decoded whole */
 } form;
 
 static form form_of(const gc_gradients *gradients)
@@ -81,19 +86,21 @@ static form form_of(const gc_gradients *gradients)
     const gc_kernels *kernels = gc_current_kernels();
     switch (gradients->from) {
     case GC_FROM_TERNARY:
-        return (form){kernels->ternary_decode, 2, 1};
+        return (form){kernels->ternary_decode, 2, 1, 0};
     case GC_FROM_ONEBIT:
-        return (form){kernels->onebit_decode, 1, 2};
+        return (form){kernels->onebit_decode, 1, 2, 0};
     case GC_FROM_BLOCK:
-        return (form){kernels->block_decode, gradients->code_bits, 1};
+        return (form){kernels->block_decode, gradients->code_bits, 1, 0};
+    case GC_FROM_ENTROPY:
+        return (form){kernels->entropy_decode, 0, 1, gradients->stream_nbytes};
     case GC_FROM_LANES:
-        return (form){kernels->lanes_decode, gradients->lane_bits, 1};
+        return (form){kernels->lanes_decode, gradients->lane_bits, 1, 0};
     default:
-        return (form){kernels->values_decode, gradients->value_dtype == GC_F32 ? 32 : 16, 0};
+        return (form){kernels->values_decode, gradients->value_dtype == GC_F32 ? 32 : 16, 0, 0};
     }
 }
 
-/* Elements [first, first + numel) of a segment, `first` a multiple of 8, as a segment of a tensor of
+/* Elements [first, first + numel) of a segment, `first` a multiple of 8 (of streams: their first), as a segment of a tensor of
  * their own. */
 static gc_segment part_of(const gc_segment *segment, const form *form, uint32_t first,
                           uint32_t numel)
@@ -102,7 +109,9 @@ static gc_segment part_of(const gc_segment *segment, const form *form, uint32_t 
     uint32_t skipped = (segment->start + first) / segment->group_numel -
                        segment->start / segment->group_numel;
     part.data = 0;
-    part.codes += (uint64_t)first * form->bits / 8;
+    part.codes += form->stream_nbytes
+                      ? gc_streams_code_nbytes(segment->start, first, form->stream_nbytes)
+                      : (uint64_t)first * form->bits / 8;
     part.scales += 4 * (uint64_t)form->scales_per_group * skipped;
     part.start += first;
     part.numel = numel;
@@ -149,18 +158,16 @@ static void update_from_tensors(const gc_segment *segment, const gc_target *targ
     }
 }
 
-/* `job` decodes into a stage of GC_UPDATE_NUMEL elements. */
-static void update_from_payloads(gc_decode_job *job, const form *form, const gc_segment *segment,
-                                 const gc_target *target, const gc_rule *rule, double *norms)
+/* Update the elements of one part, whose average stands in the stage of `job`. */
+static double update_part(const gc_decode_job *job, const gc_segment *part,
+                          const gc_target *target, const gc_rule *rule)
 {
     double total = 0;
-    for (uint32_t first = 0, numel; first < segment->numel; first += numel) {
-        uint32_t left = segment->numel - first;
+    for (uint32_t first = 0, numel; first < part->numel; first += numel) {
+        uint32_t left = part->numel - first;
         numel = left < GC_UPDATE_NUMEL ? left : GC_UPDATE_NUMEL;
-        gc_segment part = part_of(segment, form, first, numel);
-        form->decode(job, &part);
-        gc_update_span span = span_of(target, rule, part.start, numel);
-        span.gradient = job->out;
+        gc_update_span span = span_of(target, rule, part->start + first, numel);
+        span.gradient = (const char *)job->out + (size_t)first * (job->out_dtype == GC_F32 ? 4 : 2);
         span.gradient_dtype = job->out_dtype;
         double lanes[2 * GC_SUM_LANES];
         if (gc_adds_up(rule->kind))
@@ -168,6 +175,23 @@ static void update_from_payloads(gc_decode_job *job, const form *form, const gc_
         gc_current_kernels()->update(&span);
         if (span.lanes)
             total += norm_of(lanes);
+    }
+    return total;
+}
+
+/* `job` decodes into a stage of GC_STREAM_NUMEL elements. */
+static void update_from_payloads(gc_decode_job *job, const form *form, const gc_segment *segment,
+                                 const gc_target *target, const gc_rule *rule, double *norms)
+{
+    double total = 0;
+    for (uint32_t first = 0, numel; first < segment->numel; first += numel) {
+        uint32_t left = segment->numel - first;
+        numel = left < GC_UPDATE_NUMEL ? left : GC_UPDATE_NUMEL;
+        if (form->stream_nbytes)
+            numel = gc_run_at(segment, first, segment->numel).numel;
+        gc_segment part = part_of(segment, form, first, numel);
+        form->decode(job, &part);
+        total += update_part(job, &part, target, rule);
     }
     if (gc_adds_up(rule->kind)) {
         norms[0] = total;
@@ -182,7 +206,7 @@ gc_status gc_update(const gc_gradients *gradients, const gc_segment *segments, s
     if (!update_ok(gradients, segments, segment_count, targets, target_count, rules, rule_count,
                    norms, nonfinite))
         return GC_INVALID_ARGUMENT;
-    float stage[GC_UPDATE_NUMEL];
+    float stage[GC_STREAM_NUMEL];
     gc_decode_job job = {.payloads = gradients->payloads,
                          .payload_count = gradients->payload_count,
                          .out = stage,
@@ -190,6 +214,7 @@ gc_status gc_update(const gc_gradients *gradients, const gc_segment *segments, s
                          .shared = gradients->shared,
                          .value_dtype = gradients->value_dtype,
                          .code_bits = gradients->code_bits,
+                         .stream_nbytes = gradients->stream_nbytes,
                          .lane_bits = gradients->lane_bits,
                          .world_size = (uint32_t)gradients->world_size};
     form form = form_of(gradients);

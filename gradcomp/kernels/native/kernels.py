@@ -97,7 +97,7 @@ class NativeKernels(Kernels):
         encoder = code.encoder or code.kernel
         name = f"gc_{encoder}_encode"
         function = getattr(lib, name)
-        head = options_of(code.dtype, code.bits, code.step)
+        head = options_of(code.dtype, code.bits, code.step, code.stream_nbytes)
         tail: tuple[Any, ...] = (pointer(payload, "uint8_t"), flag)
         if encoder == "ternary":
             tail = (tail[0], ffi.new("gc_rng_key *", key)[0], flag)
@@ -301,12 +301,14 @@ def _prepare(payloads: Payloads) -> _Prepared:
     source.payloads, source.payload_count = pointers, count
     setattr(source, "from", getattr(lib, f"GC_FROM_{code.kernel.upper()}"))
     source.dtype, source.shared = DTYPES[payloads.dtype], code.shared or 0
-    head: tuple[Any, ...] = (pointers, count, *options_of(code.shared, code.dtype, code.bits))
+    head: tuple[Any, ...] = (pointers, count, *options_of(code.shared, code.dtype, code.bits, code.stream_nbytes))
     name = f"gc_{code.kernel}_sum_decode"
     if code.dtype is not None:
         source.value_dtype = DTYPES[code.dtype]
     if code.kernel == "block":
         source.code_bits = code.bits
+    if code.stream_nbytes is not None:
+        source.stream_nbytes = code.stream_nbytes
     if code.kernel == "lanes":
         source.world_size, source.lane_bits = code.world_size, code.bits
         name, head = "gc_lanes_decode", (pointers[0], code.world_size, code.bits)

@@ -87,13 +87,19 @@ GC_AVX2_INLINE void take_body(gc_block_totals *totals, gc_block_stage *stage,
     memset(stage->x + padded, 0, 64 * sizeof(float));
 }
 
+GC_AVX2 void gc_take_squares_avx2(gc_block_totals *totals, gc_block_stage *stage,
+                                  const gc_block_view *view, uint32_t chunk, uint32_t numel)
+{
+    GC_BY_DTYPE(view->dtype, take_body(totals, stage, view, chunk, numel, GC_F32, 1),
+                take_body(totals, stage, view, chunk, numel, GC_BF16, 1),
+                take_body(totals, stage, view, chunk, numel, GC_F16, 1));
+}
+
 GC_AVX2 static void take(gc_block_totals *totals, gc_block_stage *stage, const gc_block_view *view,
                          uint32_t chunk, uint32_t numel)
 {
     if (view->bits == 2)
-        GC_BY_DTYPE(view->dtype, take_body(totals, stage, view, chunk, numel, GC_F32, 1),
-                    take_body(totals, stage, view, chunk, numel, GC_BF16, 1),
-                    take_body(totals, stage, view, chunk, numel, GC_F16, 1));
+        gc_take_squares_avx2(totals, stage, view, chunk, numel);
     else
         GC_BY_DTYPE(view->dtype, take_body(totals, stage, view, chunk, numel, GC_F32, 0),
                     take_body(totals, stage, view, chunk, numel, GC_BF16, 0),

@@ -1,0 +1,127 @@
+/* entropy.h - streams of entropy-coded codes (gc_entropy_encode): the tables, the choice of the
+ * step, and what the tiers add to it.
+ *
+ * A stream is a group of at most GC_STREAM_NUMEL elements with a scale and a fixed number of bytes.
+ * gradcomp.h pins its bytes.
+ */
+#ifndef GC_ENTROPY_H
+#define GC_ENTROPY_H
+
+#include "blocks.h"
+
+enum {
+    GC_TABLE_COUNT = 16,
+    GC_CODE_NBITS = 11, /* of a pair, at most */
+    GC_TABLE_TOP = 7,   /* largest |code| of a pair that has a symbol in some table */
+    GC_SYMBOLS_COUNT = 256,
+    GC_LARGEST_CODE = 1023,
+    GC_STEP_COUNT = 256,   /* candidate steps, 1/32 of an octave apart */
+    GC_COUNTED_CODES = 9,  /* |code| 0 to 7, and 8 or more */
+    GC_PAIRS_NUMEL = GC_STREAM_NUMEL / 2,
+    /* of half a stream's pairs, each a symbol and two numbers of 4 + 10 bits, and a flush */
+    GC_HALF_NBYTES = GC_PAIRS_NUMEL / 2 * 5 + 16
+};
+
+/* One Huffman code of pairs (a, b), least significant bit first. Pairs without a symbol, and those
+ * with |a| or |b| above 7, follow the escape symbol. */
+typedef struct {
+    /* by (a + 8) << 4 | (b + 8), a or b of -8 standing for what is out of range: the bits, their
+     * number << 16, and GC_ESCAPE for what is written behind it */
+    uint32_t encode[GC_SYMBOLS_COUNT];
+    /* by the next GC_CODE_NBITS bits: their number, a << 8, b << 16, GC_ESCAPE */
+    uint32_t decode[1 << GC_CODE_NBITS];
+    /* 1/64 bit: of a pair by |a| and |b|, the mean over signs; and of one code among codes as often
+     * as the table was made for */
+    uint16_t pair_costs[GC_COUNTED_CODES][GC_COUNTED_CODES], costs[GC_COUNTED_CODES];
+} gc_entropy_table;
+
+#define GC_ESCAPE 0x80000000u
+
+/* The GC_TABLE_COUNT tables; made by the first call. */
+const gc_entropy_table *gc_entropy_tables(void);
+
+/* Bytes of the codes of a stream of `numel` elements, where a whole one has `stream_nbytes` with
+ * its scale. */
+GC_INLINE size_t gc_stream_code_nbytes(uint32_t numel, uint32_t stream_nbytes)
+{
+    if (numel == GC_STREAM_NUMEL)
+        return stream_nbytes - 4;
+    return ((uint64_t)numel * stream_nbytes + GC_STREAM_NUMEL - 1) / GC_STREAM_NUMEL + 4;
+}
+
+/* Bytes of the codes of elements [start, start + numel) of a parameter. */
+size_t gc_streams_code_nbytes(uint32_t start, uint32_t numel, uint32_t stream_nbytes);
+
+/* Pairs in the first half of a stream, which is written forwards. */
+GC_INLINE uint32_t gc_front_pairs(uint32_t numel) { return ((numel + 1) / 2 + 1) / 2; }
+
+/* ---- encoding -------------------------------------------------------------------------------- */
+typedef struct {
+    gc_block_stage block; /* x, read by `take` */
+    int16_t codes[GC_STREAM_NUMEL + 64];
+    uint8_t pairs[GC_PAIRS_NUMEL + 32]; /* as indices of gc_entropy_table.encode */
+} gc_entropy_stage;
+
+typedef struct {
+    /* as gc_block_tier.take, with the sum of squares */
+    void (*take)(gc_block_totals *totals, gc_block_stage *stage, const gc_block_view *view,
+                 uint32_t chunk, uint32_t numel);
+    /* Count the codes that x * inverse rounds to, by |code|, at most GC_STREAM_NUMEL. What follows
+     * them up to a multiple of 32 is 0. */
+    void (*count)(const float *x, uint32_t numel, float inverse,
+                  uint32_t counts[GC_COUNTED_CODES]);
+    /* Write these codes, and pairs of them. */
+    void (*quantize)(gc_entropy_stage *stage, uint32_t numel, float inverse);
+    /* Write what codes leave of x, decayed, to `out`; return the sum of the magnitudes before the
+     * decay. `streams` writes past the caches. */
+    double (*rest)(const gc_entropy_stage *stage, uint32_t numel, float scale, float decay,
+                   float *out, int streams);
+} gc_entropy_encoder;
+
+void gc_encode_streams(gc_encode_job *job, const gc_segment *segment,
+                       const gc_entropy_encoder *tier);
+
+/* Code of x: x * inverse rounded to nearest even. */
+GC_INLINE int gc_entropy_code(float x, float inverse)
+{
+    float t = x * inverse;
+    t = t > -GC_LARGEST_CODE ? t : -GC_LARGEST_CODE;
+    t = t < GC_LARGEST_CODE ? t : GC_LARGEST_CODE;
+    return (int)(gc_bits_of(t + GC_ROUNDING_MAGIC) - gc_bits_of(GC_ROUNDING_MAGIC));
+}
+
+/* Index of a pair in gc_entropy_table.encode. */
+GC_INLINE uint8_t gc_pair_index(int a, int b)
+{
+    if (a < -GC_TABLE_TOP || a > GC_TABLE_TOP || b < -GC_TABLE_TOP || b > GC_TABLE_TOP)
+        return 0;
+    return (uint8_t)((a + 8) << 4 | (b + 8));
+}
+
+/* ---- decoding -------------------------------------------------------------------------------- */
+/* A pair behind an escape symbol. */
+typedef struct {
+    uint32_t pair;
+    int16_t a, b;
+} gc_escaped;
+
+/* The codes of one stream; those of escaped pairs are 0 in `codes`. */
+typedef struct {
+    int8_t codes[GC_STREAM_NUMEL + 64];
+    gc_escaped escaped[GC_PAIRS_NUMEL];
+    uint32_t escaped_count;
+} gc_stream_codes;
+
+/* values[i] = code * scale, added to what stands there unless `is_first`; zeros follow the codes
+ * up to a multiple of 32. */
+typedef void gc_add_codes(float *values, const int8_t *codes, uint32_t numel, float scale,
+                          int is_first);
+/* Write values * factor as elements from `first` of the segment on. */
+typedef void gc_write_values(gc_decode_job *job, const gc_segment *segment, uint32_t first,
+                             uint32_t numel, const float *values, float factor);
+
+void gc_decode_streams(gc_decode_job *job, const gc_segment *segment, gc_add_codes *add,
+                       gc_write_values *write);
+gc_write_values gc_write_values_portable;
+
+#endif

@@ -1,0 +1,336 @@
+/* entropy_encode.c - a stream of codes in a fixed number of bytes: the smallest step whose codes fit,
+ * the table that codes them best, and its bits.
+ *
+ * What is chosen depends on counts of codes alone, which are integers, so every tier chooses alike.
+ */
+#include "entropy.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+/* ---- the step -------------------------------------------------------------------------------- */
+/* 2^(i / 32) */
+static const double octave[32] = {
+    1.0,
+    1.0218971486541166,
+    1.0442737824274138,
+    1.0671404006768237,
+    1.0905077326652577,
+    1.1143867425958924,
+    1.1387886347566916,
+    1.1637248587775775,
+    1.189207115002721,
+    1.215247359980469,
+    1.241857812073484,
+    1.2690509571917332,
+    1.2968395546510096,
+    1.325236643159741,
+    1.3542555469368927,
+    1.383909881963832,
+    1.4142135623730951,
+    1.4451808069770467,
+    1.476826145939499,
+    1.5091644275934228,
+    1.5422108254079407,
+    1.5759808451078865,
+    1.6104903319492543,
+    1.645755478153965,
+    1.681792830507429,
+    1.718619298122478,
+    1.7562521603732995,
+    1.7947090750031072,
+    1.8340080864093424,
+    1.8741676341103,
+    1.9152065613971474,
+    1.9571441241754002,
+};
+
+enum {
+    LAST_STEP = GC_STEP_COUNT - 1,
+    MOST_LOOKS = 8,
+    FAR = 16, /* steps, where none of those looked at fits */
+    /* of a whole stream, the first elements of every block are looked at first */
+    SAMPLE_NUMEL = 128,
+    SAMPLE_EVERY = 512
+};
+
+/* Step j: 2^(j / 32 - 4) root mean squares, at most what lets every code stand for a finite
+ * number. */
+static float step_of(double rms, int j)
+{
+    double step = rms * octave[j % 32] * ((double)(1 << j / 32) / 16);
+    return (float)(step < FLT_MAX / 32768 ? step : FLT_MAX / 32768);
+}
+
+typedef struct {
+    const gc_entropy_encoder *tier;
+    gc_entropy_stage *stage;
+    const gc_entropy_table *tables;
+    double rms;
+    uint32_t numel, code_nbytes;
+} stream;
+
+typedef struct {
+    float scale;
+    int table;
+    int32_t size; /* of the codes, expected, in 1/64 bit */
+} choice;
+
+/* Step j for the first `numel` elements of every `every`, all elements where that is 0: the table
+ * by what its codes cost one by one, then what they cost in pairs, as if pairs were independent. */
+static choice choice_at(const stream *of, int j, uint32_t numel, uint32_t every)
+{
+    uint32_t counts[GC_COUNTED_CODES] = {0}, least = UINT32_MAX, total = 0;
+    choice out = {step_of(of->rms, j), 0, 0};
+    for (uint32_t i = 0; i < of->numel; i += every ? every : of->numel)
+        of->tier->count(of->stage->block.x + i, numel, 1.0f / out.scale, counts);
+    for (int t = 0; t < GC_TABLE_COUNT; t++) {
+        uint32_t size = 0;
+        for (int k = 0; k < GC_COUNTED_CODES; k++)
+            size += counts[k] * of->tables[t].costs[k];
+        if (size < least) {
+            least = size;
+            out.table = t;
+        }
+    }
+    uint64_t size = 0;
+    const gc_entropy_table *table = &of->tables[out.table];
+    for (int a = 0; a < GC_COUNTED_CODES; a++) {
+        uint64_t row = 0;
+        for (int b = 0; b < GC_COUNTED_CODES; b++)
+            row += counts[b] * table->pair_costs[a][b];
+        size += counts[a] * row;
+        total += counts[a];
+    }
+    out.size = (int32_t)(size / (2 * total));
+    return out;
+}
+
+/* Search for the smallest step whose codes are expected to need at most `limit` (1/64 bit) a
+ * sample, from step j on: return one that wastes less than `waste`, or the best of those that were
+ * looked at. */
+static int search(const stream *of, int32_t limit, int32_t waste, int j, uint32_t numel,
+                  uint32_t every, choice *found)
+{
+    uint32_t sampled = every ? of->numel / every * numel : numel;
+    int32_t slope = (int32_t)sampled * 3 / 2; /* of the size, a step: 0.75 bit an octave */
+    int64_t excess = 0, spare = 0;            /* at low and high */
+    int low = -1, high = GC_STEP_COUNT;
+    for (int looks = 0; looks < MOST_LOOKS; looks++) {
+        choice now = choice_at(of, j, numel, every);
+        if (now.size > limit) {
+            low = j;
+            excess = now.size - limit;
+        } else {
+            high = j;
+            spare = limit - now.size;
+            *found = now;
+            if (spare < waste)
+                break;
+        }
+        if (high == GC_STEP_COUNT)
+            j = low + 1 + (int)(excess / slope);
+        else if (low < 0)
+            j = high - 1 - (int)(spare / slope);
+        else
+            j = high - (int)(spare * (high - low) / (spare + excess));
+        if (j <= low || j >= high)
+            j = low < 0 || high == GC_STEP_COUNT ? (low + high) / 2 : j <= low ? low + 1 : high - 1;
+        if (j == low || j == high)
+            break;
+    }
+    if (high < GC_STEP_COUNT)
+        return high;
+    j = low + FAR < LAST_STEP ? low + FAR : LAST_STEP;
+    *found = choice_at(of, j, numel, every);
+    return j;
+}
+
+/* The step where a search begins: what suits the gradients that the tables were chosen by. */
+static int first_step(uint32_t numel, uint32_t code_nbytes)
+{
+    int64_t centibits = (int64_t)code_nbytes * 800 / numel;
+    int64_t j = 143 - (centibits - 160) * 35 / 100;
+    return j < 0 ? 0 : j > LAST_STEP ? LAST_STEP : (int)j;
+}
+
+static int find_step(const stream *of, int32_t limit, choice *found)
+{
+    int j = first_step(of->numel, of->code_nbytes);
+    int32_t waste = (int32_t)of->numel * 3 / 2; /* 0.023 bits a value: about one step */
+    if (of->numel == GC_STREAM_NUMEL) {
+        int32_t share = SAMPLE_EVERY / SAMPLE_NUMEL;
+        j = search(of, limit / share, 2 * waste / share, j, SAMPLE_NUMEL, SAMPLE_EVERY, found);
+    }
+    return search(of, limit, waste, j, of->numel, 0, found);
+}
+
+/* ---- bits ------------------------------------------------------------------------------------ */
+typedef struct {
+    uint64_t bits;
+    unsigned count;
+    uint8_t *out;
+} writer;
+
+GC_INLINE void put(writer *to, uint64_t bits, unsigned count)
+{
+    to->bits |= bits << to->count;
+    to->count += count;
+}
+
+/* Leaves less than eight bits. */
+GC_INLINE void flush(writer *to)
+{
+    gc_store_u64(to->out, to->bits);
+    to->out += to->count >> 3;
+    to->bits >>= to->count & 56;
+    to->count &= 7;
+}
+
+/* The number of bits of |code|, in four bits; below the leading one these bits, behind the sign. */
+static void put_escaped(writer *to, int code)
+{
+    uint32_t magnitude = (uint32_t)(code < 0 ? -code : code), length = 0;
+    while (magnitude >> length)
+        length++;
+    put(to, length, 4);
+    if (length)
+        put(to, (uint32_t)(code < 0) | (magnitude & ((1u << (length - 1)) - 1)) << 1, length);
+}
+
+/* Write pairs; return their bytes. */
+static size_t put_pairs(const gc_entropy_table *table, const uint8_t *pairs, const int16_t *codes,
+                        uint32_t count, uint8_t *out)
+{
+    writer to = {0, 0, out};
+    for (uint32_t i = 0; i < count;) {
+        /* five symbols and what an earlier flush has left */
+        uint32_t end = i + 5 < count ? i + 5 : count;
+        for (; i < end; i++) {
+            uint32_t symbol = table->encode[pairs[i]];
+            put(&to, symbol & 0xFFFF, symbol >> 16 & 15);
+            if (symbol & GC_ESCAPE) {
+                flush(&to);
+                put_escaped(&to, codes[2 * i]);
+                put_escaped(&to, codes[2 * i + 1]);
+                flush(&to);
+            }
+        }
+        flush(&to);
+    }
+    if (to.count)
+        *to.out++ = (uint8_t)to.bits;
+    return (size_t)(to.out - out);
+}
+
+/* Write a stream's codes; 0 if they do not fit. *needed: their bytes. */
+static int put_stream(const stream *of, const choice *with, uint8_t *codes, size_t *needed)
+{
+    uint8_t front[GC_HALF_NBYTES], back[GC_HALF_NBYTES];
+    const gc_entropy_table *table = &of->tables[with->table];
+    uint32_t pairs = (of->numel + 1) / 2, first = gc_front_pairs(of->numel);
+    const gc_entropy_stage *stage = of->stage;
+    size_t head = put_pairs(table, stage->pairs, stage->codes, first, front);
+    size_t tail = put_pairs(table, stage->pairs + first, stage->codes + 2 * first, pairs - first,
+                            back);
+    *needed = 1 + head + tail;
+    if (*needed > of->code_nbytes)
+        return 0;
+    codes[0] = (uint8_t)with->table;
+    memcpy(codes + 1, front, head);
+    memset(codes + 1 + head, 0, of->code_nbytes - *needed);
+    for (size_t i = 0; i < tail; i++)
+        codes[of->code_nbytes - 1 - i] = back[i];
+    return 1;
+}
+
+/* Choose a step and write the codes; return the step. */
+static float encode_stream(const stream *of, uint8_t *codes)
+{
+    /* whole bytes waste seven bits at the most, twice */
+    int32_t limit = ((int32_t)(8 * (of->code_nbytes - 1)) - 8) * 64;
+    size_t needed;
+    choice now;
+    int j = find_step(of, limit, &now);
+    of->tier->quantize(of->stage, of->numel, 1.0f / now.scale);
+    int fits = put_stream(of, &now, codes, &needed);
+    /* Costs are those of independent codes. Where the codes of a stream are not, what it took says
+     * how much more or less it needs. */
+    int32_t spare = ((int32_t)of->code_nbytes - (int32_t)needed) * 8 * 64;
+    if (!fits || spare > (int32_t)of->numel * 4) {
+        int again = find_step(of, limit + now.size - (int32_t)(needed - 1) * 8 * 64, &now);
+        if (again != j) {
+            j = again;
+            of->tier->quantize(of->stage, of->numel, 1.0f / now.scale);
+            fits = put_stream(of, &now, codes, &needed);
+        }
+    }
+    while (!fits && j < LAST_STEP) {
+        now = choice_at(of, ++j, of->numel, 0);
+        of->tier->quantize(of->stage, of->numel, 1.0f / now.scale);
+        fits = put_stream(of, &now, codes, &needed);
+    }
+    return now.scale;
+}
+
+/* ---- groups ---------------------------------------------------------------------------------- */
+static void encode_group(gc_encode_job *job, const gc_segment *segment, gc_run run, uint8_t *codes,
+                         gc_entropy_stage *stage, const gc_entropy_encoder *tier)
+{
+    gc_block_totals totals = {0, 0, 0};
+    uint64_t residual = segment->residual + run.first;
+    gc_block_view view = {job->src,
+                          job->dtype,
+                          segment->data + run.first,
+                          job->residual_in ? job->residual_in + residual : NULL,
+                          2,
+                          job->decay};
+    stream of = {tier,
+                 stage,
+                 gc_entropy_tables(),
+                 0,
+                 run.numel,
+                 (uint32_t)gc_stream_code_nbytes(run.numel, job->stream_nbytes)};
+    tier->take(&totals, &stage->block, &view, 0, run.numel);
+    gc_keep_residuals(job, segment, run.first, run.numel);
+    of.rms = sqrt(totals.sum_squares / run.numel);
+    float scale = 0;
+    if (totals.absmax_bits >= GC_INF_BITS) {
+        job->nonfinite = 1;
+        scale = gc_float_of(GC_NAN_BITS);
+    } else if (totals.any_gradient && step_of(of.rms, 0) >= FLT_MIN) {
+        scale = encode_stream(&of, codes);
+    }
+    if (!(scale > 0)) {
+        memset(codes, 0, of.code_nbytes);
+        tier->quantize(stage, run.numel, 0);
+    }
+    gc_store_u32(job->payload + segment->scales + 4 * (size_t)run.group, gc_bits_of(scale));
+    if (!job->residual_out)
+        return;
+    float *out = job->residual_out + residual;
+    if (job->nonfinite && !(scale >= 0)) {
+        for (uint32_t i = 0; i < run.numel; i++)
+            out[i] = gc_float_of(GC_NAN_BITS);
+        return;
+    }
+    int streams = job->residual_out != job->residual_in && segment->numel >= 1 << 15;
+    gc_count_dropped(job, tier->rest(stage, run.numel, scale, job->decay, out, streams));
+}
+
+void gc_encode_streams(gc_encode_job *job, const gc_segment *segment,
+                       const gc_entropy_encoder *tier)
+{
+    gc_entropy_stage stage;
+    uint8_t *codes = job->payload + segment->codes;
+    for (uint32_t i = 0; i < segment->numel;) {
+        gc_run run = gc_run_at(segment, i, segment->numel);
+        encode_group(job, segment, run, codes, &stage, tier);
+        codes += gc_stream_code_nbytes(run.numel, job->stream_nbytes);
+        i += run.numel;
+    }
+#if defined(__x86_64__)
+    _mm_sfence();
+#endif
+}

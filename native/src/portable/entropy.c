@@ -1,0 +1,89 @@
+/* entropy.c - streams of entropy-coded codes: what the tiers do each in their own way. */
+#include "entropy.h"
+
+/* ---- encoding -------------------------------------------------------------------------------- */
+GC_INLINE void take_body(gc_block_totals *totals, gc_block_stage *stage, const gc_block_view *view,
+                         uint32_t chunk, uint32_t numel, int dtype)
+{
+    for (uint32_t block = 0; block < numel; block += GC_BLOCK_NUMEL) {
+        uint32_t end = numel - block < GC_BLOCK_NUMEL ? numel : block + GC_BLOCK_NUMEL;
+        double lanes[GC_SUM_LANES] = {0};
+        for (uint32_t i = block; i < end; i++) {
+            float g = gc_load(view->src, dtype, view->data + chunk + i);
+            float x = view->residual ? g + view->residual[chunk + i] : g;
+            uint32_t magnitude = gc_abs_bits(x);
+            lanes[(i - block) % GC_SUM_LANES] += (double)x * x;
+            totals->absmax_bits = magnitude > totals->absmax_bits ? magnitude : totals->absmax_bits;
+            totals->any_gradient |= gc_abs_bits(g);
+            stage->x[i] = x;
+        }
+        totals->sum_squares += gc_lanes_total(lanes);
+    }
+    memset(stage->x + numel, 0, 64 * sizeof(float));
+}
+
+static void take(gc_block_totals *totals, gc_block_stage *stage, const gc_block_view *view,
+                 uint32_t chunk, uint32_t numel)
+{
+    GC_BY_DTYPE(view->dtype, take_body(totals, stage, view, chunk, numel, GC_F32),
+                take_body(totals, stage, view, chunk, numel, GC_BF16),
+                take_body(totals, stage, view, chunk, numel, GC_F16));
+}
+
+static void count(const float *x, uint32_t numel, float inverse, uint32_t counts[GC_COUNTED_CODES])
+{
+    for (uint32_t i = 0; i < numel; i++) {
+        int code = gc_entropy_code(x[i], inverse);
+        code = code < 0 ? -code : code;
+        counts[code < GC_COUNTED_CODES - 1 ? code : GC_COUNTED_CODES - 1]++;
+    }
+}
+
+static void quantize(gc_entropy_stage *stage, uint32_t numel, float inverse)
+{
+    for (uint32_t i = 0; i < numel + 1; i++)
+        stage->codes[i] = i < numel ? (int16_t)gc_entropy_code(stage->block.x[i], inverse) : 0;
+    for (uint32_t i = 0; i < numel; i += 2)
+        stage->pairs[i / 2] = gc_pair_index(stage->codes[i], stage->codes[i + 1]);
+}
+
+static double rest(const gc_entropy_stage *stage, uint32_t numel, float scale, float decay,
+                   float *out, int streams)
+{
+    double all = 0;
+    (void)streams;
+    for (uint32_t i = 0; i < numel; i++) {
+        float left = stage->block.x[i] - (float)stage->codes[i] * scale;
+        out[i] = decay * left;
+        all += left < 0 ? -left : left;
+    }
+    return all;
+}
+
+void gc_entropy_encode_portable(gc_encode_job *job, const gc_segment *segment)
+{
+    static const gc_entropy_encoder tier = {take, count, quantize, rest};
+    gc_encode_streams(job, segment, &tier);
+}
+
+/* ---- decoding -------------------------------------------------------------------------------- */
+static void add(float *values, const int8_t *codes, uint32_t numel, float scale, int is_first)
+{
+    for (uint32_t i = 0; i < numel; i++) {
+        float value = (float)codes[i] * scale;
+        values[i] = is_first ? value : values[i] + value;
+    }
+}
+
+void gc_write_values_portable(gc_decode_job *job, const gc_segment *segment, uint32_t first,
+                              uint32_t numel, const float *values, float factor)
+{
+    for (uint32_t i = 0; i < numel; i++)
+        job->nonfinite |= gc_store(job->out, job->out_dtype, segment->data + first + i,
+                                   values[i] * factor);
+}
+
+void gc_entropy_decode_portable(gc_decode_job *job, const gc_segment *segment)
+{
+    gc_decode_streams(job, segment, add, gc_write_values_portable);
+}

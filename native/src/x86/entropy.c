@@ -1,0 +1,146 @@
+/* entropy.c - streams of entropy-coded codes: codes, their counts and their values in vectors. */
+#include "internal.h"
+
+#if defined(__x86_64__)
+#include "common.h"
+#include "entropy.h"
+
+/* ---- encoding -------------------------------------------------------------------------------- */
+/* Codes of eight elements, as gc_entropy_code. */
+GC_AVX2_INLINE __m256i codes8(const float *x, __m256 inverse)
+{
+    const __m256 most = _mm256_set1_ps(GC_LARGEST_CODE), least = _mm256_set1_ps(-GC_LARGEST_CODE),
+                 magic = _mm256_set1_ps(GC_ROUNDING_MAGIC);
+    __m256 t = _mm256_mul_ps(_mm256_loadu_ps(x), inverse);
+    t = _mm256_min_ps(_mm256_max_ps(t, least), most);
+    return _mm256_sub_epi32(_mm256_castps_si256(_mm256_add_ps(t, magic)),
+                            _mm256_castps_si256(magic));
+}
+
+/* Sixteen codes in order. */
+GC_AVX2_INLINE __m256i codes16(const float *x, __m256 inverse)
+{
+    __m256i both = _mm256_packs_epi32(codes8(x, inverse), codes8(x + 8, inverse));
+    return _mm256_permute4x64_epi64(both, _MM_SHUFFLE(3, 1, 2, 0));
+}
+
+GC_AVX2_INLINE uint32_t total_bytes(__m256i sums)
+{
+    __m256i four = _mm256_sad_epu8(sums, _mm256_setzero_si256());
+    __m128i two = _mm_add_epi64(_mm256_castsi256_si128(four), _mm256_extracti128_si256(four, 1));
+    return (uint32_t)(_mm_cvtsi128_si64(two) + _mm_extract_epi64(two, 1));
+}
+
+/* Elements past the end are 0 and counted as such. */
+GC_AVX2 static void count(const float *values, uint32_t numel, float inverse,
+                          uint32_t counts[GC_COUNTED_CODES])
+{
+    const __m256 by = _mm256_set1_ps(inverse);
+    __m256i seen[GC_COUNTED_CODES - 1]; /* 4096 / 32 = 128 at most in a byte */
+    for (int k = 0; k < GC_COUNTED_CODES - 1; k++)
+        seen[k] = _mm256_setzero_si256();
+    uint32_t padded = (numel + 31) / 32 * 32, rest = padded;
+    for (uint32_t i = 0; i < padded; i += 32) {
+        const float *x = values + i;
+        /* in any order: only counts matter. Saturated codes stay above 7. */
+        __m256i bytes = _mm256_packs_epi16(
+            _mm256_packs_epi32(codes8(x, by), codes8(x + 8, by)),
+            _mm256_packs_epi32(codes8(x + 16, by), codes8(x + 24, by)));
+        bytes = _mm256_abs_epi8(bytes);
+        for (int k = 0; k < GC_COUNTED_CODES - 1; k++)
+            seen[k] = _mm256_sub_epi8(seen[k],
+                                      _mm256_cmpeq_epi8(bytes, _mm256_set1_epi8((char)k)));
+    }
+    for (int k = 0; k < GC_COUNTED_CODES - 1; k++) {
+        uint32_t found = total_bytes(seen[k]);
+        counts[k] += found;
+        rest -= found;
+    }
+    counts[GC_COUNTED_CODES - 1] += rest;
+    counts[0] -= padded - numel;
+}
+
+GC_AVX2 static void quantize(gc_entropy_stage *stage, uint32_t numel, float inverse)
+{
+    const __m256 by = _mm256_set1_ps(inverse);
+    const __m256i none = _mm256_set1_epi8(-8), most = _mm256_set1_epi8(GC_TABLE_TOP),
+                  eight = _mm256_set1_epi8(8), shift = _mm256_set1_epi16(0x0110);
+    for (uint32_t i = 0; i < numel; i += 32) {
+        __m256i low = codes16(stage->block.x + i, by), high = codes16(stage->block.x + i + 16, by);
+        _mm256_storeu_si256((__m256i *)(stage->codes + i), low);
+        _mm256_storeu_si256((__m256i *)(stage->codes + i + 16), high);
+        __m256i bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(low, high),
+                                                 _MM_SHUFFLE(3, 1, 2, 0));
+        __m256i above = _mm256_cmpgt_epi8(bytes, most);
+        bytes = _mm256_max_epi8(_mm256_blendv_epi8(bytes, none, above), none);
+        __m256i pairs = _mm256_maddubs_epi16(_mm256_add_epi8(bytes, eight), shift);
+        __m128i indices = _mm_packus_epi16(_mm256_castsi256_si128(pairs),
+                                           _mm256_extracti128_si256(pairs, 1));
+        _mm_storeu_si128((__m128i *)(stage->pairs + i / 2), indices);
+    }
+}
+
+GC_AVX2 static double rest(const gc_entropy_stage *stage, uint32_t numel, float scale, float decay,
+                           float *out, int streams)
+{
+    const __m256 scales = _mm256_set1_ps(scale), keep = _mm256_set1_ps(decay),
+                 sign = _mm256_set1_ps(-0.0f);
+    __m256 all = _mm256_setzero_ps();
+    uint32_t i = 0;
+    streams = streams && (uintptr_t)out % sizeof(__m256) == 0;
+    for (; i + 8 <= numel; i += 8) {
+        __m256i codes = _mm256_cvtepi16_epi32(
+            _mm_loadu_si128((const __m128i *)(stage->codes + i)));
+        __m256 q = _mm256_mul_ps(_mm256_cvtepi32_ps(codes), scales);
+        __m256 left = _mm256_sub_ps(_mm256_loadu_ps(stage->block.x + i), q);
+        all = _mm256_add_ps(all, _mm256_andnot_ps(sign, left));
+        left = _mm256_mul_ps(left, keep);
+        if (streams)
+            _mm256_stream_ps(out + i, left);
+        else
+            _mm256_storeu_ps(out + i, left);
+    }
+    double sum = gc_sum8(all);
+    for (; i < numel; i++) {
+        float left = stage->block.x[i] - (float)stage->codes[i] * scale;
+        out[i] = decay * left;
+        sum += left < 0 ? -left : left;
+    }
+    return sum;
+}
+
+void gc_entropy_encode_avx2(gc_encode_job *job, const gc_segment *segment)
+{
+    static const gc_entropy_encoder tier = {gc_take_squares_avx2, count, quantize, rest};
+    gc_encode_streams(job, segment, &tier);
+}
+
+/* ---- decoding -------------------------------------------------------------------------------- */
+GC_AVX2 static void add(float *values, const int8_t *codes, uint32_t numel, float scale,
+                        int is_first)
+{
+    const __m256 scales = _mm256_set1_ps(scale);
+    for (uint32_t i = 0; i < numel; i += 8) {
+        __m256i wide = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(codes + i)));
+        __m256 value = _mm256_mul_ps(_mm256_cvtepi32_ps(wide), scales);
+        if (!is_first)
+            value = _mm256_add_ps(_mm256_loadu_ps(values + i), value);
+        _mm256_storeu_ps(values + i, value);
+    }
+}
+
+static void write_values(gc_decode_job *job, const gc_segment *segment, uint32_t first,
+                         uint32_t numel, const float *values, float factor)
+{
+    gc_piece piece = {.first = first, .numel = numel / 8 * 8};
+    if (!gc_store_stage(job, segment, &piece, values, factor))
+        piece.numel = 0; /* again, for NaNs that are the same on every tier */
+    gc_write_values_portable(job, segment, first + piece.numel, numel - piece.numel,
+                             values + piece.numel, factor);
+}
+
+void gc_entropy_decode_avx2(gc_decode_job *job, const gc_segment *segment)
+{
+    gc_decode_streams(job, segment, add, write_values);
+}
+#endif
