@@ -1,8 +1,8 @@
 """Codecs: array <-> payload. They know no ranks, buckets or futures.
 
 A codec is immutable once it is in use; one object may serve several models. Wherever a codec is
-asked for, a name will do: "ternary", "terngrad", "onebit", "block2", "block4", "block8", "entropy", "bfloat16"
-or "identity", each with its default options.
+asked for, a name will do: "ternary", "terngrad", "onebit", "block2", "block4", "block8", "entropy",
+"bfloat16" or "identity", each with its default options.
 """
 
 from __future__ import annotations

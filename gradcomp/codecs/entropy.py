@@ -1,5 +1,5 @@
-"""Entropy-coded codes: a uniform quantizer whose codes take any number of bits from 1 to 4, named in
-fractions, with error feedback.
+"""Entropy-coded codes: a uniform quantizer in any number of bits a value from 1 to 4, fractions
+included, with error feedback.
 
 Levels are multiples of a step, 0 among them; x = gradient + residual is rounded to the nearest.
 Most codes of a gradient are near 0, so they are written with Huffman codes of pairs, from static
@@ -14,11 +14,8 @@ from numbers import Real
 
 import torch
 
-from gradcomp.codecs.base import Codec
 from gradcomp.codecs.feedback import FeedbackCodec
-from gradcomp.errors import CorruptPayload
 from gradcomp.kernels import Code
-from gradcomp.payload import wire
 from gradcomp.payload.form import ENTROPY, STREAM_NBYTES, STREAM_NUMEL, stream_form
 
 LEAST_BITS, MOST_BITS = (8 * nbytes / STREAM_NUMEL for nbytes in STREAM_NBYTES)
@@ -67,13 +64,11 @@ class EntropyCoded(FeedbackCodec):
     def options(self) -> dict[str, object]:
         shared = super().options()
         del shared["group"]
-        return {"bits": self.form.bits, **shared}
+        return {"bits": self.bits, **shared}
 
     @property
     def code(self) -> Code:
-        return Code(
-            self.form.kernel, stream_nbytes=self.form.stream_nbytes, decay=self.decay
-        )
+        return Code(self.form.kernel, stream_nbytes=self.form.stream_nbytes, decay=self.decay)
 
     def group_numel(self, shape: tuple[int, ...]) -> int:
         return STREAM_NUMEL

@@ -21,7 +21,7 @@ class Lanes:
 
     def __init__(self, world_size: int) -> None:
         self.form = lanes_form(world_size)
-        self.code = Code(self.form.kernel, bits=self.form.bits, world_size=world_size)
+        self.code = Code(self.form.kernel, bits=int(self.form.bits), world_size=world_size)
 
     def add(
         self,

@@ -275,6 +275,7 @@ class BucketExchange:
             self._probe.take(
                 self._kernels,
                 self.plan.codec,
+                self.plan.slots,
                 self.plan.local,
                 local,
                 job.step,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from gradcomp.codecs import Codec
 from gradcomp.kernels import Kernels, Payloads
 from gradcomp.payload.form import HEADER_NBYTES
 from gradcomp.payload.layout import PayloadLayout
+from gradcomp.payload.pieces import Slot, whole_pieces
 
 GROWING = 4  # samples in a row in which residuals have grown, before that is called a divergence
 GROWTH = 1.2  # from one of them to the next
@@ -147,6 +148,7 @@ class Probe:
         self,
         kernels: Kernels,
         codec: Codec,
+        slots: Sequence[Slot],
         layout: PayloadLayout,
         payload: Tensor,
         step: int,
@@ -159,6 +161,7 @@ class Probe:
         """Measure one bucket that this rank has encoded.
 
         Args:
+            slots: the parameters of the bucket.
             layout, payload: of the whole bucket.
             encoded: ``(n,)``, what was encoded but for residuals that the codec has added itself.
             gradient: ``(n,)``.
@@ -173,7 +176,7 @@ class Probe:
         )
         kernels.sum_decode(Payloads([payload], codec.code, torch.float32), layout.packed, decoded)
         sizes, first = torch.from_numpy(layout.group_numels.astype(np.int64)), 0
-        for piece in layout.pieces:
+        for piece in whole_pieces(slots):
             if not (piece.slot.compressed and piece.numel):
                 continue
             at, groups = (
@@ -189,7 +192,7 @@ class Probe:
             unit = units[at] if units is not None else None
             measured = _measure(gradient[at].float(), encoded[at].float(), decoded[at], unit, left)
             clipped = math.nan
-            if reach is not None:  # such codecs have one scale a group
+            if reach is not None:  # such codecs have one scale a group, and do not cut pieces
                 limits = (scales[groups] * reach).repeat_interleave(sizes[groups])
                 beyond = measured["x"].abs() > limits.to(gradient.device)
                 clipped = int(torch.count_nonzero(beyond)) / piece.numel

@@ -118,19 +118,23 @@ class BucketPlan:
         self.codec, self.slots, self.strategy, self.stays = codec, list(slots), strategy, stays
         self.world_size, self.rank = world_size, rank
         self.compressed = [s.index for s in self.slots if s.compressed]
+        count = slicing.count(sum(s.numel for s in self.slots), world_size)
+        if self.scatters:
+            ownership = ownership or ByElements(world_size)
+            owned = [ownership.pieces(self.slots, k) for k in range(world_size)]
+        else:
+            owned = [whole_pieces(self.slots)]
+        parts = [self._cut(pieces, count) for pieces in owned]
         self.local = PayloadLayout(
-            codec.form, whole_pieces(self.slots), whole_groups=codec.whole_groups
+            codec.form, self._encoded(parts), whole_groups=codec.whole_groups
         )
         self.sent_nbytes = self.received_nbytes = (
             ring_bytes(self.local.group_count, world_size) * self.shares_scale
         )
-        count = slicing.count(self.numel, world_size)
         if self.scatters:
-            ownership = ownership or ByElements(world_size)
-            owned = [ownership.pieces(self.slots, k) for k in range(world_size)]
-            self._scatter(owned, owner_residuals or {}, count, whole_second=slicing.whole_second)
+            self._scatter(owned, parts, owner_residuals or {}, whole_second=slicing.whole_second)
         else:
-            self._gather(count)
+            self._gather(parts[0])
         others = world_size - 1
         for one in self.slices:
             if self.scatters:
@@ -159,11 +163,21 @@ class BucketPlan:
         """Whether ranks agree on scales before they encode."""
         return self.codec.shares_scale and self.local.group_count > 0
 
-    def _gather(self, count: int) -> None:
-        if count == 1:
+    def _cut(self, pieces: Sequence[Piece], count: int) -> list[list[Piece]]:
+        return cut(pieces, count, whole_groups=not self.codec.form.cuts)
+
+    def _encoded(self, parts: list[list[list[Piece]]]) -> list[Piece]:
+        """Return what this rank encodes: the parameters, or where codes cannot be cut the parts of
+        them that travel together.
+        """
+        if self.codec.form.cuts:
+            return whole_pieces(self.slots)
+        return [piece for slices in parts for one in slices for piece in one]
+
+    def _gather(self, parts: list[list[Piece]]) -> None:
+        if len(parts) == 1:
             self.slices = [Slice(self.local, [self.local])]
             return
-        parts = cut(self.local.pieces, count)
         encoded = rows_of(self.local, parts)
         self.slices = [
             Slice(r, [PayloadLayout(self.codec.form, p)])
@@ -173,22 +187,19 @@ class BucketPlan:
     def _scatter(
         self,
         owned: list[list[Piece]],
+        parts: list[list[list[Piece]]],
         owner_residuals: dict[int, int],
-        count: int,
         *,
         whole_second: bool,
     ) -> None:
-        form, self.second_phase = (
-            self.codec.form,
-            second_phase(self.strategy.second_phase, self.codec, self.world_size),
-        )
+        form, count = self.codec.form, len(parts[0])
+        self.second_phase = second_phase(self.strategy.second_phase, self.codec, self.world_size)
         residuals = [owner_residuals.get(p.slot.index, 0) for p in owned[self.rank]]
         shard = self.second_phase.shard(owned[self.rank], residuals)
         self.shard_numel = shard.numel
         self.own_second = self._second(shard.pieces, own=True)
         self.owned_compressed = [p.slot.index for p in shard.pieces if p.slot.compressed]
-        parts = [cut(pieces, count) for pieces in owned]
-        mine = cut(shard.pieces, count)
+        mine = self._cut(shard.pieces, count)
         flat = [[p for one in parts for p in one[j]] for j in range(count)]
         encoded = rows_of(self.local, flat) if count > 1 else [self.local]
         whole = (

@@ -71,7 +71,7 @@ class Slice:
         return max((one.nbytes for one in self.second), default=0)
 
 
-def cut(pieces: Sequence[Piece], count: int) -> list[list[Piece]]:
+def cut(pieces: Sequence[Piece], count: int, *, whole_groups: bool = False) -> list[list[Piece]]:
     """Return `count` runs of about as many elements, one after the other; pieces are cut between
     scale groups where these are small.
 
@@ -81,6 +81,7 @@ def cut(pieces: Sequence[Piece], count: int) -> list[list[Piece]]:
     Args:
         pieces: one after the other.
         count: of runs.
+        whole_groups: never cut inside a scale group, however few elements there are.
     """
     total = sum(p.numel for p in pieces)
     bounds = [total * j // count for j in range(1, count)]
@@ -90,7 +91,8 @@ def cut(pieces: Sequence[Piece], count: int) -> list[list[Piece]]:
         group = piece.slot.group_numel if piece.slot.compressed else 1
         # codes of 8 elements are whole bytes
         units = (math.lcm(UNIT_NUMEL, group), math.lcm(8, group))
-        unit = next((u for u in units if u * count <= total), UNIT_NUMEL)
+        small = units[1] if whole_groups else UNIT_NUMEL
+        unit = next((u for u in units if u * count <= total), small)
         first = bisect_right(bounds, before)  # the slice that the piece begins in
         inner = bounds[first : bisect_left(bounds, before + piece.numel)]
         ends = [max((piece.start + b - before) // unit * unit - piece.start, 0) for b in inner]

@@ -34,7 +34,8 @@ class Form:
         scales_per_group: fp32 scales of a group.
         signed_scales: whether a scale may be negative.
         kernel: name of the kernels that read and write it.
-        unit_numel: encoded codes can be cut at multiples of so many elements.
+        cuts: the codes of a piece are a part of those of a larger one, so that what is encoded as
+            one can be sent as several; else it is encoded in pieces.
         reach: decoded values, in scales, at most.
     """
 
@@ -44,14 +45,14 @@ class Form:
     scales_per_group: int
     signed_scales: bool = False
     kernel: str = ""
-    unit_numel: int = 8
+    cuts: bool = True
     reach: float = 1.0
 
     def code_nbytes(self, first: Count, last: Count) -> Count:
         """Return the bytes that the codes of elements [first, last) of a parameter fill, as a piece
         of their own.
 
-        For pieces that are cut at multiples of `unit_numel` they add up to those of the whole.
+        Where `cuts`, they add up to those of the whole for pieces that are cut at a multiple of 8.
         """
         return ((last - first) * int(self.bits) + 7) // 8
 
@@ -119,24 +120,26 @@ ONEBIT = Form(3, "onebit", bits=1, scales_per_group=2, signed_scales=True, kerne
 # integer sums; their bits depend on the ranks
 LANES = Form(4, "lanes", bits=0, scales_per_group=1, kernel="lanes")
 BFLOAT16 = Form(5, "bfloat16", bits=16, scales_per_group=0, kernel="values")
-# evenly spaced levels, by their bits: 2**bits of them fill (2**bits - 1) / 2 steps on each side of 0
+# evenly spaced levels, by their bits: 2**bits of them, (2**bits - 1) / 2 steps on each side of 0
 BLOCKS = {
     2: Form(6, "block2", bits=2, scales_per_group=1, kernel="block", reach=1.5),
     4: Form(7, "block4", bits=4, scales_per_group=1, kernel="block", reach=7.5),
     8: Form(8, "block8", bits=8, scales_per_group=1, kernel="block", reach=127.5),
 }
-# the bits depend on the codec
+# the bits are a codec's own: these are 2.2, rounded down to a whole number of bytes
 ENTROPY = StreamForm(
     10,
     "entropy",
-    bits=2.2,
+    bits=8 * 1126 / STREAM_NUMEL,
     scales_per_group=1,
     kernel="entropy",
-    unit_numel=STREAM_NUMEL,
+    cuts=False,
     reach=2.0**15,
 )
 
-FORMS = {form.code: form for form in (PLAIN, TERNARY, ONEBIT, LANES, BFLOAT16, *BLOCKS.values(), ENTROPY)}
+FORMS = {
+    form.code: form for form in (PLAIN, TERNARY, ONEBIT, LANES, BFLOAT16, *BLOCKS.values(), ENTROPY)
+}
 
 TOPK_CODE = 9  # the number of a removed form is never used again
 

@@ -8,6 +8,7 @@ bucket boundaries, so bucket rebuilds change no bit.
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -185,11 +186,15 @@ def message_copies(
     """Return how one encoded bucket is cut into the messages of a reduce_scatter, which begin at
     `offsets`.
     """
-    by_slot = {p.slot.index: n for n, p in enumerate(source.pieces)}
+    homes: dict[int, list[int]] = {}  # numbers of a parameter's pieces, in order of their starts
+    for number, piece in enumerate(source.pieces):
+        homes.setdefault(piece.slot.index, []).append(number)
     rows = []
     for message, base in zip(messages, offsets, strict=True):
         for number, piece in enumerate(message.pieces):
-            form, home = message.form_of(piece), by_slot[piece.slot.index]
+            form, those = message.form_of(piece), homes[piece.slot.index]
+            after = bisect_right(those, piece.start, key=lambda n: source.pieces[n].start)
+            home = those[after - 1]
             begin = source.pieces[home].start
             if form.scales_per_group:
                 group = piece.start // piece.slot.group_numel - begin // piece.slot.group_numel

@@ -71,7 +71,7 @@ def collective_bytes(
     scale = ring_bytes(groups, world_size) if codec.shares_scale and groups else 0
     count = slicing.count(sum(p.numel for p in parameters), world_size)
     if strategy.exchange == "all_gather":
-        bounds = slice_bounds(parameters, ByElements(1), count)
+        bounds = slice_bounds(parameters, ByElements(1), count, codec.form)
         sent = others * int(sliced_nbytes(parameters, bounds, codec.form).sum())
         return CollectiveBytes(scale, sent, sent, slices=count)
     ownership, phase = (
@@ -80,7 +80,7 @@ def collective_bytes(
     )
     whole = True
     if count > 1:
-        bounds = slice_bounds(parameters, ownership, count)
+        bounds = slice_bounds(parameters, ownership, count, codec.form)
         first = sliced_nbytes(parameters, bounds, codec.form).sum(axis=0)
         whole = slicing.whole_second or (
             phase.measures_groups
@@ -195,7 +195,7 @@ def owner_starts(numel: int, ownership: Ownership) -> NDArray[np.int64]:
 
 
 def slice_bounds(
-    parameters: Sequence[Parameter], ownership: Ownership, count: int
+    parameters: Sequence[Parameter], ownership: Ownership, count: int, form: Form
 ) -> list[NDArray[np.int64]]:
     """Return where `gradcomp.exchange.slices.cut` cuts what each rank owns of each parameter, with
     both ends: ``(count + 1, world_size)`` each.
@@ -204,6 +204,7 @@ def slice_bounds(
         parameters: of a bucket, one after the other.
         ownership: who owns what.
         count: of slices.
+        form: of the first phase.
     """
     starts = [owner_starts(p.numel, ownership) for p in parameters]
     total = sum((one[1:] - one[:-1] for one in starts), np.zeros(ownership.world_size, np.int64))
@@ -214,7 +215,9 @@ def slice_bounds(
         group = p.group_numel if p.compressed else 1
         large, small = math.lcm(UNIT_NUMEL, group), math.lcm(8, group)
         unit = np.where(
-            large * count <= total, large, np.where(small * count <= total, small, UNIT_NUMEL)
+            large * count <= total,
+            large,
+            np.where((small * count <= total) | (not form.cuts), small, UNIT_NUMEL),
         )
         at = first + bounds - before
         out.append(np.where(at >= last, last, np.maximum(at // unit * unit, first)))

@@ -21,7 +21,7 @@ from gradcomp.server.parameters import OPEN_ROUNDS
 from gradcomp.server.shards import Shards
 from gradcomp.server.spec import CODECS, DTYPES, MAX_NBYTES, Spec, pack_spec, parse_payload
 
-CODES_A_BYTE = 8 // TernGrad.form.bits
+CODES_A_BYTE = TernGrad.form.most_numel(1)
 _CODES_AT = HEADER_NBYTES + 4 * TernGrad.form.scales_per_group  # in a payload
 Parts = list[tuple[int, Tensor]]  # shard numbers and bodies of requests
 

@@ -145,5 +145,5 @@ def test_functions_exempt_by_name_and_shape_and_entries_without_use_are_refused(
 def test_every_form_has_a_number_and_a_name_of_its_own():
     names = "identity ternary onebit lanes bfloat16 block2 block4 block8"  # 9 is reserved
     assert list(enumerate(names.split(), start=1)) == [(c, f.name) for c, f in FORMS.items()]
-    assert all(kind.form is FORMS[kind.form.code] for kind in KINDS)
+    assert all(kind.form == FORMS[kind.form.code] for kind in KINDS)
     assert len({kind.name for kind in KINDS}) == len(KINDS)

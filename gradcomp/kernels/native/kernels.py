@@ -301,7 +301,11 @@ def _prepare(payloads: Payloads) -> _Prepared:
     source.payloads, source.payload_count = pointers, count
     setattr(source, "from", getattr(lib, f"GC_FROM_{code.kernel.upper()}"))
     source.dtype, source.shared = DTYPES[payloads.dtype], code.shared or 0
-    head: tuple[Any, ...] = (pointers, count, *options_of(code.shared, code.dtype, code.bits, code.stream_nbytes))
+    head: tuple[Any, ...] = (
+        pointers,
+        count,
+        *options_of(code.shared, code.dtype, code.bits, code.stream_nbytes),
+    )
     name = f"gc_{code.kernel}_sum_decode"
     if code.dtype is not None:
         source.value_dtype = DTYPES[code.dtype]
