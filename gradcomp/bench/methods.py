@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradcomp.ddp
 import gradcomp.fsdp
 from gradcomp.bench.optimizers import exchanging_momentum
-from gradcomp.codecs import Block, Codec, Identity, OneBit, Ternary, TernGrad
+from gradcomp.codecs import Block, Codec, EntropyCoded, Identity, OneBit, Ternary, TernGrad
 from gradcomp.comm.base import Communicator
 from gradcomp.engine.options import RENAMED, Advanced
 from gradcomp.fsdp.weights import weights_codec
@@ -161,6 +161,7 @@ METHODS: dict[str, Method] = {
         Method("block2", Block(2)),
         Method("block4", Block(4)),
         Method("block8", Block(8)),
+        Method("entropy", EntropyCoded()),
     )
 }
 # what the hooks of torch's ways do, exchanged over MPI as codecs are
@@ -185,8 +186,9 @@ methods: {", ".join(name for name in METHODS if name not in (NONE, NOOP))}, {FSD
                                their warm-up
   exchange=all_gather|reduce_scatter
   rotate                       rotate values at random, without bias and residuals (onebit)
+  bits=X                         of a value (entropy)
   decay=X                      factor of residuals from step to step: residual_decay (ternary,
-                               onebit, block)
+                               onebit, block, entropy)
   step=X, group=row|tensor|N   scale in root mean squares (ternary); values that share a scale
   feedback=off                 forget what codes leave out (onebit, block)
   double                       half minibatches in turns (gradcomp.onebit_sgd.DoubleBuffer)
@@ -280,6 +282,7 @@ OPTIONS: dict[str, Change] = {
     "second": _of_codec("second", "second_phase", str),
     "rotate": _rotate,
     "step": _of_codec("step", "step", float),
+    "bits": _of_codec("bits", "bits", float),
     "decay": _of_codec("decay", "residual_decay", float),
     "group": _of_codec("group", "group", lambda value: int(value) if value.isdecimal() else value),
     "min_numel": _in("options", "min_numel", int),
