@@ -282,7 +282,7 @@ gc_status gc_block_sum_decode(const uint8_t *const *payloads, size_t payload_cou
  * x, its sum of squares and zero groups as gc_block_encode. R = sqrt(sumsq / n) in float64. One of
  * the steps S = (float)(fl64(R * 2^(i/32)) * 2^(k - 4)), i = 0..31, k = 0..7, at most FLT_MAX /
  * 32768, is the stream's scale, 0 where the first of them is below 2^-126. With v = fl(1 / S):
- * code = fl(x * v), cut to -1023 and 1023, rounded to nearest even; q = fl(code * S).
+ * code = fl(x * v) rounded to nearest even, cut to -32767 and 32767; q = fl(code * S).
  * residual_out = fl(decay * fl(x - q)).
  *
  * The codes' bytes: the number of a table; a bit stream of the first half of the pairs of codes

@@ -14,20 +14,23 @@ enum {
     GC_CODE_NBITS = 11, /* of a pair, at most */
     GC_TABLE_TOP = 7,   /* largest |code| of a pair that has a symbol in some table */
     GC_SYMBOLS_COUNT = 256,
-    GC_LARGEST_CODE = 1023,
+    GC_LARGEST_CODE = 32767,
     GC_STEP_COUNT = 256,   /* candidate steps, 1/32 of an octave apart */
     GC_COUNTED_CODES = 9,  /* |code| 0 to 7, and 8 or more */
     GC_PAIRS_NUMEL = GC_STREAM_NUMEL / 2,
-    /* of half a stream's pairs, each a symbol and two numbers of 4 + 10 bits, and a flush */
-    GC_HALF_NBYTES = GC_PAIRS_NUMEL / 2 * 5 + 16
+    /* of half a stream's pairs, each a symbol and two codes of 4 + 15 bits, and a flush */
+    GC_HALF_NBYTES = GC_PAIRS_NUMEL / 2 * 7 + 16,
+    GC_PUT_PAIRS = 16 /* pairs of which `escapes` has a bit */
 };
 
 /* One Huffman code of pairs (a, b), least significant bit first. Pairs without a symbol, and those
  * with |a| or |b| above 7, follow the escape symbol. */
 typedef struct {
-    /* by (a + 8) << 4 | (b + 8), a or b of -8 standing for what is out of range: the bits, their
-     * number << 16, and GC_ESCAPE for what is written behind it */
-    uint32_t encode[GC_SYMBOLS_COUNT];
+    /* by (a + 8) << 4 | (b + 8), a or b of -8 standing for what is out of range: the bits of the
+     * symbol, or of the escape, and their number */
+    uint16_t bits[GC_SYMBOLS_COUNT];
+    uint8_t lengths[GC_SYMBOLS_COUNT];
+    int top; /* largest |code| that has a symbol */
     /* by the next GC_CODE_NBITS bits: their number, a << 8, b << 16, GC_ESCAPE */
     uint32_t decode[1 << GC_CODE_NBITS];
     /* 1/64 bit: of a pair by |a| and |b|, the mean over signs; and of one code among codes as often
@@ -59,7 +62,8 @@ GC_INLINE uint32_t gc_front_pairs(uint32_t numel) { return ((numel + 1) / 2 + 1)
 typedef struct {
     gc_block_stage block; /* x, read by `take` */
     int16_t codes[GC_STREAM_NUMEL + 64];
-    uint8_t pairs[GC_PAIRS_NUMEL + 32]; /* as indices of gc_entropy_table.encode */
+    uint8_t pairs[GC_PAIRS_NUMEL + 64]; /* as indices of gc_entropy_table.bits */
+    uint8_t escapes[GC_PAIRS_NUMEL / GC_PUT_PAIRS + 2]; /* whether one of so many pairs is escaped */
 } gc_entropy_stage;
 
 typedef struct {
@@ -70,8 +74,8 @@ typedef struct {
      * them up to a multiple of 32 is 0. */
     void (*count)(const float *x, uint32_t numel, float inverse,
                   uint32_t counts[GC_COUNTED_CODES]);
-    /* Write these codes, and pairs of them. */
-    void (*quantize)(gc_entropy_stage *stage, uint32_t numel, float inverse);
+    /* Write these codes, pairs of them, and which escape a table that reaches to `top`. */
+    void (*quantize)(gc_entropy_stage *stage, uint32_t numel, float inverse, int top);
     /* Write what codes leave of x, decayed, to `out`; return the sum of the magnitudes before the
      * decay. `streams` writes past the caches. */
     double (*rest)(const gc_entropy_stage *stage, uint32_t numel, float scale, float decay,
@@ -90,7 +94,7 @@ GC_INLINE int gc_entropy_code(float x, float inverse)
     return (int)(gc_bits_of(t + GC_ROUNDING_MAGIC) - gc_bits_of(GC_ROUNDING_MAGIC));
 }
 
-/* Index of a pair in gc_entropy_table.encode. */
+/* Index of a pair in gc_entropy_table.bits. */
 GC_INLINE uint8_t gc_pair_index(int a, int b)
 {
     if (a < -GC_TABLE_TOP || a > GC_TABLE_TOP || b < -GC_TABLE_TOP || b > GC_TABLE_TOP)
@@ -112,16 +116,28 @@ typedef struct {
     uint32_t escaped_count;
 } gc_stream_codes;
 
-/* values[i] = code * scale, added to what stands there unless `is_first`; zeros follow the codes
- * up to a multiple of 32. */
-typedef void gc_add_codes(float *values, const int8_t *codes, uint32_t numel, float scale,
-                          int is_first);
+/* One stream in a payload. */
+typedef struct {
+    const uint8_t *codes;
+    uint32_t numel, code_nbytes;
+    float scale;
+} gc_stream;
+
 /* Write values * factor as elements from `first` of the segment on. */
 typedef void gc_write_values(gc_decode_job *job, const gc_segment *segment, uint32_t first,
                              uint32_t numel, const float *values, float factor);
-
-void gc_decode_streams(gc_decode_job *job, const gc_segment *segment, gc_add_codes *add,
-                       gc_write_values *write);
 gc_write_values gc_write_values_portable;
+
+typedef struct {
+    /* gc_read_streams: the codes of one stream, or of two; zeros follow them up to a multiple of
+     * 32 */
+    void (*read)(const gc_stream *one, const gc_stream *two, gc_stream_codes *into);
+    /* values[i] = code * scale, added to what stands there unless `is_first` */
+    void (*add)(float *values, const int8_t *codes, uint32_t numel, float scale, int is_first);
+    gc_write_values *write;
+} gc_entropy_decoder;
+
+void gc_decode_streams(gc_decode_job *job, const gc_segment *segment,
+                       const gc_entropy_decoder *decoder);
 
 #endif

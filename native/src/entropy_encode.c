@@ -199,25 +199,42 @@ static void put_escaped(writer *to, int code)
         put(to, (uint32_t)(code < 0) | (magnitude & ((1u << (length - 1)) - 1)) << 1, length);
 }
 
-/* Write pairs; return their bytes. */
-static size_t put_pairs(const gc_entropy_table *table, const uint8_t *pairs, const int16_t *codes,
-                        uint32_t count, uint8_t *out)
+GC_INLINE void put_symbols(writer *to, const gc_entropy_table *table, const uint8_t *pairs,
+                           uint32_t count)
+{
+    for (uint32_t i = 0; i < count; i++)
+        put(to, table->bits[pairs[i]], table->lengths[pairs[i]]);
+    flush(to);
+}
+
+static void put_escaping(writer *to, const gc_entropy_table *table, const uint8_t *pairs,
+                         const int16_t *codes, uint32_t count)
+{
+    for (uint32_t i = 0; i < count; i++) {
+        int a = codes[2 * i], b = codes[2 * i + 1];
+        put_symbols(to, table, pairs + i, 1);
+        if ((a < 0 ? -a : a) > table->top || (b < 0 ? -b : b) > table->top) {
+            put_escaped(to, a);
+            put_escaped(to, b);
+            flush(to);
+        }
+    }
+}
+
+/* Write pairs [first, end); return their bytes. */
+static size_t put_pairs(const gc_entropy_table *table, const gc_entropy_stage *stage,
+                        uint32_t first, uint32_t end, uint8_t *out)
 {
     writer to = {0, 0, out};
-    for (uint32_t i = 0; i < count;) {
-        /* five symbols and what an earlier flush has left */
-        uint32_t end = i + 5 < count ? i + 5 : count;
-        for (; i < end; i++) {
-            uint32_t symbol = table->encode[pairs[i]];
-            put(&to, symbol & 0xFFFF, symbol >> 16 & 15);
-            if (symbol & GC_ESCAPE) {
-                flush(&to);
-                put_escaped(&to, codes[2 * i]);
-                put_escaped(&to, codes[2 * i + 1]);
-                flush(&to);
-            }
+    for (uint32_t i = first, next; i < end; i = next) {
+        next = (i / GC_PUT_PAIRS + 1) * GC_PUT_PAIRS;
+        if (next <= end && next - i == GC_PUT_PAIRS && !stage->escapes[i / GC_PUT_PAIRS]) {
+            for (int k = 0; k < GC_PUT_PAIRS; k += 4) /* 44 bits, and 7 that a flush has left */
+                put_symbols(&to, table, stage->pairs + i + k, 4);
+        } else {
+            next = next < end ? next : end;
+            put_escaping(&to, table, stage->pairs + i, stage->codes + 2 * i, next - i);
         }
-        flush(&to);
     }
     if (to.count)
         *to.out++ = (uint8_t)to.bits;
@@ -230,10 +247,8 @@ static int put_stream(const stream *of, const choice *with, uint8_t *codes, size
     uint8_t front[GC_HALF_NBYTES], back[GC_HALF_NBYTES];
     const gc_entropy_table *table = &of->tables[with->table];
     uint32_t pairs = (of->numel + 1) / 2, first = gc_front_pairs(of->numel);
-    const gc_entropy_stage *stage = of->stage;
-    size_t head = put_pairs(table, stage->pairs, stage->codes, first, front);
-    size_t tail = put_pairs(table, stage->pairs + first, stage->codes + 2 * first, pairs - first,
-                            back);
+    size_t head = put_pairs(table, of->stage, 0, first, front);
+    size_t tail = put_pairs(table, of->stage, first, pairs, back);
     *needed = 1 + head + tail;
     if (*needed > of->code_nbytes)
         return 0;
@@ -245,6 +260,11 @@ static int put_stream(const stream *of, const choice *with, uint8_t *codes, size
     return 1;
 }
 
+static void quantize(const stream *of, const choice *with)
+{
+    of->tier->quantize(of->stage, of->numel, 1.0f / with->scale, of->tables[with->table].top);
+}
+
 /* Choose a step and write the codes; return the step. */
 static float encode_stream(const stream *of, uint8_t *codes)
 {
@@ -253,7 +273,7 @@ static float encode_stream(const stream *of, uint8_t *codes)
     size_t needed;
     choice now;
     int j = find_step(of, limit, &now);
-    of->tier->quantize(of->stage, of->numel, 1.0f / now.scale);
+    quantize(of, &now);
     int fits = put_stream(of, &now, codes, &needed);
     /* Costs are those of independent codes. Where the codes of a stream are not, what it took says
      * how much more or less it needs. */
@@ -262,13 +282,13 @@ static float encode_stream(const stream *of, uint8_t *codes)
         int again = find_step(of, limit + now.size - (int32_t)(needed - 1) * 8 * 64, &now);
         if (again != j) {
             j = again;
-            of->tier->quantize(of->stage, of->numel, 1.0f / now.scale);
+            quantize(of, &now);
             fits = put_stream(of, &now, codes, &needed);
         }
     }
     while (!fits && j < LAST_STEP) {
         now = choice_at(of, ++j, of->numel, 0);
-        of->tier->quantize(of->stage, of->numel, 1.0f / now.scale);
+        quantize(of, &now);
         fits = put_stream(of, &now, codes, &needed);
     }
     return now.scale;
@@ -304,7 +324,7 @@ static void encode_group(gc_encode_job *job, const gc_segment *segment, gc_run r
     }
     if (!(scale > 0)) {
         memset(codes, 0, of.code_nbytes);
-        tier->quantize(stage, run.numel, 0);
+        tier->quantize(stage, run.numel, 0, 0);
     }
     gc_store_u32(job->payload + segment->scales + 4 * (size_t)run.group, gc_bits_of(scale));
     if (!job->residual_out)

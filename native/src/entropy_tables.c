@@ -40,7 +40,7 @@ static const distribution distributions[GC_TABLE_COUNT] = {
 typedef struct {
     uint32_t weight;
     uint16_t number; /* in the order of a, then b, the escape last */
-    uint8_t index;   /* of gc_entropy_table.encode; 0: the escape */
+    uint8_t index;   /* of gc_entropy_table.bits; 0: the escape */
     uint8_t length;
 } symbol;
 
@@ -115,9 +115,10 @@ static uint32_t escaped_bits(int k) { return 4u + (k > 0) + (k > 1) + (k > 3) + 
 
 static uint32_t pair_bits(const gc_entropy_table *table, int a, int b)
 {
-    uint32_t symbol = table->encode[gc_pair_index(a, b)], bits = symbol >> 16 & 15;
-    if (symbol & GC_ESCAPE)
-        bits += escaped_bits(a < 0 ? -a : a) + escaped_bits(b < 0 ? -b : b);
+    uint32_t bits = table->lengths[gc_pair_index(a, b)];
+    int far = a < 0 ? -a : a, other = b < 0 ? -b : b;
+    if (far > table->top || other > table->top)
+        bits += escaped_bits(far) + escaped_bits(other);
     return bits;
 }
 
@@ -125,13 +126,11 @@ static void set_costs(const distribution from, gc_entropy_table *table)
 {
     uint32_t rest = TOTAL, often[GC_COUNTED_CODES] = {0}; /* of both signs; beyond the last: rest */
     uint64_t all = 0, rows[GC_COUNTED_CODES];
-    int top = 0;
-    for (int k = 0; k <= GC_TABLE_TOP && from[k]; k++) {
+    for (int k = 0; k <= table->top; k++) {
         often[k] = k ? 2u * from[k] : from[k];
         rest -= often[k];
-        top = k;
     }
-    often[top + 1] = rest;
+    often[table->top + 1] = rest;
     for (int a = 0; a < GC_COUNTED_CODES; a++)
         for (int b = 0; b < GC_COUNTED_CODES; b++)
             table->pair_costs[a][b] =
@@ -154,6 +153,8 @@ static void make_table(const distribution from, gc_entropy_table *table)
     uint32_t count = symbols_of(from, symbols), next = 0;
     sort(symbols, count);
     find_lengths(symbols, count);
+    while (table->top < GC_TABLE_TOP && from[table->top + 1])
+        table->top++;
     for (uint32_t i = 0; i < count; i++)
         ordered[symbols[i].number] = symbols[i];
     for (unsigned length = 1; length <= GC_CODE_NBITS; length++)
@@ -163,7 +164,8 @@ static void make_table(const distribution from, gc_entropy_table *table)
                 continue;
             uint32_t code = reversed(next >> (GC_CODE_NBITS - length), length);
             uint32_t escape = one->index ? 0 : GC_ESCAPE;
-            table->encode[one->index] = code | length << 16 | escape;
+            table->bits[one->index] = (uint16_t)code;
+            table->lengths[one->index] = (uint8_t)length;
             uint32_t a = one->index ? (uint8_t)((one->index >> 4) - 8) : 0,
                      b = one->index ? (uint8_t)((one->index & 15) - 8) : 0;
             for (uint32_t bits = code; bits < 1u << GC_CODE_NBITS; bits += 1u << length)
@@ -171,8 +173,10 @@ static void make_table(const distribution from, gc_entropy_table *table)
             next += 1u << (GC_CODE_NBITS - length);
         }
     for (uint32_t index = 1; index < GC_SYMBOLS_COUNT; index++)
-        if (!table->encode[index])
-            table->encode[index] = table->encode[0];
+        if (!table->lengths[index]) {
+            table->bits[index] = table->bits[0];
+            table->lengths[index] = table->lengths[0];
+        }
     set_costs(from, table);
 }
 

@@ -58,16 +58,32 @@ GC_INLINE uint32_t gc_load_u32(const uint8_t *p)
 {
     return gc_load_u16(p) | gc_load_u16(p + 2) << 16;
 }
+/* Not every compiler sees that eight bytes are a word. */
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+#define GC_LITTLE_ENDIAN 1
+#endif
+
 GC_INLINE uint64_t gc_load_u64(const uint8_t *p)
 {
+#if defined(GC_LITTLE_ENDIAN)
+    uint64_t word;
+    memcpy(&word, p, sizeof word);
+    return word;
+#else
     return gc_load_u32(p) | (uint64_t)gc_load_u32(p + 4) << 32;
+#endif
 }
 GC_INLINE float gc_load_f32(const uint8_t *p) { return gc_float_of(gc_load_u32(p)); }
 
 GC_INLINE void gc_store_u16(uint8_t *p, uint32_t value)
 {
+#if defined(GC_LITTLE_ENDIAN)
+    uint16_t half = (uint16_t)value;
+    memcpy(p, &half, sizeof half);
+#else
     p[0] = (uint8_t)value;
     p[1] = (uint8_t)(value >> 8);
+#endif
 }
 
 GC_INLINE void gc_store_u32(uint8_t *p, uint32_t value)
@@ -78,8 +94,12 @@ GC_INLINE void gc_store_u32(uint8_t *p, uint32_t value)
 
 GC_INLINE void gc_store_u64(uint8_t *p, uint64_t value)
 {
+#if defined(GC_LITTLE_ENDIAN)
+    memcpy(p, &value, sizeof value);
+#else
     gc_store_u32(p, (uint32_t)value);
     gc_store_u32(p + 4, (uint32_t)(value >> 32));
+#endif
 }
 
 /* Scale `index` of a segment of a payload. */

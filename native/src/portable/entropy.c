@@ -1,5 +1,5 @@
 /* entropy.c - streams of entropy-coded codes: what the tiers do each in their own way. */
-#include "entropy.h"
+#include "entropy_read.h"
 
 /* ---- encoding -------------------------------------------------------------------------------- */
 GC_INLINE void take_body(gc_block_totals *totals, gc_block_stage *stage, const gc_block_view *view,
@@ -39,12 +39,17 @@ static void count(const float *x, uint32_t numel, float inverse, uint32_t counts
     }
 }
 
-static void quantize(gc_entropy_stage *stage, uint32_t numel, float inverse)
+static void quantize(gc_entropy_stage *stage, uint32_t numel, float inverse, int top)
 {
+    memset(stage->escapes, 0, sizeof stage->escapes);
     for (uint32_t i = 0; i < numel + 1; i++)
         stage->codes[i] = i < numel ? (int16_t)gc_entropy_code(stage->block.x[i], inverse) : 0;
-    for (uint32_t i = 0; i < numel; i += 2)
-        stage->pairs[i / 2] = gc_pair_index(stage->codes[i], stage->codes[i + 1]);
+    for (uint32_t i = 0; i < numel; i += 2) {
+        int a = stage->codes[i], b = stage->codes[i + 1];
+        stage->pairs[i / 2] = gc_pair_index(a, b);
+        if (a < -top || a > top || b < -top || b > top)
+            stage->escapes[i / 2 / GC_PUT_PAIRS] = 1;
+    }
 }
 
 static double rest(const gc_entropy_stage *stage, uint32_t numel, float scale, float decay,
@@ -67,6 +72,11 @@ void gc_entropy_encode_portable(gc_encode_job *job, const gc_segment *segment)
 }
 
 /* ---- decoding -------------------------------------------------------------------------------- */
+static void read(const gc_stream *one, const gc_stream *two, gc_stream_codes *into)
+{
+    gc_read_streams(one, two, into);
+}
+
 static void add(float *values, const int8_t *codes, uint32_t numel, float scale, int is_first)
 {
     for (uint32_t i = 0; i < numel; i++) {
@@ -85,5 +95,6 @@ void gc_write_values_portable(gc_decode_job *job, const gc_segment *segment, uin
 
 void gc_entropy_decode_portable(gc_decode_job *job, const gc_segment *segment)
 {
-    gc_decode_streams(job, segment, add, gc_write_values_portable);
+    static const gc_entropy_decoder tier = {read, add, gc_write_values_portable};
+    gc_decode_streams(job, segment, &tier);
 }

@@ -18,8 +18,9 @@ GC_AVX2_INLINE void add_squares(watch *seen, int j, __m256 x)
 {
     __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(x)),
             high = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
-    seen->lanes[j] = _mm256_add_pd(seen->lanes[j], _mm256_mul_pd(low, low));
-    seen->lanes[j + 1] = _mm256_add_pd(seen->lanes[j + 1], _mm256_mul_pd(high, high));
+    /* squares of fp32 are exact in float64, so that one rounding is as good as two */
+    seen->lanes[j] = _mm256_fmadd_pd(low, low, seen->lanes[j]);
+    seen->lanes[j + 1] = _mm256_fmadd_pd(high, high, seen->lanes[j + 1]);
 }
 
 GC_AVX2_INLINE void take16(watch *seen, float *stage, __m256 g0, __m256 g1, __m256 x0, __m256 x1,

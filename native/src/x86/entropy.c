@@ -3,24 +3,20 @@
 
 #if defined(__x86_64__)
 #include "common.h"
-#include "entropy.h"
+#include "entropy_read.h"
 
 /* ---- encoding -------------------------------------------------------------------------------- */
-/* Codes of eight elements, as gc_entropy_code. */
+/* Codes of eight elements before they are cut; rounding is to nearest even. */
 GC_AVX2_INLINE __m256i codes8(const float *x, __m256 inverse)
 {
-    const __m256 most = _mm256_set1_ps(GC_LARGEST_CODE), least = _mm256_set1_ps(-GC_LARGEST_CODE),
-                 magic = _mm256_set1_ps(GC_ROUNDING_MAGIC);
-    __m256 t = _mm256_mul_ps(_mm256_loadu_ps(x), inverse);
-    t = _mm256_min_ps(_mm256_max_ps(t, least), most);
-    return _mm256_sub_epi32(_mm256_castps_si256(_mm256_add_ps(t, magic)),
-                            _mm256_castps_si256(magic));
+    return _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x), inverse));
 }
 
-/* Sixteen codes in order. */
+/* Sixteen codes in order, as gc_entropy_code. */
 GC_AVX2_INLINE __m256i codes16(const float *x, __m256 inverse)
 {
     __m256i both = _mm256_packs_epi32(codes8(x, inverse), codes8(x + 8, inverse));
+    both = _mm256_max_epi16(both, _mm256_set1_epi16(-GC_LARGEST_CODE));
     return _mm256_permute4x64_epi64(both, _MM_SHUFFLE(3, 1, 2, 0));
 }
 
@@ -60,17 +56,21 @@ GC_AVX2 static void count(const float *values, uint32_t numel, float inverse,
     counts[0] -= padded - numel;
 }
 
-GC_AVX2 static void quantize(gc_entropy_stage *stage, uint32_t numel, float inverse)
+GC_AVX2 static void quantize(gc_entropy_stage *stage, uint32_t numel, float inverse,
+                             int top)
 {
     const __m256 by = _mm256_set1_ps(inverse);
     const __m256i none = _mm256_set1_epi8(-8), most = _mm256_set1_epi8(GC_TABLE_TOP),
-                  eight = _mm256_set1_epi8(8), shift = _mm256_set1_epi16(0x0110);
+                  eight = _mm256_set1_epi8(8), shift = _mm256_set1_epi16(0x0110),
+                  reach = _mm256_set1_epi8((char)top);
     for (uint32_t i = 0; i < numel; i += 32) {
         __m256i low = codes16(stage->block.x + i, by), high = codes16(stage->block.x + i + 16, by);
         _mm256_storeu_si256((__m256i *)(stage->codes + i), low);
         _mm256_storeu_si256((__m256i *)(stage->codes + i + 16), high);
         __m256i bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(low, high),
                                                  _MM_SHUFFLE(3, 1, 2, 0));
+        __m256i far = _mm256_subs_epu8(_mm256_abs_epi8(bytes), reach); /* 128 of -128 */
+        stage->escapes[i / 32] = !_mm256_testz_si256(far, far);
         __m256i above = _mm256_cmpgt_epi8(bytes, most);
         bytes = _mm256_max_epi8(_mm256_blendv_epi8(bytes, none, above), none);
         __m256i pairs = _mm256_maddubs_epi16(_mm256_add_epi8(bytes, eight), shift);
@@ -116,6 +116,12 @@ void gc_entropy_encode_avx2(gc_encode_job *job, const gc_segment *segment)
 }
 
 /* ---- decoding -------------------------------------------------------------------------------- */
+__attribute__((target("avx2,fma,f16c,sse4.2,bmi2"))) static void
+read_bmi2(const gc_stream *one, const gc_stream *two, gc_stream_codes *into)
+{
+    gc_read_streams(one, two, into);
+}
+
 GC_AVX2 static void add(float *values, const int8_t *codes, uint32_t numel, float scale,
                         int is_first)
 {
@@ -141,6 +147,7 @@ static void write_values(gc_decode_job *job, const gc_segment *segment, uint32_t
 
 void gc_entropy_decode_avx2(gc_decode_job *job, const gc_segment *segment)
 {
-    gc_decode_streams(job, segment, add, write_values);
+    static const gc_entropy_decoder tier = {read_bmi2, add, write_values};
+    gc_decode_streams(job, segment, &tier);
 }
 #endif

@@ -1,0 +1,119 @@
+/* entropy512.c - streams of entropy-coded codes: encoding in vectors of sixteen. */
+#include "internal.h"
+
+#if defined(__x86_64__)
+#include "common512.h"
+#include "entropy.h"
+
+/* Codes of sixteen elements before they are cut; rounding is to nearest even. */
+GC_AVX512_INLINE __m512i codes16(const float *x, __m512 inverse)
+{
+    return _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x), inverse));
+}
+
+GC_AVX512_INLINE uint32_t total_bytes(__m512i sums)
+{
+    return (uint32_t)_mm512_reduce_add_epi64(_mm512_sad_epu8(sums, _mm512_setzero_si512()));
+}
+
+GC_AVX512_INLINE void count64(const float *x, __m512 inverse, __m512i seen[GC_COUNTED_CODES - 1])
+{
+    __m512i low = _mm512_packs_epi32(codes16(x, inverse), codes16(x + 16, inverse)),
+            high = _mm512_packs_epi32(codes16(x + 32, inverse), codes16(x + 48, inverse));
+    /* in any order: only counts matter. Saturated codes stay above 7. */
+    __m512i bytes = _mm512_abs_epi8(_mm512_packs_epi16(low, high));
+    const __m512i one = _mm512_set1_epi8(1);
+    for (int k = 0; k < GC_COUNTED_CODES - 1; k++) {
+        __mmask64 same = _mm512_cmpeq_epi8_mask(bytes, _mm512_set1_epi8((char)k));
+        seen[k] = _mm512_mask_add_epi8(seen[k], same, seen[k], one);
+    }
+}
+
+/* Elements past the end, up to a multiple of 32, are 0. */
+GC_AVX512 static void count(const float *x, uint32_t numel, float inverse,
+                            uint32_t counts[GC_COUNTED_CODES])
+{
+    const __m512 by = _mm512_set1_ps(inverse);
+    __m512i seen[GC_COUNTED_CODES - 1]; /* 4096 / 64 = 64 at most in a byte */
+    for (int k = 0; k < GC_COUNTED_CODES - 1; k++)
+        seen[k] = _mm512_setzero_si512();
+    uint32_t i = 0, rest = numel;
+    for (; i + 64 <= numel; i += 64)
+        count64(x + i, by, seen);
+    if (i < numel) {
+        float last[64] = {0};
+        memcpy(last, x + i, (numel - i) * sizeof *last);
+        count64(last, by, seen);
+        counts[0] -= i + 64 - numel;
+        rest += i + 64 - numel;
+    }
+    for (int k = 0; k < GC_COUNTED_CODES - 1; k++) {
+        uint32_t found = total_bytes(seen[k]);
+        counts[k] += found;
+        rest -= found;
+    }
+    counts[GC_COUNTED_CODES - 1] += rest;
+}
+
+/* Thirty-two codes in order, as gc_entropy_code. */
+GC_AVX512_INLINE __m512i codes32(const float *x, __m512 inverse)
+{
+    const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+    __m512i both = _mm512_packs_epi32(codes16(x, inverse), codes16(x + 16, inverse));
+    both = _mm512_max_epi16(both, _mm512_set1_epi16(-GC_LARGEST_CODE));
+    return _mm512_permutexvar_epi64(order, both);
+}
+
+GC_AVX512 static void quantize(gc_entropy_stage *stage, uint32_t numel, float inverse, int top)
+{
+    const __m512 by = _mm512_set1_ps(inverse);
+    const __m512i none = _mm512_set1_epi8(-8), eight = _mm512_set1_epi8(8),
+                  shift = _mm512_set1_epi16(0x0110), reach = _mm512_set1_epi8((char)top),
+                  most = _mm512_set1_epi8(GC_TABLE_TOP),
+                  order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+    for (uint32_t i = 0; i < numel; i += 64) {
+        __m512i low = codes32(stage->block.x + i, by), high = codes32(stage->block.x + i + 32, by);
+        _mm512_storeu_si512(stage->codes + i, low);
+        _mm512_storeu_si512(stage->codes + i + 32, high);
+        __m512i bytes = _mm512_permutexvar_epi64(order, _mm512_packs_epi16(low, high));
+        __m512i magnitudes = _mm512_abs_epi8(bytes);
+        __mmask64 far = _mm512_cmpgt_epu8_mask(magnitudes, reach);
+        stage->escapes[i / 32] = (uint32_t)far != 0;
+        stage->escapes[i / 32 + 1] = far >> 32 != 0;
+        /* what has no symbol in any table */
+        __mmask64 above = _mm512_cmpgt_epu8_mask(magnitudes, most);
+        bytes = _mm512_mask_blend_epi8(above, bytes, none);
+        __m512i pairs = _mm512_maddubs_epi16(_mm512_add_epi8(bytes, eight), shift);
+        _mm256_storeu_si256((__m256i *)(stage->pairs + i / 2), _mm512_cvtepi16_epi8(pairs));
+    }
+}
+
+GC_AVX512 static double rest(const gc_entropy_stage *stage, uint32_t numel, float scale,
+                             float decay, float *out, int streams)
+{
+    const __m512 scales = _mm512_set1_ps(scale), keep = _mm512_set1_ps(decay);
+    __m512 all = _mm512_setzero_ps();
+    streams = streams && (uintptr_t)out % sizeof(__m512) == 0;
+    for (uint32_t i = 0; i < numel; i += 16) {
+        uint32_t left_over = numel - i;
+        __mmask16 valid = left_over < 16 ? (__mmask16)((1u << left_over) - 1) : (__mmask16)0xFFFF;
+        __m512i codes = _mm512_cvtepi16_epi32(
+            _mm256_loadu_si256((const __m256i *)(stage->codes + i)));
+        __m512 q = _mm512_mul_ps(_mm512_cvtepi32_ps(codes), scales);
+        __m512 left = _mm512_maskz_sub_ps(valid, _mm512_loadu_ps(stage->block.x + i), q);
+        all = _mm512_add_ps(all, _mm512_abs_ps(left));
+        left = _mm512_mul_ps(left, keep);
+        if (streams && valid == 0xFFFF)
+            _mm512_stream_ps(out + i, left);
+        else
+            _mm512_mask_storeu_ps(out + i, valid, left);
+    }
+    return (double)_mm512_reduce_add_ps(all);
+}
+
+void gc_entropy_encode_avx512(gc_encode_job *job, const gc_segment *segment)
+{
+    static const gc_entropy_encoder tier = {gc_take_squares_avx2, count, quantize, rest};
+    gc_encode_streams(job, segment, &tier);
+}
+#endif
