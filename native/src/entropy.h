@@ -16,11 +16,13 @@ enum {
     GC_SYMBOLS_COUNT = 256,
     GC_LARGEST_CODE = 32767,
     GC_STEP_COUNT = 256,   /* candidate steps, 1/32 of an octave apart */
+    GC_SAMPLE_NUMEL = 128, /* of every so many elements, looked at first */
+    GC_SAMPLE_EVERY = 512,
     GC_COUNTED_CODES = 9,  /* |code| 0 to 7, and 8 or more */
     GC_PAIRS_NUMEL = GC_STREAM_NUMEL / 2,
     /* of half a stream's pairs, each a symbol and two codes of 4 + 15 bits, and a flush */
     GC_HALF_NBYTES = GC_PAIRS_NUMEL / 2 * 7 + 16,
-    GC_PUT_PAIRS = 16 /* pairs of which `escapes` has a bit */
+    GC_PUT_PAIRS = 16 /* that are written together */
 };
 
 /* One Huffman code of pairs (a, b), least significant bit first. Pairs without a symbol, and those
@@ -31,17 +33,24 @@ typedef struct {
     uint16_t bits[GC_SYMBOLS_COUNT];
     uint8_t lengths[GC_SYMBOLS_COUNT];
     int top; /* largest |code| that has a symbol */
-    /* by the next GC_CODE_NBITS bits: their number, a << 8, b << 16, GC_ESCAPE */
+    /* by the next GC_CODE_NBITS bits: a, b << 8, their number << 16, GC_ESCAPE */
     uint32_t decode[1 << GC_CODE_NBITS];
-    /* 1/64 bit: of a pair by |a| and |b|, the mean over signs; and of one code among codes as often
-     * as the table was made for */
-    uint16_t pair_costs[GC_COUNTED_CODES][GC_COUNTED_CODES], costs[GC_COUNTED_CODES];
+    /* in 1/64 bit: of a pair by |a| and |b|, the mean over signs */
+    uint32_t pair_costs[GC_COUNTED_CODES][16];
 } gc_entropy_table;
 
-#define GC_ESCAPE 0x80000000u
+typedef struct {
+    gc_entropy_table tables[GC_TABLE_COUNT];
+    /* in 1/64 bit: by |code| and table, of one code among codes as often as the table was made
+     * for */
+    uint32_t costs[GC_COUNTED_CODES][GC_TABLE_COUNT];
+} gc_entropy_tables;
 
-/* The GC_TABLE_COUNT tables; made by the first call. */
-const gc_entropy_table *gc_entropy_tables(void);
+/* Added to the number of an escape symbol's bits: it is more than those of five symbols. */
+#define GC_ESCAPE (64u << 16)
+
+/* Made by the first call. */
+const gc_entropy_tables *gc_get_entropy_tables(void);
 
 /* Bytes of the codes of a stream of `numel` elements, where a whole one has `stream_nbytes` with
  * its scale. */
@@ -63,17 +72,20 @@ typedef struct {
     gc_block_stage block; /* x, read by `take` */
     int16_t codes[GC_STREAM_NUMEL + 64];
     uint8_t pairs[GC_PAIRS_NUMEL + 64]; /* as indices of gc_entropy_table.bits */
-    uint8_t escapes[GC_PAIRS_NUMEL / GC_PUT_PAIRS + 2]; /* whether one of so many pairs is escaped */
+    uint16_t escapes[GC_PAIRS_NUMEL / GC_PUT_PAIRS + 2]; /* a bit for each pair that is escaped */
 } gc_entropy_stage;
 
 typedef struct {
     /* as gc_block_tier.take, with the sum of squares */
     void (*take)(gc_block_totals *totals, gc_block_stage *stage, const gc_block_view *view,
                  uint32_t chunk, uint32_t numel);
-    /* Count the codes that x * inverse rounds to, by |code|, at most GC_STREAM_NUMEL. What follows
-     * them up to a multiple of 32 is 0. */
-    void (*count)(const float *x, uint32_t numel, float inverse,
+    /* Count the codes that x * inverse rounds to, by |code|: of all elements, or of a whole stream's
+     * the first `sampled` of every GC_SAMPLE_EVERY. */
+    void (*count)(const gc_entropy_stage *stage, uint32_t numel, uint32_t sampled, float inverse,
                   uint32_t counts[GC_COUNTED_CODES]);
+    /* sums[i]: counts times column i. */
+    void (*weigh)(const uint32_t counts[GC_COUNTED_CODES], const uint32_t (*matrix)[16],
+                  uint32_t sums[16]);
     /* Write these codes, pairs of them, and which escape a table that reaches to `top`. */
     void (*quantize)(gc_entropy_stage *stage, uint32_t numel, float inverse, int top);
     /* Write what codes leave of x, decayed, to `out`; return the sum of the magnitudes before the
@@ -82,6 +94,8 @@ typedef struct {
                    float *out, int streams);
 } gc_entropy_encoder;
 
+void gc_weigh_avx2(const uint32_t counts[GC_COUNTED_CODES], const uint32_t (*matrix)[16],
+                   uint32_t sums[16]);
 void gc_encode_streams(gc_encode_job *job, const gc_segment *segment,
                        const gc_entropy_encoder *tier);
 

@@ -49,10 +49,7 @@ static const double octave[32] = {
 enum {
     LAST_STEP = GC_STEP_COUNT - 1,
     MOST_LOOKS = 8,
-    FAR = 16, /* steps, where none of those looked at fits */
-    /* of a whole stream, the first elements of every block are looked at first */
-    SAMPLE_NUMEL = 128,
-    SAMPLE_EVERY = 512
+    FAR = 16 /* steps, where none of those looked at fits */
 };
 
 /* Step j: 2^(j / 32 - 4) root mean squares, at most what lets every code stand for a finite
@@ -66,7 +63,7 @@ static float step_of(double rms, int j)
 typedef struct {
     const gc_entropy_encoder *tier;
     gc_entropy_stage *stage;
-    const gc_entropy_table *tables;
+    const gc_entropy_tables *tables;
     double rms;
     uint32_t numel, code_nbytes;
 } stream;
@@ -77,48 +74,40 @@ typedef struct {
     int32_t size; /* of the codes, expected, in 1/64 bit */
 } choice;
 
-/* Step j for the first `numel` elements of every `every`, all elements where that is 0: the table
- * by what its codes cost one by one, then what they cost in pairs, as if pairs were independent. */
-static choice choice_at(const stream *of, int j, uint32_t numel, uint32_t every)
+/* Step j for the first `sampled` elements of every GC_SAMPLE_EVERY: the table by what its codes cost
+ * one by one, then what they cost in pairs, as if pairs were independent. */
+static choice choice_at(const stream *of, int j, uint32_t sampled)
 {
-    uint32_t counts[GC_COUNTED_CODES] = {0}, least = UINT32_MAX, total = 0;
+    uint32_t counts[GC_COUNTED_CODES], sums[16], total = 0;
     choice out = {step_of(of->rms, j), 0, 0};
-    for (uint32_t i = 0; i < of->numel; i += every ? every : of->numel)
-        of->tier->count(of->stage->block.x + i, numel, 1.0f / out.scale, counts);
-    for (int t = 0; t < GC_TABLE_COUNT; t++) {
-        uint32_t size = 0;
-        for (int k = 0; k < GC_COUNTED_CODES; k++)
-            size += counts[k] * of->tables[t].costs[k];
-        if (size < least) {
-            least = size;
+    of->tier->count(of->stage, of->numel, sampled, 1.0f / out.scale, counts);
+    of->tier->weigh(counts, of->tables->costs, sums);
+    for (int t = 1; t < GC_TABLE_COUNT; t++)
+        if (sums[t] < sums[out.table])
             out.table = t;
-        }
-    }
+    of->tier->weigh(counts, of->tables->tables[out.table].pair_costs, sums);
     uint64_t size = 0;
-    const gc_entropy_table *table = &of->tables[out.table];
-    for (int a = 0; a < GC_COUNTED_CODES; a++) {
-        uint64_t row = 0;
-        for (int b = 0; b < GC_COUNTED_CODES; b++)
-            row += counts[b] * table->pair_costs[a][b];
-        size += counts[a] * row;
-        total += counts[a];
+    for (int k = 0; k < GC_COUNTED_CODES; k++) {
+        size += (uint64_t)counts[k] * sums[k];
+        total += counts[k];
     }
     out.size = (int32_t)(size / (2 * total));
     return out;
 }
 
-/* Search for the smallest step whose codes are expected to need at most `limit` (1/64 bit) a
- * sample, from step j on: return one that wastes less than `waste`, or the best of those that were
- * looked at. */
-static int search(const stream *of, int32_t limit, int32_t waste, int j, uint32_t numel,
-                  uint32_t every, choice *found)
+/* Search for the smallest step whose codes are expected to need at most `limit` (1/64 bit), from
+ * step j on: return one that wastes less than `waste` steps, or the best of those that were looked
+ * at. */
+static int search(const stream *of, int32_t limit, int waste, int j, uint32_t sampled,
+                  choice *found)
 {
-    uint32_t sampled = every ? of->numel / every * numel : numel;
-    int32_t slope = (int32_t)sampled * 3 / 2; /* of the size, a step: 0.75 bit an octave */
+    int32_t share = GC_SAMPLE_EVERY / (int32_t)sampled;
+    int32_t slope = (int32_t)of->numel / share * 3 / 2; /* of the size, a step: 0.75 bit an octave */
+    limit /= share;
     int64_t excess = 0, spare = 0;            /* at low and high */
     int low = -1, high = GC_STEP_COUNT;
     for (int looks = 0; looks < MOST_LOOKS; looks++) {
-        choice now = choice_at(of, j, numel, every);
+        choice now = choice_at(of, j, sampled);
         if (now.size > limit) {
             low = j;
             excess = now.size - limit;
@@ -126,7 +115,7 @@ static int search(const stream *of, int32_t limit, int32_t waste, int j, uint32_
             high = j;
             spare = limit - now.size;
             *found = now;
-            if (spare < waste)
+            if (spare < waste * slope)
                 break;
         }
         if (high == GC_STEP_COUNT)
@@ -143,7 +132,7 @@ static int search(const stream *of, int32_t limit, int32_t waste, int j, uint32_
     if (high < GC_STEP_COUNT)
         return high;
     j = low + FAR < LAST_STEP ? low + FAR : LAST_STEP;
-    *found = choice_at(of, j, numel, every);
+    *found = choice_at(of, j, sampled);
     return j;
 }
 
@@ -158,12 +147,9 @@ static int first_step(uint32_t numel, uint32_t code_nbytes)
 static int find_step(const stream *of, int32_t limit, choice *found)
 {
     int j = first_step(of->numel, of->code_nbytes);
-    int32_t waste = (int32_t)of->numel * 3 / 2; /* 0.023 bits a value: about one step */
-    if (of->numel == GC_STREAM_NUMEL) {
-        int32_t share = SAMPLE_EVERY / SAMPLE_NUMEL;
-        j = search(of, limit / share, 2 * waste / share, j, SAMPLE_NUMEL, SAMPLE_EVERY, found);
-    }
-    return search(of, limit, waste, j, of->numel, 0, found);
+    if (of->numel == GC_STREAM_NUMEL)
+        j = search(of, limit, 2, j, GC_SAMPLE_NUMEL, found);
+    return search(of, limit, 1, j, GC_SAMPLE_EVERY, found);
 }
 
 /* ---- bits ------------------------------------------------------------------------------------ */
@@ -191,9 +177,7 @@ GC_INLINE void flush(writer *to)
 /* The number of bits of |code|, in four bits; below the leading one these bits, behind the sign. */
 static void put_escaped(writer *to, int code)
 {
-    uint32_t magnitude = (uint32_t)(code < 0 ? -code : code), length = 0;
-    while (magnitude >> length)
-        length++;
+    uint32_t magnitude = (uint32_t)(code < 0 ? -code : code), length = gc_bit_length(magnitude);
     put(to, length, 4);
     if (length)
         put(to, (uint32_t)(code < 0) | (magnitude & ((1u << (length - 1)) - 1)) << 1, length);
@@ -207,15 +191,15 @@ GC_INLINE void put_symbols(writer *to, const gc_entropy_table *table, const uint
     flush(to);
 }
 
+/* The same, where some are escaped: a bit each. */
 static void put_escaping(writer *to, const gc_entropy_table *table, const uint8_t *pairs,
-                         const int16_t *codes, uint32_t count)
+                         const int16_t *codes, uint32_t count, uint32_t escapes)
 {
     for (uint32_t i = 0; i < count; i++) {
-        int a = codes[2 * i], b = codes[2 * i + 1];
         put_symbols(to, table, pairs + i, 1);
-        if ((a < 0 ? -a : a) > table->top || (b < 0 ? -b : b) > table->top) {
-            put_escaped(to, a);
-            put_escaped(to, b);
+        if (escapes >> i & 1) {
+            put_escaped(to, codes[2 * i]);
+            put_escaped(to, codes[2 * i + 1]);
             flush(to);
         }
     }
@@ -226,15 +210,19 @@ static size_t put_pairs(const gc_entropy_table *table, const gc_entropy_stage *s
                         uint32_t first, uint32_t end, uint8_t *out)
 {
     writer to = {0, 0, out};
-    for (uint32_t i = first, next; i < end; i = next) {
-        next = (i / GC_PUT_PAIRS + 1) * GC_PUT_PAIRS;
-        if (next <= end && next - i == GC_PUT_PAIRS && !stage->escapes[i / GC_PUT_PAIRS]) {
-            for (int k = 0; k < GC_PUT_PAIRS; k += 4) /* 44 bits, and 7 that a flush has left */
-                put_symbols(&to, table, stage->pairs + i + k, 4);
-        } else {
-            next = next < end ? next : end;
-            put_escaping(&to, table, stage->pairs + i, stage->codes + 2 * i, next - i);
+    for (uint32_t i = first, count; i < end; i += count) {
+        uint32_t escapes = (uint32_t)stage->escapes[i / GC_PUT_PAIRS] >> i % GC_PUT_PAIRS;
+        count = GC_PUT_PAIRS - i % GC_PUT_PAIRS;
+        count = end - i < count ? end - i : count;
+        if (count < GC_PUT_PAIRS) {
+            put_escaping(&to, table, stage->pairs + i, stage->codes + 2 * i, count, escapes);
+            continue;
         }
+        for (uint32_t k = i; k < i + GC_PUT_PAIRS; k += 4, escapes >>= 4)
+            if (escapes & 15)
+                put_escaping(&to, table, stage->pairs + k, stage->codes + 2 * k, 4, escapes);
+            else /* 44 bits, and 7 that a flush has left */
+                put_symbols(&to, table, stage->pairs + k, 4);
     }
     if (to.count)
         *to.out++ = (uint8_t)to.bits;
@@ -245,7 +233,7 @@ static size_t put_pairs(const gc_entropy_table *table, const gc_entropy_stage *s
 static int put_stream(const stream *of, const choice *with, uint8_t *codes, size_t *needed)
 {
     uint8_t front[GC_HALF_NBYTES], back[GC_HALF_NBYTES];
-    const gc_entropy_table *table = &of->tables[with->table];
+    const gc_entropy_table *table = &of->tables->tables[with->table];
     uint32_t pairs = (of->numel + 1) / 2, first = gc_front_pairs(of->numel);
     size_t head = put_pairs(table, of->stage, 0, first, front);
     size_t tail = put_pairs(table, of->stage, first, pairs, back);
@@ -262,7 +250,7 @@ static int put_stream(const stream *of, const choice *with, uint8_t *codes, size
 
 static void quantize(const stream *of, const choice *with)
 {
-    of->tier->quantize(of->stage, of->numel, 1.0f / with->scale, of->tables[with->table].top);
+    of->tier->quantize(of->stage, of->numel, 1.0f / with->scale, of->tables->tables[with->table].top);
 }
 
 /* Choose a step and write the codes; return the step. */
@@ -287,7 +275,7 @@ static float encode_stream(const stream *of, uint8_t *codes)
         }
     }
     while (!fits && j < LAST_STEP) {
-        now = choice_at(of, ++j, of->numel, 0);
+        now = choice_at(of, ++j, GC_SAMPLE_EVERY);
         quantize(of, &now);
         fits = put_stream(of, &now, codes, &needed);
     }
@@ -308,7 +296,7 @@ static void encode_group(gc_encode_job *job, const gc_segment *segment, gc_run r
                           job->decay};
     stream of = {tier,
                  stage,
-                 gc_entropy_tables(),
+                 gc_get_entropy_tables(),
                  0,
                  run.numel,
                  (uint32_t)gc_stream_code_nbytes(run.numel, job->stream_nbytes)};

@@ -80,8 +80,8 @@ GC_INLINE void gc_read_pair(gc_chain *from, int backwards, gc_stream_codes *into
         word >>= from->used;
     }
     uint32_t symbol = from->table[word & ((1 << GC_CODE_NBITS) - 1)];
-    unsigned bits = symbol & 15;
-    gc_store_u16((uint8_t *)from->codes, symbol >> 8);
+    unsigned bits = symbol >> 16 & 15;
+    gc_store_u16((uint8_t *)from->codes, symbol);
     if (symbol & GC_ESCAPE) {
         unsigned more, length = bits;
         gc_escaped *one = &into->escaped[into->escaped_count++];
@@ -99,20 +99,20 @@ GC_INLINE void gc_read_pair(gc_chain *from, int backwards, gc_stream_codes *into
 GC_INLINE void gc_read_pairs(gc_chain *from, int backwards, gc_stream_codes *into)
 {
     uint64_t word = gc_word_of(from, backwards);
-    uint32_t bits = 0, seen = 0; /* lengths in the lowest byte */
+    uint32_t bits = 0;
     for (int i = 0; i < GC_AT_A_TIME; i++) {
         uint32_t symbol = from->table[word & ((1 << GC_CODE_NBITS) - 1)];
+        gc_store_u16((uint8_t *)from->codes + 2 * i, symbol);
+        symbol >>= 16;
         word >>= symbol & 63;
         bits += symbol;
-        seen |= symbol;
-        gc_store_u16((uint8_t *)from->codes + 2 * i, symbol >> 8);
     }
-    if (seen & GC_ESCAPE) {
+    if (bits >= GC_ESCAPE >> 16) {
         for (int i = 0; i < GC_AT_A_TIME; i++)
             gc_read_pair(from, backwards, into);
         return;
     }
-    gc_skip_bits(from, backwards, bits & 0xFF);
+    gc_skip_bits(from, backwards, bits);
     from->codes += 2 * GC_AT_A_TIME;
 }
 
@@ -126,7 +126,7 @@ GC_INLINE void gc_read_rest(gc_chain *from, int backwards, gc_stream_codes *into
 
 GC_INLINE void gc_open_chains(gc_chain chains[2], const gc_stream *from, gc_stream_codes *into)
 {
-    const gc_entropy_table *table = &gc_entropy_tables()[from->codes[0] % GC_TABLE_COUNT];
+    const gc_entropy_table *table = &gc_get_entropy_tables()->tables[from->codes[0] % GC_TABLE_COUNT];
     const uint8_t *first = from->codes + 1, *last = from->codes + from->code_nbytes;
     uint32_t pairs = (from->numel + 1) / 2, front = gc_front_pairs(from->numel);
     int8_t *middle = into->codes + 2 * front, *end = into->codes + 2 * pairs;

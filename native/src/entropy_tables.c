@@ -122,7 +122,8 @@ static uint32_t pair_bits(const gc_entropy_table *table, int a, int b)
     return bits;
 }
 
-static void set_costs(const distribution from, gc_entropy_table *table)
+static void set_costs(const distribution from, gc_entropy_table *table,
+                      uint32_t (*costs)[GC_TABLE_COUNT])
 {
     uint32_t rest = TOTAL, often[GC_COUNTED_CODES] = {0}; /* of both signs; beyond the last: rest */
     uint64_t all = 0, rows[GC_COUNTED_CODES];
@@ -133,9 +134,8 @@ static void set_costs(const distribution from, gc_entropy_table *table)
     often[table->top + 1] = rest;
     for (int a = 0; a < GC_COUNTED_CODES; a++)
         for (int b = 0; b < GC_COUNTED_CODES; b++)
-            table->pair_costs[a][b] =
-                (uint16_t)(16 * (pair_bits(table, a, b) + pair_bits(table, -a, b) +
-                                 pair_bits(table, a, -b) + pair_bits(table, -a, -b)));
+            table->pair_costs[a][b] = 16 * (pair_bits(table, a, b) + pair_bits(table, -a, b) +
+                                            pair_bits(table, a, -b) + pair_bits(table, -a, -b));
     /* cost(a) = mean of pair_costs[a][b] over b, less half of the mean over both */
     for (int a = 0; a < GC_COUNTED_CODES; a++) {
         rows[a] = 0;
@@ -144,10 +144,11 @@ static void set_costs(const distribution from, gc_entropy_table *table)
         all += often[a] * rows[a];
     }
     for (int a = 0; a < GC_COUNTED_CODES; a++)
-        table->costs[a] = (uint16_t)((rows[a] - all / (2 * TOTAL)) / TOTAL);
+        costs[a][0] = (uint32_t)((rows[a] - all / (2 * TOTAL)) / TOTAL);
 }
 
-static void make_table(const distribution from, gc_entropy_table *table)
+static void make_table(const distribution from, gc_entropy_table *table,
+                       uint32_t (*costs)[GC_TABLE_COUNT])
 {
     symbol symbols[MOST_SYMBOLS], ordered[MOST_SYMBOLS];
     uint32_t count = symbols_of(from, symbols), next = 0;
@@ -169,7 +170,7 @@ static void make_table(const distribution from, gc_entropy_table *table)
             uint32_t a = one->index ? (uint8_t)((one->index >> 4) - 8) : 0,
                      b = one->index ? (uint8_t)((one->index & 15) - 8) : 0;
             for (uint32_t bits = code; bits < 1u << GC_CODE_NBITS; bits += 1u << length)
-                table->decode[bits] = length | a << 8 | b << 16 | escape;
+                table->decode[bits] = a | b << 8 | length << 16 | escape;
             next += 1u << (GC_CODE_NBITS - length);
         }
     for (uint32_t index = 1; index < GC_SYMBOLS_COUNT; index++)
@@ -177,25 +178,26 @@ static void make_table(const distribution from, gc_entropy_table *table)
             table->bits[index] = table->bits[0];
             table->lengths[index] = table->lengths[0];
         }
-    set_costs(from, table);
+    set_costs(from, table, costs);
 }
 
-const gc_entropy_table *gc_entropy_tables(void)
+const gc_entropy_tables *gc_get_entropy_tables(void)
 {
     enum { ABSENT, UNDER_WAY, READY };
-    static gc_entropy_table tables[GC_TABLE_COUNT];
+    static gc_entropy_tables all;
     static atomic_int state = ABSENT;
     if (atomic_load_explicit(&state, memory_order_acquire) == READY)
-        return tables;
+        return &all;
     int absent = ABSENT;
     if (atomic_compare_exchange_strong(&state, &absent, UNDER_WAY)) {
         for (int t = 0; t < GC_TABLE_COUNT; t++)
-            make_table(distributions[t], &tables[t]);
+            make_table(distributions[t], &all.tables[t],
+                       (uint32_t(*)[GC_TABLE_COUNT]) & all.costs[0][t]);
         atomic_store_explicit(&state, READY, memory_order_release);
     }
     while (atomic_load_explicit(&state, memory_order_acquire) != READY)
         ; /* another thread makes them: a millisecond */
-    return tables;
+    return &all;
 }
 
 size_t gc_streams_code_nbytes(uint32_t start, uint32_t numel, uint32_t stream_nbytes)

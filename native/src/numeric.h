@@ -43,6 +43,19 @@ GC_INLINE double gc_lanes_total(double lanes[GC_SUM_LANES])
     return lanes[0];
 }
 
+/* The number of bits of x, without zeros in front. */
+GC_INLINE uint32_t gc_bit_length(uint32_t x)
+{
+#if defined(__GNUC__) || defined(__clang__)
+    return x ? 32 - (uint32_t)__builtin_clz(x) : 0;
+#else
+    uint32_t length = 0;
+    for (; x; x >>= 1)
+        length++;
+    return length;
+#endif
+}
+
 /* Before element `i` of a group: add a run that is over to the total, and begin the next. */
 GC_INLINE void gc_next_run(double *total, double *run, uint32_t i)
 {

@@ -30,13 +30,26 @@ static void take(gc_block_totals *totals, gc_block_stage *stage, const gc_block_
                 take_body(totals, stage, view, chunk, numel, GC_F16));
 }
 
-static void count(const float *x, uint32_t numel, float inverse, uint32_t counts[GC_COUNTED_CODES])
+static void count(const gc_entropy_stage *stage, uint32_t numel, uint32_t sampled, float inverse,
+                  uint32_t counts[GC_COUNTED_CODES])
 {
+    memset(counts, 0, GC_COUNTED_CODES * sizeof *counts);
     for (uint32_t i = 0; i < numel; i++) {
-        int code = gc_entropy_code(x[i], inverse);
+        if (i % GC_SAMPLE_EVERY >= sampled)
+            continue;
+        int code = gc_entropy_code(stage->block.x[i], inverse);
         code = code < 0 ? -code : code;
         counts[code < GC_COUNTED_CODES - 1 ? code : GC_COUNTED_CODES - 1]++;
     }
+}
+
+static void weigh(const uint32_t counts[GC_COUNTED_CODES], const uint32_t (*matrix)[16],
+                  uint32_t sums[16])
+{
+    memset(sums, 0, 16 * sizeof *sums);
+    for (int k = 0; k < GC_COUNTED_CODES; k++)
+        for (int i = 0; i < 16; i++)
+            sums[i] += counts[k] * matrix[k][i];
 }
 
 static void quantize(gc_entropy_stage *stage, uint32_t numel, float inverse, int top)
@@ -48,7 +61,7 @@ static void quantize(gc_entropy_stage *stage, uint32_t numel, float inverse, int
         int a = stage->codes[i], b = stage->codes[i + 1];
         stage->pairs[i / 2] = gc_pair_index(a, b);
         if (a < -top || a > top || b < -top || b > top)
-            stage->escapes[i / 2 / GC_PUT_PAIRS] = 1;
+            stage->escapes[i / 2 / GC_PUT_PAIRS] |= (uint16_t)(1 << i / 2 % GC_PUT_PAIRS);
     }
 }
 
@@ -67,7 +80,7 @@ static double rest(const gc_entropy_stage *stage, uint32_t numel, float scale, f
 
 void gc_entropy_encode_portable(gc_encode_job *job, const gc_segment *segment)
 {
-    static const gc_entropy_encoder tier = {take, count, quantize, rest};
+    static const gc_entropy_encoder tier = {take, count, weigh, quantize, rest};
     gc_encode_streams(job, segment, &tier);
 }
 

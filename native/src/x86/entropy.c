@@ -20,6 +20,14 @@ GC_AVX2_INLINE __m256i codes16(const float *x, __m256 inverse)
     return _mm256_permute4x64_epi64(both, _MM_SHUFFLE(3, 1, 2, 0));
 }
 
+/* A bit for each of sixteen masks. */
+GC_AVX2_INLINE uint32_t pair_bits(__m256i masks)
+{
+    __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(masks),
+                                    _mm256_extracti128_si256(masks, 1));
+    return (uint32_t)_mm_movemask_epi8(bytes);
+}
+
 GC_AVX2_INLINE uint32_t total_bytes(__m256i sums)
 {
     __m256i four = _mm256_sad_epu8(sums, _mm256_setzero_si256());
@@ -27,17 +35,20 @@ GC_AVX2_INLINE uint32_t total_bytes(__m256i sums)
     return (uint32_t)(_mm_cvtsi128_si64(two) + _mm_extract_epi64(two, 1));
 }
 
-/* Elements past the end are 0 and counted as such. */
-GC_AVX2 static void count(const float *values, uint32_t numel, float inverse,
-                          uint32_t counts[GC_COUNTED_CODES])
+/* Elements past the end, up to a multiple of 32, are 0, and taken off again. */
+GC_AVX2 static void count(const gc_entropy_stage *stage, uint32_t numel, uint32_t sampled,
+                          float inverse, uint32_t counts[GC_COUNTED_CODES])
 {
     const __m256 by = _mm256_set1_ps(inverse);
     __m256i seen[GC_COUNTED_CODES - 1]; /* 4096 / 32 = 128 at most in a byte */
     for (int k = 0; k < GC_COUNTED_CODES - 1; k++)
         seen[k] = _mm256_setzero_si256();
-    uint32_t padded = (numel + 31) / 32 * 32, rest = padded;
-    for (uint32_t i = 0; i < padded; i += 32) {
-        const float *x = values + i;
+    uint32_t rest = 0, past = (0 - numel) % 32;
+    for (uint32_t i = 0; i < numel; i += 32) {
+        if (i % GC_SAMPLE_EVERY >= sampled)
+            continue;
+        const float *x = stage->block.x + i;
+        rest += 32;
         /* in any order: only counts matter. Saturated codes stay above 7. */
         __m256i bytes = _mm256_packs_epi16(
             _mm256_packs_epi32(codes8(x, by), codes8(x + 8, by)),
@@ -48,12 +59,24 @@ GC_AVX2 static void count(const float *values, uint32_t numel, float inverse,
                                       _mm256_cmpeq_epi8(bytes, _mm256_set1_epi8((char)k)));
     }
     for (int k = 0; k < GC_COUNTED_CODES - 1; k++) {
-        uint32_t found = total_bytes(seen[k]);
-        counts[k] += found;
-        rest -= found;
+        counts[k] = total_bytes(seen[k]);
+        rest -= counts[k];
     }
-    counts[GC_COUNTED_CODES - 1] += rest;
-    counts[0] -= padded - numel;
+    counts[GC_COUNTED_CODES - 1] = rest;
+    counts[0] -= past;
+}
+
+GC_AVX2 void gc_weigh_avx2(const uint32_t counts[GC_COUNTED_CODES], const uint32_t (*matrix)[16],
+                           uint32_t sums[16])
+{
+    __m256i low = _mm256_setzero_si256(), high = low;
+    for (int k = 0; k < GC_COUNTED_CODES; k++) {
+        const __m256i *row = (const __m256i *)matrix[k], by = _mm256_set1_epi32((int)counts[k]);
+        low = _mm256_add_epi32(low, _mm256_mullo_epi32(by, _mm256_loadu_si256(row)));
+        high = _mm256_add_epi32(high, _mm256_mullo_epi32(by, _mm256_loadu_si256(row + 1)));
+    }
+    _mm256_storeu_si256((__m256i *)sums, low);
+    _mm256_storeu_si256((__m256i *)(sums + 8), high);
 }
 
 GC_AVX2 static void quantize(gc_entropy_stage *stage, uint32_t numel, float inverse,
@@ -70,7 +93,8 @@ GC_AVX2 static void quantize(gc_entropy_stage *stage, uint32_t numel, float inve
         __m256i bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(low, high),
                                                  _MM_SHUFFLE(3, 1, 2, 0));
         __m256i far = _mm256_subs_epu8(_mm256_abs_epi8(bytes), reach); /* 128 of -128 */
-        stage->escapes[i / 32] = !_mm256_testz_si256(far, far);
+        __m256i near = _mm256_cmpeq_epi16(far, _mm256_setzero_si256());
+        stage->escapes[i / 32] = (uint16_t)~pair_bits(near);
         __m256i above = _mm256_cmpgt_epi8(bytes, most);
         bytes = _mm256_max_epi8(_mm256_blendv_epi8(bytes, none, above), none);
         __m256i pairs = _mm256_maddubs_epi16(_mm256_add_epi8(bytes, eight), shift);
@@ -111,7 +135,8 @@ GC_AVX2 static double rest(const gc_entropy_stage *stage, uint32_t numel, float 
 
 void gc_entropy_encode_avx2(gc_encode_job *job, const gc_segment *segment)
 {
-    static const gc_entropy_encoder tier = {gc_take_squares_avx2, count, quantize, rest};
+    static const gc_entropy_encoder tier = {gc_take_squares_avx2, count, gc_weigh_avx2, quantize,
+                                            rest};
     gc_encode_streams(job, segment, &tier);
 }
 

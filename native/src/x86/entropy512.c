@@ -29,30 +29,27 @@ GC_AVX512_INLINE void count64(const float *x, __m512 inverse, __m512i seen[GC_CO
     }
 }
 
-/* Elements past the end, up to a multiple of 32, are 0. */
-GC_AVX512 static void count(const float *x, uint32_t numel, float inverse,
-                            uint32_t counts[GC_COUNTED_CODES])
+/* Elements past the end, up to a multiple of 64, are 0, and taken off again. */
+GC_AVX512 static void count(const gc_entropy_stage *stage, uint32_t numel, uint32_t sampled,
+                            float inverse, uint32_t counts[GC_COUNTED_CODES])
 {
     const __m512 by = _mm512_set1_ps(inverse);
     __m512i seen[GC_COUNTED_CODES - 1]; /* 4096 / 64 = 64 at most in a byte */
     for (int k = 0; k < GC_COUNTED_CODES - 1; k++)
         seen[k] = _mm512_setzero_si512();
-    uint32_t i = 0, rest = numel;
-    for (; i + 64 <= numel; i += 64)
-        count64(x + i, by, seen);
-    if (i < numel) {
-        float last[64] = {0};
-        memcpy(last, x + i, (numel - i) * sizeof *last);
-        count64(last, by, seen);
-        counts[0] -= i + 64 - numel;
-        rest += i + 64 - numel;
+    uint32_t rest = 0, past = (0 - numel) % 64;
+    for (uint32_t i = 0; i < numel; i += 64) {
+        if (i % GC_SAMPLE_EVERY >= sampled)
+            continue;
+        count64(stage->block.x + i, by, seen);
+        rest += 64;
     }
     for (int k = 0; k < GC_COUNTED_CODES - 1; k++) {
-        uint32_t found = total_bytes(seen[k]);
-        counts[k] += found;
-        rest -= found;
+        counts[k] = total_bytes(seen[k]);
+        rest -= counts[k];
     }
-    counts[GC_COUNTED_CODES - 1] += rest;
+    counts[GC_COUNTED_CODES - 1] = rest;
+    counts[0] -= past;
 }
 
 /* Thirty-two codes in order, as gc_entropy_code. */
@@ -78,8 +75,9 @@ GC_AVX512 static void quantize(gc_entropy_stage *stage, uint32_t numel, float in
         __m512i bytes = _mm512_permutexvar_epi64(order, _mm512_packs_epi16(low, high));
         __m512i magnitudes = _mm512_abs_epi8(bytes);
         __mmask64 far = _mm512_cmpgt_epu8_mask(magnitudes, reach);
-        stage->escapes[i / 32] = (uint32_t)far != 0;
-        stage->escapes[i / 32 + 1] = far >> 32 != 0;
+        uint32_t escapes = (uint32_t)_pext_u64(far | far >> 1, 0x5555555555555555u);
+        stage->escapes[i / 32] = (uint16_t)escapes;
+        stage->escapes[i / 32 + 1] = (uint16_t)(escapes >> 16);
         /* what has no symbol in any table */
         __mmask64 above = _mm512_cmpgt_epu8_mask(magnitudes, most);
         bytes = _mm512_mask_blend_epi8(above, bytes, none);
@@ -113,7 +111,8 @@ GC_AVX512 static double rest(const gc_entropy_stage *stage, uint32_t numel, floa
 
 void gc_entropy_encode_avx512(gc_encode_job *job, const gc_segment *segment)
 {
-    static const gc_entropy_encoder tier = {gc_take_squares_avx2, count, quantize, rest};
+    static const gc_entropy_encoder tier = {gc_take_squares_avx2, count, gc_weigh_avx2, quantize,
+                                            rest};
     gc_encode_streams(job, segment, &tier);
 }
 #endif
