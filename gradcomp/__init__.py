@@ -21,7 +21,7 @@ import torch
 from gradcomp import codecs, comm
 from gradcomp.allreduce import all_reduce
 from gradcomp.averager import GradientAverager
-from gradcomp.codecs import Block, Identity, OneBit, Ternary, TernGrad
+from gradcomp.codecs import Block, EntropyCoded, Identity, OneBit, Ternary, TernGrad
 from gradcomp.engine.options import Advanced
 from gradcomp.errors import (
     CorruptPayload,
@@ -45,6 +45,7 @@ __all__ = [
     "Block",
     "CorruptPayload",
     "DiLoCo",
+    "EntropyCoded",
     "GradcompError",
     "GradientAverager",
     "Identity",
