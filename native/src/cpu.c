@@ -22,12 +22,13 @@ int gc_cpu_has_avx2(void)
     unsigned a, b, c, d;
     if (!__get_cpuid(1, &a, &b, &c, &d) || (c & wanted) != wanted || !os_saves(YMM_STATE))
         return 0;
-    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit_AVX2) != 0;
+    const unsigned more = bit_AVX2 | bit_BMI2;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & more) == more;
 }
 
 int gc_cpu_has_avx512(void)
 {
-    const unsigned wanted = bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL | bit_BMI2;
+    const unsigned wanted = bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL;
     unsigned a, b, c, d;
     if (!gc_cpu_has_avx2() || !os_saves(ZMM_STATE) || !__get_cpuid_count(7, 0, &a, &b, &c, &d))
         return 0;

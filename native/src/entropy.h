@@ -88,6 +88,10 @@ typedef struct {
                   uint32_t sums[16]);
     /* Write these codes, pairs of them, and which escape a table that reaches to `top`. */
     void (*quantize)(gc_entropy_stage *stage, uint32_t numel, float inverse, int top);
+    /* Write pairs to the bytes behind the first of the codes', zeros in between; 0 if they do not
+     * fit. *needed: bytes of the codes. */
+    int (*put)(const gc_entropy_stage *stage, const gc_entropy_table *table, uint32_t numel,
+               uint32_t code_nbytes, uint8_t *codes, size_t *needed);
     /* Write what codes leave of x, decayed, to `out`; return the sum of the magnitudes before the
      * decay. `streams` writes past the caches. */
     double (*rest)(const gc_entropy_stage *stage, uint32_t numel, float scale, float decay,
@@ -96,6 +100,8 @@ typedef struct {
 
 void gc_weigh_avx2(const uint32_t counts[GC_COUNTED_CODES], const uint32_t (*matrix)[16],
                    uint32_t sums[16]);
+int gc_put_stream_bmi2(const gc_entropy_stage *stage, const gc_entropy_table *table, uint32_t numel,
+                       uint32_t code_nbytes, uint8_t *codes, size_t *needed);
 void gc_encode_streams(gc_encode_job *job, const gc_segment *segment,
                        const gc_entropy_encoder *tier);
 

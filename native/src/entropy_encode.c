@@ -152,105 +152,18 @@ static int find_step(const stream *of, int32_t limit, choice *found)
     return search(of, limit, 1, j, GC_SAMPLE_EVERY, found);
 }
 
-/* ---- bits ------------------------------------------------------------------------------------ */
-typedef struct {
-    uint64_t bits;
-    unsigned count;
-    uint8_t *out;
-} writer;
-
-GC_INLINE void put(writer *to, uint64_t bits, unsigned count)
-{
-    to->bits |= bits << to->count;
-    to->count += count;
-}
-
-/* Leaves less than eight bits. */
-GC_INLINE void flush(writer *to)
-{
-    gc_store_u64(to->out, to->bits);
-    to->out += to->count >> 3;
-    to->bits >>= to->count & 56;
-    to->count &= 7;
-}
-
-/* The number of bits of |code|, in four bits; below the leading one these bits, behind the sign. */
-static void put_escaped(writer *to, int code)
-{
-    uint32_t magnitude = (uint32_t)(code < 0 ? -code : code), length = gc_bit_length(magnitude);
-    put(to, length, 4);
-    if (length)
-        put(to, (uint32_t)(code < 0) | (magnitude & ((1u << (length - 1)) - 1)) << 1, length);
-}
-
-GC_INLINE void put_symbols(writer *to, const gc_entropy_table *table, const uint8_t *pairs,
-                           uint32_t count)
-{
-    for (uint32_t i = 0; i < count; i++)
-        put(to, table->bits[pairs[i]], table->lengths[pairs[i]]);
-    flush(to);
-}
-
-/* The same, where some are escaped: a bit each. */
-static void put_escaping(writer *to, const gc_entropy_table *table, const uint8_t *pairs,
-                         const int16_t *codes, uint32_t count, uint32_t escapes)
-{
-    for (uint32_t i = 0; i < count; i++) {
-        put_symbols(to, table, pairs + i, 1);
-        if (escapes >> i & 1) {
-            put_escaped(to, codes[2 * i]);
-            put_escaped(to, codes[2 * i + 1]);
-            flush(to);
-        }
-    }
-}
-
-/* Write pairs [first, end); return their bytes. */
-static size_t put_pairs(const gc_entropy_table *table, const gc_entropy_stage *stage,
-                        uint32_t first, uint32_t end, uint8_t *out)
-{
-    writer to = {0, 0, out};
-    for (uint32_t i = first, count; i < end; i += count) {
-        uint32_t escapes = (uint32_t)stage->escapes[i / GC_PUT_PAIRS] >> i % GC_PUT_PAIRS;
-        count = GC_PUT_PAIRS - i % GC_PUT_PAIRS;
-        count = end - i < count ? end - i : count;
-        if (count < GC_PUT_PAIRS) {
-            put_escaping(&to, table, stage->pairs + i, stage->codes + 2 * i, count, escapes);
-            continue;
-        }
-        for (uint32_t k = i; k < i + GC_PUT_PAIRS; k += 4, escapes >>= 4)
-            if (escapes & 15)
-                put_escaping(&to, table, stage->pairs + k, stage->codes + 2 * k, 4, escapes);
-            else /* 44 bits, and 7 that a flush has left */
-                put_symbols(&to, table, stage->pairs + k, 4);
-    }
-    if (to.count)
-        *to.out++ = (uint8_t)to.bits;
-    return (size_t)(to.out - out);
-}
-
-/* Write a stream's codes; 0 if they do not fit. *needed: their bytes. */
-static int put_stream(const stream *of, const choice *with, uint8_t *codes, size_t *needed)
-{
-    uint8_t front[GC_HALF_NBYTES], back[GC_HALF_NBYTES];
-    const gc_entropy_table *table = &of->tables->tables[with->table];
-    uint32_t pairs = (of->numel + 1) / 2, first = gc_front_pairs(of->numel);
-    size_t head = put_pairs(table, of->stage, 0, first, front);
-    size_t tail = put_pairs(table, of->stage, first, pairs, back);
-    *needed = 1 + head + tail;
-    if (*needed > of->code_nbytes)
-        return 0;
-    codes[0] = (uint8_t)with->table;
-    memcpy(codes + 1, front, head);
-    memset(codes + 1 + head, 0, of->code_nbytes - *needed);
-    for (size_t i = 0; i < tail; i++)
-        codes[of->code_nbytes - 1 - i] = back[i];
-    return 1;
-}
-
+/* ---- a stream -------------------------------------------------------------------------------- */
 static void quantize(const stream *of, const choice *with)
 {
     of->tier->quantize(of->stage, of->numel, 1.0f / with->scale, of->tables->tables[with->table].top);
+}
+
+static int put(const stream *of, const choice *with, uint8_t *codes, size_t *needed)
+{
+    const gc_entropy_tables *all = of->tables;
+    codes[0] = (uint8_t)with->table;
+    return of->tier->put(of->stage, &all->tables[with->table], of->numel, of->code_nbytes, codes,
+                         needed);
 }
 
 /* Choose a step and write the codes; return the step. */
@@ -262,7 +175,7 @@ static float encode_stream(const stream *of, uint8_t *codes)
     choice now;
     int j = find_step(of, limit, &now);
     quantize(of, &now);
-    int fits = put_stream(of, &now, codes, &needed);
+    int fits = put(of, &now, codes, &needed);
     /* Costs are those of independent codes. Where the codes of a stream are not, what it took says
      * how much more or less it needs. */
     int32_t spare = ((int32_t)of->code_nbytes - (int32_t)needed) * 8 * 64;
@@ -271,13 +184,13 @@ static float encode_stream(const stream *of, uint8_t *codes)
         if (again != j) {
             j = again;
             quantize(of, &now);
-            fits = put_stream(of, &now, codes, &needed);
+            fits = put(of, &now, codes, &needed);
         }
     }
     while (!fits && j < LAST_STEP) {
         now = choice_at(of, ++j, GC_SAMPLE_EVERY);
         quantize(of, &now);
-        fits = put_stream(of, &now, codes, &needed);
+        fits = put(of, &now, codes, &needed);
     }
     return now.scale;
 }

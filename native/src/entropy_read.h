@@ -159,6 +159,11 @@ GC_INLINE void gc_read_streams(const gc_stream *one, const gc_stream *two, gc_st
         gc_read_rest(&b0, 0, &into[1]);
         gc_read_rest(&b1, 1, &into[1]);
     }
+    while (a[1].end - a[1].codes >= 2 * GC_AT_A_TIME && gc_has_word(&a[0], 0) &&
+           gc_has_word(&a[1], 1)) {
+        gc_read_pairs(&a[0], 0, &into[0]);
+        gc_read_pairs(&a[1], 1, &into[0]);
+    }
     gc_read_rest(&a[0], 0, &into[0]);
     gc_read_rest(&a[1], 1, &into[0]);
 }

@@ -181,7 +181,7 @@ void gc_sum_lanes_span(const gc_decode_job *job, const gc_segment *in, const gc_
 const gc_kernels *gc_current_kernels(void);
 
 /* ---- the processor --------------------------------------------------------------------------- */
-/* avx2, fma, f16c and sse4.2, and the operating system saves the registers */
+/* avx2, bmi2, fma, f16c and sse4.2, and the operating system saves the registers */
 int gc_cpu_has_avx2(void);
 int gc_cpu_has_avx512(void); /* avx2 and what avx512.h names */
 int gc_cpu_has_arm_crc32(void);

@@ -1,5 +1,6 @@
 /* entropy.c - streams of entropy-coded codes: what the tiers do each in their own way. */
 #include "entropy_read.h"
+#include "entropy_write.h"
 
 /* ---- encoding -------------------------------------------------------------------------------- */
 GC_INLINE void take_body(gc_block_totals *totals, gc_block_stage *stage, const gc_block_view *view,
@@ -78,9 +79,15 @@ static double rest(const gc_entropy_stage *stage, uint32_t numel, float scale, f
     return all;
 }
 
+static int put(const gc_entropy_stage *stage, const gc_entropy_table *table, uint32_t numel,
+               uint32_t code_nbytes, uint8_t *codes, size_t *needed)
+{
+    return gc_put_stream(stage, table, numel, code_nbytes, codes, needed);
+}
+
 void gc_entropy_encode_portable(gc_encode_job *job, const gc_segment *segment)
 {
-    static const gc_entropy_encoder tier = {take, count, weigh, quantize, rest};
+    static const gc_entropy_encoder tier = {take, count, weigh, quantize, put, rest};
     gc_encode_streams(job, segment, &tier);
 }
 
