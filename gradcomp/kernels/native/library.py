@@ -38,11 +38,11 @@ __all__ = [
 
 DISABLE_VARIABLE = "GRADCOMP_DISABLE_CPU_FEATURES"
 # What each tier of dispatch.c asks of the CPU.
-_AVX2 = frozenset({"avx2", "fma", "f16c", "sse4.2"})
+_AVX2 = frozenset({"avx2", "bmi2", "fma", "f16c", "sse4.2"})
 TIER_FEATURES: dict[str, frozenset[str]] = {
     "portable": frozenset(),
     "avx2": _AVX2,
-    "avx512": _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vbmi", "bmi2"},
+    "avx512": _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vbmi"},
     "neon": frozenset({"neon"}),
 }
 
