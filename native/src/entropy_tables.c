@@ -10,28 +10,29 @@ enum { MOST_SYMBOLS = (2 * GC_TABLE_TOP + 1) * (2 * GC_TABLE_TOP + 1) + 1, TOTAL
  * missing from 1 is left to the escape symbol. */
 typedef uint16_t distribution[GC_TABLE_TOP + 1];
 
-/* Codes of a normal, a Laplace and two more generalized normal distributions (shape 1.4 and 0.5) at
- * steps of 2^s root mean squares: the sixteen, of 105, that coded streams of three models' gradients
- * best at 1 to 3.2 bits. */
+/* Codes of normal, Laplace and t distributions (3 degrees of freedom) and of generalized normal ones
+ * (of the shape given), at steps of 2^s root mean squares: the sixteen, of 215, that coded streams
+ * best at 1 to 3.5 bits: gradients of three models, normal and Laplace numbers. */
 static const distribution distributions[GC_TABLE_COUNT] = {
-    /* normal, s = -1.25, -0.75, -0.25, 0.5, 1 */
-    {2726, 2501, 1926, 1246, 677, 309, 119, 38},
-    {3830, 3226, 1928, 817, 245, 52, 0, 0},
-    {5339, 3825, 1406, 264, 25, 0, 0, 0},
-    {8528, 3650, 274, 0, 0, 0, 0, 0},
-    {11185, 2577, 22, 0, 0, 0, 0, 0},
-    /* shape 1.4, s = -0.5, 0.75, 3 */
-    {5347, 3413, 1431, 486, 141, 36, 0, 0},
+    /* normal, s = -0.375, 0.125, 0.375 */
+    {4918, 3706, 1585, 384, 53, 0, 0, 0},
+    {6790, 3962, 782, 51, 0, 0, 0, 0},
+    {7917, 3809, 414, 10, 0, 0, 0, 0},
+    /* shape 1.4, s = -1.125, -0.625, 0.125, 0.75, 2.875 */
+    {3602, 2804, 1738, 961, 487, 229, 101, 42},
+    {4951, 3318, 1534, 589, 196, 58, 15, 0},
+    {7713, 3492, 727, 103, 11, 0, 0, 0},
     {10585, 2728, 165, 0, 0, 0, 0, 0},
-    {16367, 8, 0, 0, 0, 0, 0, 0},
-    /* Laplace, s = -1.5, -1, -0.75, -0.25, 0.5, 0.75 */
-    {3624, 2510, 1523, 923, 560, 340, 206, 125},
-    {4878, 2916, 1438, 709, 350, 172, 85, 42},
-    {5620, 3060, 1320, 569, 246, 106, 46, 20},
-    {7344, 3144, 957, 291, 89, 27, 0, 0},
+    {16351, 16, 0, 0, 0, 0, 0, 0},
+    /* Laplace, s = -1.375, -0.375, 0.5, 1.5 */
+    {3908, 2622, 1520, 881, 511, 296, 172, 99},
+    {6885, 3153, 1060, 356, 120, 40, 0, 0},
     {10355, 2606, 353, 48, 0, 0, 0, 0},
-    {11396, 2263, 210, 19, 0, 0, 0, 0},
-    /* shape 0.5, s = -1.25, -0.25 */
+    {14167, 1088, 20, 0, 0, 0, 0, 0},
+    /* t, s = -0.875 */
+    {5423, 3420, 1247, 440, 178, 82, 42, 24},
+    /* shape 0.5, s = -2, -1.25, -0.25 */
+    {5351, 2248, 1102, 646, 413, 279, 196, 141},
     {7341, 2374, 936, 468, 262, 157, 99, 65},
     {10354, 2074, 548, 204, 90, 44, 0, 0},
 };
