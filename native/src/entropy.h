@@ -155,6 +155,9 @@ typedef struct {
     /* values[i] = code * scale, added to what stands there unless `is_first` */
     void (*add)(float *values, const int8_t *codes, uint32_t numel, float scale, int is_first);
     gc_write_values *write;
+    /* Write code * scale as fp32, where no value can overflow; NULL: by `add` and `write`. */
+    void (*write_codes)(gc_decode_job *job, const gc_segment *segment, uint32_t first,
+                        uint32_t numel, const int8_t *codes, float scale);
 } gc_entropy_decoder;
 
 void gc_decode_streams(gc_decode_job *job, const gc_segment *segment,

@@ -28,6 +28,31 @@ static gc_stream stream_of(const gc_decode_job *job, const uint8_t *payload, con
                     gc_scale(payload, segment, run.group)};
 }
 
+/* Write the values of one stream, elements from `first` of the segment on. */
+static void write_stream(gc_decode_job *job, const gc_segment *segment, uint32_t first,
+                         const gc_stream_codes *codes, const gc_stream *from, float *values,
+                         const gc_entropy_decoder *decoder)
+{
+    if (!decoder->write_codes || job->out_dtype != GC_F32 || !(from->scale <= FLT_MAX / 32768)) {
+        add_stream(values, codes, from, decoder, 1);
+        decoder->write(job, segment, first, from->numel, values, 1.0f);
+        return;
+    }
+    decoder->write_codes(job, segment, first, from->numel, codes->codes, from->scale);
+    float *out = (float *)job->out + segment->data + first;
+#if defined(__x86_64__)
+    if (codes->escaped_count && (job->flags & GC_STREAM))
+        _mm_sfence(); /* streaming stores have no order */
+#endif
+    for (uint32_t i = 0; i < codes->escaped_count; i++) {
+        const gc_escaped *one = &codes->escaped[i];
+        uint32_t at = 2 * one->pair;
+        out[at] = (float)one->a * from->scale;
+        if (at + 1 < from->numel)
+            out[at + 1] = (float)one->b * from->scale;
+    }
+}
+
 /* One payload: two groups at a time. */
 static void decode_one(gc_decode_job *job, const gc_segment *segment, const gc_entropy_decoder *decoder)
 {
@@ -46,8 +71,7 @@ static void decode_one(gc_decode_job *job, const gc_segment *segment, const gc_e
         }
         decoder->read(&from[0], count == 2 ? &from[1] : NULL, codes);
         for (int k = 0; k < count; k++) {
-            add_stream(values, &codes[k], &from[k], decoder, 1);
-            decoder->write(job, segment, first, from[k].numel, values, 1.0f);
+            write_stream(job, segment, first, &codes[k], &from[k], values, decoder);
             first += from[k].numel;
         }
     }

@@ -115,6 +115,6 @@ void gc_write_values_portable(gc_decode_job *job, const gc_segment *segment, uin
 
 void gc_entropy_decode_portable(gc_decode_job *job, const gc_segment *segment)
 {
-    static const gc_entropy_decoder tier = {read, add, gc_write_values_portable};
+    static const gc_entropy_decoder tier = {read, add, gc_write_values_portable, NULL};
     gc_decode_streams(job, segment, &tier);
 }

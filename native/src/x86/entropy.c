@@ -178,9 +178,33 @@ static void write_values(gc_decode_job *job, const gc_segment *segment, uint32_t
                              values + piece.numel, factor);
 }
 
+GC_AVX2_INLINE void write_codes_body(float *out, uint32_t numel, const int8_t *codes, float scale,
+                                     int stream)
+{
+    const __m256 scales = _mm256_set1_ps(scale);
+    uint32_t i = 0;
+    for (; i + 8 <= numel; i += 8) {
+        __m256i wide = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(codes + i)));
+        gc_write8(out, GC_F32, i, _mm256_mul_ps(_mm256_cvtepi32_ps(wide), scales), stream);
+    }
+    for (; i < numel; i++)
+        out[i] = (float)codes[i] * scale;
+}
+
+GC_AVX2 static void write_codes(gc_decode_job *job, const gc_segment *segment, uint32_t first,
+                                uint32_t numel, const int8_t *codes, float scale)
+{
+    gc_piece piece = {.first = first, .numel = numel};
+    float *out = (float *)job->out + segment->data + first;
+    if (gc_piece_streams(job, segment, &piece))
+        write_codes_body(out, numel, codes, scale, 1);
+    else
+        write_codes_body(out, numel, codes, scale, 0);
+}
+
 void gc_entropy_decode_avx2(gc_decode_job *job, const gc_segment *segment)
 {
-    static const gc_entropy_decoder tier = {read_bmi2, add, write_values};
+    static const gc_entropy_decoder tier = {read_bmi2, add, write_values, write_codes};
     gc_decode_streams(job, segment, &tier);
 }
 #endif
