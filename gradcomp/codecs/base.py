@@ -15,6 +15,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from gradcomp.codecs.checks import check_alone, check_memory, check_payload_room, check_tensor
 from gradcomp.codecs.lanes import Lanes
@@ -97,6 +98,12 @@ class Codec(ABC):
             error_feedback, seed: as of the codec, where it has them.
         """
         return self
+
+    def with_form(self, form: Form) -> Self:
+        """Return the same codec for payloads of `form`, which has its number."""
+        out = copy.copy(self)
+        out.form = form
+        return out
 
     # ---- for one tensor ----
     def encode(
@@ -377,10 +384,10 @@ class Codec(ABC):
                 "numel", f"the header says {header.numel}, a payload holds at most {MAX_NUMEL}"
             )
         whole = not self.form.scales_per_group or not header.numel
-        if whole and header.group_numel != max(header.numel, 1):
+        wanted = max(header.numel, 1) if whole else self.form.group_numel or header.group_numel
+        if header.group_numel != wanted:
             raise CorruptPayload(
-                "group_numel",
-                f"the header says {header.group_numel}, {max(header.numel, 1)} expected",
+                "group_numel", f"the header says {header.group_numel}, {wanted} expected"
             )
         slot = Slot(0, header.numel, header.group_numel, True, 0)
         groups = -(-header.numel // header.group_numel)

@@ -13,10 +13,17 @@ from __future__ import annotations
 from numbers import Real
 
 import torch
+from typing_extensions import Self
 
 from gradcomp.codecs.feedback import FeedbackCodec
 from gradcomp.kernels import Code
-from gradcomp.payload.form import ENTROPY, STREAM_NBYTES, STREAM_NUMEL, stream_form
+from gradcomp.payload.form import (
+    ENTROPY,
+    STREAM_NBYTES,
+    STREAM_NUMEL,
+    Form,
+    stream_form,
+)
 
 LEAST_BITS, MOST_BITS = (8 * nbytes / STREAM_NUMEL for nbytes in STREAM_NBYTES)
 
@@ -69,6 +76,11 @@ class EntropyCoded(FeedbackCodec):
     @property
     def code(self) -> Code:
         return Code(self.form.kernel, stream_nbytes=self.form.stream_nbytes, decay=self.decay)
+
+    def with_form(self, form: Form) -> Self:
+        out = super().with_form(form)
+        out.bits = form.bits
+        return out
 
     def group_numel(self, shape: tuple[int, ...]) -> int:
         return STREAM_NUMEL

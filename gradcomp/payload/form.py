@@ -37,6 +37,8 @@ class Form:
         cuts: the codes of a piece are a part of those of a larger one, so that what is encoded as
             one can be sent as several; else it is encoded in pieces.
         reach: decoded values, in scales, at most.
+        group_numel: elements of a scale group, where all payloads have the same; 0: as their
+            headers say.
     """
 
     code: int
@@ -47,6 +49,7 @@ class Form:
     kernel: str = ""
     cuts: bool = True
     reach: float = 1.0
+    group_numel: int = 0
 
     def code_nbytes(self, first: Count, last: Count) -> Count:
         """Return the bytes that the codes of elements [first, last) of a parameter fill, as a piece
@@ -59,6 +62,12 @@ class Form:
     def most_numel(self, nbytes: int) -> int:
         """Return the most elements whose codes fill `nbytes`."""
         return int(nbytes * 8 // self.bits)
+
+    def of_payload(self, numel: int, nbytes: int) -> Form:
+        """Return the form of a payload whose codes of `numel` elements fill `nbytes`: this one,
+        unless its bits are a codec's own.
+        """
+        return self
 
     def scale_nbytes(self, groups: Count) -> Count:
         """Return the bytes that the scales of so many groups fill."""
@@ -89,11 +98,11 @@ class StreamForm(Form):
         return out
 
     def most_numel(self, nbytes: int) -> int:
-        return int(nbytes * 8 // self.bits) + STREAM_NUMEL
+        return (nbytes // (self.stream_nbytes - 4) + 1) * STREAM_NUMEL
 
     def of_payload(self, numel: int, nbytes: int) -> StreamForm:
-        """Return the form with the bits that make the codes of `numel` elements so many bytes;
-        `self` if there is none.
+        """Return the form with the fewest bits that make the codes of `numel` elements so many
+        bytes, `self` if there is none. Bits that make no difference to sizes make none to codes.
         """
         low, high = STREAM_NBYTES
         while low < high:
@@ -135,6 +144,7 @@ ENTROPY = StreamForm(
     kernel="entropy",
     cuts=False,
     reach=2.0**15,
+    group_numel=STREAM_NUMEL,
 )
 
 FORMS = {

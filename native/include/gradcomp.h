@@ -281,8 +281,9 @@ gc_status gc_block_sum_decode(const uint8_t *const *payloads, size_t payload_cou
  *
  * x, its sum of squares and zero groups as gc_block_encode. R = sqrt(sumsq / n) in float64. One of
  * the steps S = (float)(fl64(R * 2^(i/32)) * 2^(k - 4)), i = 0..31, k = 0..7, at most FLT_MAX /
- * 32768, is the stream's scale, 0 where the first of them is below 2^-126. With v = fl(1 / S):
- * code = fl(x * v) rounded to nearest even, cut to -32767 and 32767; q = fl(code * S).
+ * 32768, is the stream's scale; 0 where the first of them is below 2^-126, and where the codes of no
+ * step fit, which happens to R above FLT_MAX / 2^19 alone. With v = fl(1 / S): code = fl(x * v)
+ * rounded to nearest even, cut to -32767 and 32767; q = fl(code * S).
  * residual_out = fl(decay * fl(x - q)).
  *
  * The codes' bytes: the number of a table; a bit stream of the first half of the pairs of codes
@@ -291,8 +292,9 @@ gc_status gc_block_sum_decode(const uint8_t *const *payloads, size_t payload_cou
  * the last one of the codes and so on backwards. A pair is a symbol of the table's Huffman code, or
  * where it has none the escape symbol, and behind it each code c: the number L of bits of |c| in 4
  * bits, and where L > 0 a bit that is set for c < 0 and the L - 1 bits of |c| below the leading one.
- * The last byte of both is filled with zeros. S = 0: all bytes 0. A NaN or Inf among x: S NaN, bytes
- * 0, residuals NaN.
+ * The last byte of both is filled with zeros. S = 0: table 7, whose zero bits are pairs of 0 (others
+ * begin with negative codes, which decode to -0), and zeros. A NaN or Inf among x: S NaN, these
+ * bytes, residuals NaN.
  *
  * Tables (entropy_tables.c): from weights f[|a|] * f[|b|] of pairs, what is missing from 2^28 that
  * of the escape; symbols by a, then b, the escape last. Lengths of at most 11 bits by package-merge:
@@ -313,7 +315,8 @@ gc_status gc_entropy_encode(const void *src, int dtype, const gc_segment *segmen
 
 /* Decoded values fl(code * S) added in fp32 in payload order, times fl(1 / payload_count); see
  * gc_ternary_sum_decode for the rest. Any bytes are safe: a table's number is taken modulo 16, bits
- * beyond the codes' bytes are 0. */
+ * beyond the codes' bytes are 0, behind an escape stand numbers of up to 15 bits. S = 0 makes zeros
+ * of all codes, of a sign that is not pinned. */
 gc_status gc_entropy_sum_decode(const uint8_t *const *payloads, size_t payload_count,
                                 uint32_t stream_nbytes, const gc_segment *segments,
                                 size_t segment_count, void *out, int out_dtype, unsigned flags,
@@ -382,7 +385,8 @@ gc_status gc_copy(uint8_t *dst, const uint8_t *src, const gc_copy_range *ranges,
  *                GC_SUM_LANES, lanes as in blocks); APPLY: w = fma(step_size, u, w). GC_LAMB_START
  *                is MOMENTS and NORMS in one pass.
  *   GC_SQUARES:  adds g^2 up in the same way and changes nothing. Of payloads, the sums of runs of
- *                GC_UPDATE_NUMEL elements of a segment (entropy: of a stream) are added in order. */
+ *                GC_UPDATE_NUMEL elements of a segment are added in order (entropy: of a stream, and
+ *                then the streams' sums). */
 enum {
     GC_SGD = 0,
     GC_ADAGRAD = 1,

@@ -166,7 +166,8 @@ static int put(const stream *of, const choice *with, uint8_t *codes, size_t *nee
                          needed);
 }
 
-/* Choose a step and write the codes; return the step. */
+/* Choose a step and write the codes; return the step, 0 where none fits: the largest are cut where
+ * codes could overflow. */
 static float encode_stream(const stream *of, uint8_t *codes)
 {
     /* whole bytes waste seven bits at the most, twice */
@@ -192,7 +193,7 @@ static float encode_stream(const stream *of, uint8_t *codes)
         quantize(of, &now);
         fits = put(of, &now, codes, &needed);
     }
-    return now.scale;
+    return fits ? now.scale : 0;
 }
 
 /* ---- groups ---------------------------------------------------------------------------------- */
@@ -225,6 +226,7 @@ static void encode_group(gc_encode_job *job, const gc_segment *segment, gc_run r
     }
     if (!(scale > 0)) {
         memset(codes, 0, of.code_nbytes);
+        codes[0] = GC_ZEROS_TABLE;
         tier->quantize(stage, run.numel, 0, 0);
     }
     gc_store_u32(job->payload + segment->scales + 4 * (size_t)run.group, gc_bits_of(scale));

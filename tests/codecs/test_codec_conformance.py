@@ -28,7 +28,7 @@ from gradcomp import (
     UnsupportedTensor,
 )
 from gradcomp.codecs import KINDS as CODECS
-from gradcomp.codecs import RngKey
+from gradcomp.codecs import EntropyCoded, RngKey
 
 VECTORS = Path(__file__).parents[1] / "vectors"
 TORCH_DTYPES = {ref.F32: torch.float32, ref.BF16: torch.bfloat16, ref.F16: torch.float16}
@@ -55,6 +55,11 @@ def of_block(codec, x, residual, group, key):
     return ref_payload.encode_block(x, residual, group, key, codec.form.code, codec.decay)
 
 
+def of_entropy(codec, x, residual, group, key):
+    nbytes = codec.form.stream_nbytes
+    return ref_payload.encode_entropy(x, residual, group, key, nbytes, codec.decay)
+
+
 def of_identity(codec, x, residual, group, key):
     return ref_payload.encode_values(x, codec.form.code, key), None
 
@@ -73,13 +78,15 @@ ROWS = {
     "block2": (partial(Block, 2), of_block),
     "block4": (partial(Block, 4), of_block),
     "block8, decay": (partial(Block, 8, residual_decay=0.25), of_block),
+    "entropy": (lambda group: EntropyCoded(2.2), of_entropy),
+    "entropy, 1 bit": (lambda group: EntropyCoded(1), of_entropy),
+    "entropy, 4 bits, decay": (lambda group: EntropyCoded(4, residual_decay=0.25), of_entropy),
     "identity": (lambda group: Identity(), of_identity),
     "bf16": (lambda group: Identity("bf16"), of_identity),
 }
 rows = pytest.mark.parametrize("name", ROWS)
-feedback_rows = pytest.mark.parametrize(
-    "name", [name for name, (make, _) in ROWS.items() if make(group=8).error_feedback]
-)
+FEEDBACK = [name for name, (make, _) in ROWS.items() if make(group=8).error_feedback]
+feedback_rows = pytest.mark.parametrize("name", FEEDBACK)
 
 
 def test_every_codec_has_a_row():
@@ -157,10 +164,12 @@ def frozen_codec(file, case):
         return OneBit(group=group, values=kind, residual_decay=decay)
     if file == "block":
         return Block(ref_payload.BLOCKS[case["codec"]], group=group, residual_decay=decay)
+    if file == "entropy":
+        return EntropyCoded(case["nbytes"] / 512, residual_decay=decay)
     return Identity("fp32" if case["codec"] == ref_payload.IDENTITY else "bf16")
 
 
-@pytest.mark.parametrize("file", ["ternary", "nearest", "onebit", "block", "identity"])
+@pytest.mark.parametrize("file", ["ternary", "nearest", "onebit", "block", "entropy", "identity"])
 def test_frozen_payloads(tier, file):
     content = json.loads((VECTORS / f"{file}.json").read_text())
     inputs = {
@@ -186,7 +195,7 @@ def test_frozen_payloads(tier, file):
             assert ref_payload.crc32c(left) == case["residual_crc"]
 
 
-@feedback_rows
+@pytest.mark.parametrize("name", [name for name in FEEDBACK if not name.startswith("entropy")])
 def test_rows_without_gradient_stay_exact(name):
     codec = ROWS[name][0](group="row")
     gradient, residual = torch.randn(4, 32), torch.randn(4, 32)
@@ -212,6 +221,59 @@ def test_sums_that_are_not_finite_take_nothing_from_residuals(tier, name, value)
     assert residual.numpy().tobytes() == before.numpy().tobytes()
     residual[2500] = 0.0
     assert not torch.isnan(codec.decode(codec.encode(torch.ones(3000), residual=residual))).any()
+
+
+def hard_values(numel, rng):
+    """Return values that are hard to fit into a stream, by kind: few or many large ones, all alike,
+    other ones where the step is searched for than elsewhere.
+    """
+    normal, place = rng.standard_normal(numel), np.arange(numel)
+    made = {
+        "Student-t, 1 degree": lambda: rng.standard_t(1, numel),
+        "Student-t, 2 degrees": lambda: rng.standard_t(2, numel) * 1e-6,
+        "log-normal": lambda: np.exp(3 * normal) * rng.choice([-1, 1], numel),
+        "sparse": lambda: np.where(rng.random(numel) < rng.choice([0.003, 0.03, 0.3]), normal, 0),
+        "one huge": lambda: np.where(place == numel // 2, 1e6, normal * 1e-3),
+        "one huge, a period": lambda: np.where(place % 64 == 7, -1e30, normal),
+        "one at the end": lambda: np.where(place == numel - 1, 1.0, 0.0),
+        "loud outside the sample": lambda: np.where(place % 512 < 128, 1e-9, 1.0) * normal,
+        "loud inside the sample": lambda: np.where(place % 512 < 128, 1e9, 1.0) * normal,
+        "constant": lambda: np.full(numel, -0.1),
+        "alternating": lambda: np.where(place % 2, 1.0, -1.0),
+        "alternating with 0": lambda: np.where(place % 2, 1.0, 0.0),
+        "pairs that escape": lambda: np.where(place % 2, 30.0, -1.0) * (1 + 0.01 * normal),
+        "uniform": lambda: rng.uniform(-1, 1, numel),
+        "denormal": lambda: normal * 1e-40,
+        "smallest scale": lambda: normal * 2.0**-122,
+        "near the largest step": lambda: normal * 1e33,
+        "largest numbers": lambda: rng.choice([-1, 1], numel) * np.finfo(np.float32).max,
+    }
+    return {kind: make().astype(np.float32) for kind, make in made.items()}
+
+
+@pytest.mark.parametrize("bits", [1, 1.25, 2.2, 4])
+@pytest.mark.parametrize("kind", hard_values(1, np.random.default_rng(0)))
+def test_hard_values_fit_their_stream(kind, bits):
+    """Payloads and residuals are the reference's, into memory that held something else; what a
+    stream does not send stays in the residual.
+    """
+    codec, rng = EntropyCoded(bits), np.random.default_rng(len(kind))
+    for numel in (*range(1, 65), 100, 777, 4095, 4096, 4097, 8192):
+        x, key = hard_values(numel, rng)[kind], ref.Key()
+        nbytes = codec.form.stream_nbytes
+        want, want_left = ref_payload.encode_entropy(x, None, 4096, key, nbytes)
+        decoded = ref_payload.decode(want)
+        assert np.isfinite(decoded).all()
+        for number in TIERS:
+            residual = torch.zeros(numel)
+            out = torch.full((len(want),), GUARD, dtype=torch.uint8)
+            with tier(number):
+                codec.encode(torch.from_numpy(x), residual=residual, out=out)
+                got = codec.decode(out)
+            same_bytes(out.numpy(), np.frombuffer(want, np.uint8), number)
+            same_bytes(residual.numpy(), want_left, number)
+            same_bytes(got.numpy(), decoded, number)
+            assert torch.equal(torch.from_numpy(x) - got, residual)
 
 
 # ---- refusals ------------------------------------------------------------------------------------
@@ -252,7 +314,7 @@ def f32(value):
 
 
 # 37 elements in groups of 10; bytes put at an offset, then the right checksum. Scales begin at byte
-# 32: 4 of them, 8 in 1-bit payloads.
+# 32: 4 of them, 8 in 1-bit payloads, 1 where codes are entropy-coded.
 FAULTS = [
     ("magic", "terngrad", 0, b"PMCG"),
     ("version", "terngrad", 4, b"\x01"),
@@ -292,6 +354,15 @@ FAULTS = [
     ("padding", "onebit", 68, b"\xe0"),  # 37 elements leave 3 bits
     ("padding", "block2", 57, b"\xc0"),
     ("padding", "block4", 66, b"\x17"),
+    ("group_numel", "entropy", 12, u32(37)),
+    ("group_numel", "entropy", 12, u32(10, 4)),
+    ("scale_count", "entropy", 16, u32(2)),
+    ("trailing", "entropy", 8, u32(1)),
+    ("truncated", "entropy", 8, u32(300)),
+    ("truncated numel", "entropy", 8, u32(2**32 - 1)),
+    *(("scale", "entropy", 32, f32(value)) for value in (-1.0, 1.1e34, math.nan, math.inf)),
+    ("code", "entropy", 36, b"\x10"),
+    ("code", "entropy, 4 bits, decay", 36, b"\xff"),
     ("value", "identity", 32, f32(math.nan)),
     ("value", "bf16", 34, b"\x80\x7f"),
 ]

@@ -8,10 +8,22 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from reference import codec as reference
+from reference import entropy
 
 from gradcomp.codecs import KINDS
 from gradcomp.kernels.tables import BLOCK_NUMEL, CHUNK_NUMEL
-from gradcomp.payload.form import FORMS, ONEBIT, PLAIN, TERNARY, lanes_form
+from gradcomp.payload.form import (
+    ENTROPY,
+    FORMS,
+    ONEBIT,
+    PLAIN,
+    STREAM_NBYTES,
+    STREAM_NUMEL,
+    TERNARY,
+    lanes_form,
+    stream_form,
+)
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.parameters import Parameter, assign_buckets, describe_parameters
 from gradcomp.payload.pieces import ByElements, Slot, whole_pieces
@@ -22,11 +34,12 @@ from gradcomp.plan.nbytes import owned_nbytes
     numels=st.lists(st.integers(0, 300_000), min_size=1, max_size=3),
     group=st.sampled_from([1, 5, 8, 25, 64, 512, 5000, 65_537, 131_072, 200_000, 10**6]),
     world=st.sampled_from([1, 2, 3, 8]),
-    form=st.sampled_from([TERNARY, ONEBIT, lanes_form(4), lanes_form(64)]),
+    form=st.sampled_from([TERNARY, ONEBIT, lanes_form(4), lanes_form(64), ENTROPY]),
     whole_groups=st.booleans(),
 )
 def test_rows_cover_everything_once(numels, group, world, form, whole_groups):
     slots, offset = [], 0
+    group, whole_groups = form.group_numel or group, whole_groups or not form.cuts
     for index, numel in enumerate(numels):
         slots.append(Slot(index, numel, group, True, offset))
         offset += numel
@@ -85,7 +98,7 @@ def test_buckets_as_torchs_reducer_cuts_them():
 
 
 @pytest.mark.parametrize(
-    "form", [PLAIN, TERNARY, ONEBIT, lanes_form(5)], ids=lambda form: form.name
+    "form", [PLAIN, TERNARY, ONEBIT, lanes_form(5), ENTROPY], ids=lambda form: form.name
 )
 @pytest.mark.parametrize("world", [1, 3, 8])
 def test_sizes_over_ranks_are_those_of_layouts(form, world):
@@ -94,7 +107,7 @@ def test_sizes_over_ranks_are_those_of_layouts(form, world):
     """
     numels = [0, 1, 7, 8, 63, 4097, 100_000, 4097]
     parameters = [
-        Parameter(i, str(i), (n,), n, 25 if i % 2 else max(1, n), n > 8)
+        Parameter(i, str(i), (n,), n, form.group_numel or (25 if i % 2 else max(1, n)), n > 8)
         for i, n in enumerate(numels)
     ]
     slots = [Slot(p.index, p.numel, p.group_numel, p.compressed, 0) for p in parameters]
@@ -142,8 +155,42 @@ def test_functions_exempt_by_name_and_shape_and_entries_without_use_are_refused(
             describe_parameters(shapes, lambda s: 64, None, (entry,))
 
 
+@given(
+    nbytes=st.integers(*STREAM_NBYTES),
+    cuts=st.lists(st.integers(0, 20_000) | st.just(4096) | st.just(8192), min_size=2, max_size=6),
+)
+def test_streams_of_a_piece_are_counted_at_any_cut(nbytes, cuts):
+    """The same for numbers and arrays, in closed form and stream by stream."""
+    form, cuts = stream_form(nbytes), sorted(cuts)
+    assert form.stream_nbytes == nbytes and form.bits == nbytes / 512
+    pairs = list(itertools.pairwise(cuts))
+    want = [
+        entropy.code_nbytes(reference.Piece(last - first, STREAM_NUMEL, first), nbytes)
+        for first, last in pairs
+    ]
+    assert [form.code_nbytes(first, last) for first, last in pairs] == want
+    first, last = (np.array(side, np.int64) for side in zip(*pairs, strict=True))
+    assert form.code_nbytes(first, last).tolist() == want
+
+
+@pytest.mark.parametrize("numel", [1, 2, 37, 511, 4095, 4096, 4097, 9000, 10**6 + 1])
+def test_the_size_of_a_payload_says_its_bits(numel):
+    """Of less than a stream several may have one size, which makes their payloads the same."""
+    for nbytes in (*STREAM_NBYTES, 513, 1126, 2047):
+        size = stream_form(nbytes).code_nbytes(0, numel)
+        found = ENTROPY.of_payload(numel, size)
+        assert found.code_nbytes(0, numel) == size
+        assert found.stream_nbytes == nbytes or numel < STREAM_NUMEL
+    low, high = (stream_form(nbytes).code_nbytes(0, numel) for nbytes in STREAM_NBYTES)
+    assert ENTROPY.of_payload(numel, low - 1) == ENTROPY.of_payload(numel, high + 1) == ENTROPY
+    for nbytes in STREAM_NBYTES:
+        form = stream_form(nbytes)
+        assert numel <= form.most_numel(form.code_nbytes(0, numel)) < numel + 2 * STREAM_NUMEL
+
+
 def test_every_form_has_a_number_and_a_name_of_its_own():
-    names = "identity ternary onebit lanes bfloat16 block2 block4 block8"  # 9 is reserved
-    assert list(enumerate(names.split(), start=1)) == [(c, f.name) for c, f in FORMS.items()]
+    names = "identity ternary onebit lanes bfloat16 block2 block4 block8 removed entropy"
+    found = {code: form.name for code, form in FORMS.items()}
+    assert found | {9: "removed"} == dict(enumerate(names.split(), start=1))
     assert all(kind.form == FORMS[kind.form.code] for kind in KINDS)
     assert len({kind.name for kind in KINDS}) == len(KINDS)

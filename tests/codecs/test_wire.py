@@ -17,7 +17,7 @@ from gradcomp import (
     TernGrad,
     UnsupportedTensor,
 )
-from gradcomp.codecs import RngKey
+from gradcomp.codecs import EntropyCoded, RngKey
 from gradcomp.kernels import CPU, of
 from gradcomp.payload import wire
 from gradcomp.payload.layout import PayloadLayout
@@ -29,6 +29,7 @@ CODECS = {
     "block2": Block(2, group=10),
     "block4": Block(4, group=10),
     "block8": Block(8),
+    "entropy": EntropyCoded(2.2),
     "identity": Identity(),
     "bf16": Identity("bf16"),
 }
@@ -43,6 +44,7 @@ def payload(name, numel=37):
     ("name", "lies"),
     [
         ("terngrad", {"numel": 2**32 - 1}),
+        ("entropy", {"numel": 2**32 - 1}),
         ("identity", {"numel": 2**32 - 4096, "group_numel": 2**32 - 4096}),
     ],
 )

@@ -22,6 +22,7 @@ import gradcomp.ddp
 from gradcomp import (
     Advanced,
     Block,
+    EntropyCoded,
     GradientAverager,
     Identity,
     OneBit,
@@ -40,6 +41,7 @@ CODECS = {
     "block2": Block(2),
     "block4": Block(4, group=100),
     "onebit": OneBit(),
+    "entropy": EntropyCoded(2.2),
     "terngrad": TernGrad(seed=3),
     "terngrad-own": TernGrad(scale="own"),
     "terngrad-block4": TernGrad(second_phase="block4"),

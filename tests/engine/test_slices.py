@@ -18,6 +18,7 @@ from gradcomp import (
     Ternary,
     TernGrad,
 )
+from gradcomp.codecs import EntropyCoded
 from gradcomp.comm import LocalCommunicator
 from gradcomp.exchange.bucket import BucketExchange
 from gradcomp.exchange.routes import run_stages
@@ -41,6 +42,8 @@ CODECS = {
     "onebit-sign": OneBit(values="sign"),
     "block2": Block(2),
     "block4": Block(4, group=24),
+    "entropy": EntropyCoded(2.2),
+    "entropy-block4": EntropyCoded(1.25, second_phase="block4", residual_decay=0.25),
     "identity": Identity(),
     "bf16": Identity("bf16"),
 }
@@ -102,7 +105,7 @@ def test_slices_change_no_bit(name, exchange, world):
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])
-@pytest.mark.parametrize("name", ["terngrad", "onebit", "terngrad-block4"])
+@pytest.mark.parametrize("name", ["terngrad", "onebit", "terngrad-block4", "entropy"])
 @pytest.mark.parametrize("where", [0, 95_000, 190_000])
 def test_one_bad_value_in_any_slice_is_everyones_verdict(name, exchange, where):
     """The whole bucket is NaN on all ranks, residuals stay, and the next step is as if nothing

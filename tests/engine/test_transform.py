@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradcomp
 import gradcomp.ddp
-from gradcomp import GradientAverager, Identity, OneBit, TernGrad
+from gradcomp import EntropyCoded, GradientAverager, Identity, OneBit, TernGrad
 from gradcomp.exchange.sizing import choose
 from gradcomp.onebit_sgd import AggregateAdagrad, LocalAdagrad, MomentumAdagrad
 from gradcomp.optim import SplitSGD, split_parameters
@@ -24,7 +24,13 @@ from gradcomp.payload.pieces import ByElements
 from gradcomp.plan.nbytes import predict_bytes
 
 SHAPES = {"w": (40, 33), "b": (5,), "v": (1111,), "one": (1,)}
-CODECS = [Identity(), OneBit(), TernGrad(), TernGrad(scale="own", second_phase="bf16")]
+CODECS = [
+    Identity(),
+    OneBit(),
+    EntropyCoded(2.2),
+    TernGrad(),
+    TernGrad(scale="own", second_phase="bf16"),
+]
 
 
 def parameters():

@@ -28,6 +28,7 @@ from gradcomp import (
     OneBit,
 )
 from gradcomp.allreduce import Feedback
+from gradcomp.codecs import EntropyCoded
 from gradcomp.comm import TorchCommunicator
 from gradcomp.exchange.stats import Stats
 from gradcomp.onebit_sgd import DoubleBuffer
@@ -121,7 +122,7 @@ class AllReduce(Entry):
     def open(self, codec, timeout_s, min_numel, **options):
         self.codec, self.options = codec, dict(options, timeout_s=timeout_s)
         self.comm = TorchCommunicator(timeout_s=timeout_s)
-        keeps = codec in ("ternary", "onebit", "block4")
+        keeps = codec in ("ternary", "onebit", "block4", "entropy")
         self.feedback = [
             Feedback({key: p.numel()}) if keeps else None
             for key, p in enumerate(self.model.parameters())
@@ -188,7 +189,7 @@ ENTRIES = {
     "double_buffer": Buffered,
 }
 RESUME = [name for name, entry in ENTRIES.items() if entry.resumes]
-CODECS = ["ternary", "terngrad", "onebit", "block4"]
+CODECS = ["ternary", "terngrad", "onebit", "block4", "entropy"]
 
 
 def trained(entry, codec, steps):
@@ -371,10 +372,10 @@ def test_a_value_that_is_not_finite_is_seen_by_every_rank_and_leaves_no_trace(gl
     assert gloo(2, not_finite, ENTRIES[name], codec) == [(True, True)] * 2
 
 
-def with_other_codecs(entry):
+def with_other_codecs(entry, codecs=("terngrad", "onebit")):
     """Return what each of two ranks with other codecs is told."""
     with pytest.raises(gradcomp.PeerMismatch) as caught:
-        run = entry(["terngrad", "onebit"][dist.get_rank()])
+        run = entry(codecs[dist.get_rank()])
         for step in range(entry.sync_every):
             run.step(step)
     return caught.value.field, caught.value.rank, str(caught.value)
@@ -388,6 +389,15 @@ def test_ranks_with_other_codecs_are_told_both_by_name(gloo, name):
     for field, rank, text in gloo(2, with_other_codecs, ENTRIES[name]):
         assert (field, rank) == ("codec", 1), text
         assert re.search(r"rank 0 has TernGrad\(.*rank 1 has OneBit\(", text), text
+        assert not HASH.search(text), text
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_ranks_with_other_bits_are_told_both(gloo, name):
+    codecs = EntropyCoded(2.2), EntropyCoded(2.25)
+    for field, rank, text in gloo(2, with_other_codecs, ENTRIES[name], codecs):
+        assert field in ("codec", "codec_options") and rank == 1, text
+        assert re.search(r"EntropyCoded\(bits=2\.2,.*EntropyCoded\(bits=2\.25,", text), text
         assert not HASH.search(text), text
 
 

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import gradcomp
 import gradcomp.ddp
 import gradcomp.fsdp
-from gradcomp import Advanced, Block, GradientAverager, OneBit, Ternary, TernGrad
+from gradcomp import Advanced, Block, EntropyCoded, GradientAverager, OneBit, Ternary, TernGrad
 from gradcomp.allreduce import Feedback
 from gradcomp.onebit_sgd import AggregateAdagrad, LocalAdagrad
 from gradcomp.optim import OneBitAdam, SplitAdamW, SplitSGD, split_parameters
@@ -315,9 +315,11 @@ CODECS = {
     "block4": Block(4, residual_decay=1.0),
     "block4 decays": Block(4, residual_decay=0.5),
     "block8": Block(8, residual_decay=1.0),
+    "entropy": EntropyCoded(2.2, residual_decay=1.0),
+    "entropy 1.25": EntropyCoded(1.25, residual_decay=0.25),
 }
 EXCHANGES = ("all_gather", "reduce_scatter")
-FEW = ("ternary decays", "terngrad", "onebit", "block4")
+FEW = ("ternary decays", "terngrad", "onebit", "block4", "entropy")
 GATHERS_ONLY = {"terngrad own", "onebit rotated"}
 SCATTERS_ONLY = {"terngrad requantize", "terngrad bf16", "terngrad fp32"}
 SLICED = {"advanced": Advanced(slice_numel=1024)}
@@ -448,6 +450,9 @@ row(
     optimizer=partial(SplitSGD, lr=0.125),
     materializes=True,
 )
+row("ddp, fused, entropy", ddp, 3, EntropyCoded(2.2), optimizer=partial(SplitAdamW, lr=0.01))
+row("local steps, fragments, entropy", local_steps, 2, EntropyCoded(1.25), fragments=2)
+row("precondition, entropy", averager, 3, EntropyCoded(2.2), precondition=True, **SLICED)
 row("fsdp, bf16", fsdp, 2, Ternary(), dtype=torch.bfloat16)
 row("fsdp, not finite", fsdp, 2, OneBit(), bad=True)
 row("fsdp, 3 ranks", fsdp, 3, OneBit())
@@ -477,6 +482,8 @@ ON_SHADOW = [
     "1-bit adam",
     "block4, nodes",
     "onebit, all_reduce",
+    "ddp, fused, entropy",
+    "entropy, nodes",
 ]
 
 

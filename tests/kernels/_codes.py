@@ -32,6 +32,7 @@ from _tables import (
     values,
 )
 from reference import codec as ref
+from reference import entropy
 
 from gradcomp import kernels
 from gradcomp.kernels import tables
@@ -67,7 +68,11 @@ class Code(NamedTuple):
 
     @property
     def feeds_back(self) -> bool:
-        return self.name in ("onebit", "block", "nearest")
+        return self.name in ("onebit", "block", "nearest", "entropy")
+
+    @property
+    def stream_nbytes(self) -> int:
+        return int(self.option[0]) if self.name == "entropy" else 0
 
 
 def lanes(world: int) -> Code:
@@ -83,12 +88,14 @@ BLOCKS = [
     Code("block", 4, 1, 14, 15, (4,)),
     Code("block", 8, 1, 254, 255, (8,)),
 ]
+ENTROPY = [Code("entropy", 0, 1, option=(nbytes,)) for nbytes in (1126, 512, 819, 2048)]
 VALUES = [Code("values", 32, 0, option=(ref.F32,)), Code("values", 16, 0, option=(ref.BF16,))]
 FAMILIES = {
     "ternary": [TERNARY],
     "nearest": NEAREST,
     "onebit": [ONEBIT],
     "block": BLOCKS,
+    "entropy": ENTROPY,
     "values": VALUES,
     "lanes": [lanes(world) for world in WORLDS],
 }
@@ -123,6 +130,9 @@ def encoded(
         scales, codes, left = ref.block_encode(x, piece, code.bits, before, decay)
     elif code.name == "nearest":
         scales, codes, left = ref.nearest_encode(x, piece, code.option[0], before, decay)
+    elif code.name == "entropy":
+        nbytes = code.stream_nbytes
+        scales, codes, left = entropy.entropy_encode(x, piece, nbytes, before, decay)
     else:
         narrow = ref.from_float32(seen, int(code.option[0]))
         codes, seen = np.frombuffer(narrow.tobytes(), np.uint8), ref.to_float32(narrow)
@@ -140,6 +150,11 @@ def average(code: Code, codes: list[Any], scales: list[Any], piece: ref.Piece, s
     elif code.name == "block":
         decoded = [
             ref.block_decode(c, s, piece, code.bits) for c, s in zip(codes, scales, strict=True)
+        ]
+    elif code.name == "entropy":
+        decoded = [
+            entropy.entropy_decode(c, s, piece, code.stream_nbytes)
+            for c, s in zip(codes, scales, strict=True)
         ]
     else:
         kind = ARRAY_DTYPES[code.option[0]]
@@ -297,6 +312,7 @@ def code_for(code: Code, **more: Any) -> kernels.Code:
         "block": lambda: {"bits": code.bits},
         "lanes": lambda: {"world_size": int(code.option[0]), "bits": code.bits},
         "nearest": lambda: {"encoder": "nearest", "step": code.option[0]},
+        "entropy": lambda: {"stream_nbytes": code.stream_nbytes},
     }.get(code.name, dict)()
     return kernels.Code(code.decoder, **found, **more)
 
@@ -358,12 +374,29 @@ def tensor_of(table: Table, kind: str, dtype: int, rng: np.random.Generator) -> 
     return tensor
 
 
-def random_codes(code: Code, numel: int, rng: np.random.Generator) -> Any:
-    """Return packed codes that an encoder could have written."""
+def random_codes(
+    code: Code, numel: int, rng: np.random.Generator, piece: ref.Piece | None = None
+) -> Any:
+    """Return packed codes that an encoder could have written; of streams, which are those of
+    `piece`, any bytes but for tables that do not exist.
+    """
+    if code.name == "entropy":
+        return random_streams(piece or ref.Piece(numel, entropy.STREAM_NUMEL), code, rng)
     if code.name == "values":
         x = values(str(rng.choice(KINDS)), numel, int(code.option[0]), rng)
         return np.frombuffer(x.tobytes(), np.uint8)
     return ref.pack_bits(rng.integers(0, code.top + 1, numel), code.bits, padding_of(code))
+
+
+def random_streams(piece: ref.Piece, code: Code, rng: np.random.Generator) -> Any:
+    """Return streams of random bits, some of which are mostly 0, or mostly escape symbols."""
+    streams = [np.zeros(0, np.uint8)]
+    for group in piece.groups():
+        nbytes = entropy.stream_code_nbytes(group.stop - group.start, code.stream_nbytes)
+        one = np.packbits(rng.random((nbytes, 8)) < rng.choice([0.5, 0.5, 0.05, 0.95]), axis=1)
+        one[0] = rng.integers(0, 16)
+        streams.append(one.ravel())
+    return np.concatenate(streams)
 
 
 def padding_of(code: Code) -> int:
@@ -380,7 +413,7 @@ def random_scales(count: int, rng: np.random.Generator, *, signed: bool) -> Any:
 def random_payload(code: Code, table: Table, rng: np.random.Generator) -> Any:
     payload = guarded(table.payload_nbytes, misalign=int(rng.integers(0, 8)))
     for i, piece in enumerate(table.pieces):
-        payload[table.codes(i)] = random_codes(code, piece.numel, rng)
+        payload[table.codes(i)] = random_codes(code, piece.numel, rng, piece.ref)
         count = table.per_group * len(piece.ref.groups())
         signed = code.name in ("onebit", "block")
         table.put_scales(payload, i, random_scales(count, rng, signed=signed))
@@ -388,7 +421,11 @@ def random_payload(code: Code, table: Table, rng: np.random.Generator) -> Any:
 
 
 def table_of(code: Code, parts: list[Piece], seed: int | np.random.Generator = 0) -> Table:
-    return Table(parts, code.bits, code.per_group, np.random.default_rng(seed))
+    """Return a table of pieces, whose groups are the streams of a code that has them."""
+    if code.stream_nbytes:
+        parts = [piece._replace(group_numel=entropy.STREAM_NUMEL) for piece in parts]
+    rng = np.random.default_rng(seed)
+    return Table(parts, code.bits, code.per_group, rng, code.stream_nbytes)
 
 
 def one_piece(

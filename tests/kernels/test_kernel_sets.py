@@ -8,6 +8,7 @@ updates and splits are in `test_update.py`.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import platform
 
 import numpy as np
@@ -54,7 +55,7 @@ from _tables import (
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import codec as ref
-from reference import rotation
+from reference import entropy, rotation
 
 from gradcomp.kernels import host
 from gradcomp.kernels.tables import Groups
@@ -146,7 +147,8 @@ def test_encode(
     """
     rng = np.random.default_rng(seed)
     code = code_of(family, rng)
-    table = Table(parts, code.bits, code.per_group, rng)
+    table = table_of(code, parts, rng)
+    parts = table.pieces
     source = tensor_of(
         table, "normal" if (family, kind) == ("values", "bits") else kind, dtype, rng
     )
@@ -359,7 +361,8 @@ def test_every_16_bit_pattern_converts_alike(code, row):
 def test_sum_decode(family, parts, count, shared, dtype, stream, seed):
     rng = np.random.default_rng(seed)
     code = code_of(family, rng)
-    table = Table(parts, code.bits, code.per_group, rng)
+    table = table_of(code, parts, rng)
+    parts = table.pieces
     payloads = [random_payload(code, table, rng) for _ in range(count)]
     offset = int(rng.integers(0, 16))
     want, bad = guarded(table.tensor_numel, ARRAY_DTYPES[dtype], offset), False
@@ -393,6 +396,43 @@ def test_forbidden_codes_decode_within_bounds(parts, count, shared, seed):
         with running(row) as kernels:
             decode(kernels, TERNARY, table, payloads, out, shared=shared)
         assert (out[untouched].view(np.uint8) == GUARD).all()
+
+
+@kernel_settings
+@given(
+    parts=pieces(),
+    count=st.sampled_from([1, 2, 3]),
+    misalign=st.integers(0, 7),
+    seed=SEEDS,
+)
+def test_any_bytes_of_streams_decode_alike(parts, count, misalign, seed):
+    """Tables that do not exist are those modulo 16; what is read beyond a stream is 0, so that
+    the bytes behind it count for nothing. The sign of a code times a scale of 0 is not pinned.
+    """
+    rng = np.random.default_rng(seed)
+    code = code_of("entropy", rng)
+    table = table_of(code, parts, rng)
+    payloads = [guarded(table.payload_nbytes, misalign=misalign) for _ in range(count)]
+    for payload, (i, piece) in itertools.product(payloads, enumerate(table.pieces)):
+        payload[table.codes(i)] = rng.choice([0, 255, 77, 200], len(payload[table.codes(i)]))
+        if rng.random() < 0.5:
+            payload[table.codes(i)] = rng.integers(0, 256, len(payload[table.codes(i)]))
+        scales = rng.choice(
+            np.float32([0, 1, 1e-40, entropy.LARGEST_STEP]), len(piece.ref.groups())
+        )
+        table.put_scales(payload, i, scales)
+    want, first = guarded(table.tensor_numel, np.float32), None
+    for i, piece in enumerate(table.pieces):
+        codes = [p[table.codes(i)] for p in payloads]
+        scales = [table.get_scales(p, i) for p in payloads]
+        want[table.data(i)] = average(code, codes, scales, piece.ref, False)
+    for row in SETS:
+        out = guarded(table.tensor_numel, np.float32)
+        with running(row) as kernels:
+            decode(kernels, code, table, payloads, out)
+        first = out if first is None else first
+        same_bytes(out, first, row.tier)
+        same_bytes(out + np.float32(0), want + np.float32(0), row.tier)
 
 
 @pytest.mark.parametrize("row", SETS, ids=str)

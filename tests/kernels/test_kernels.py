@@ -4,10 +4,13 @@ and the bytes around outputs untouched. `test_kernel_sets.py` has the operations
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from _codes import (
     BLOCKS,
+    ENTROPY,
     FAMILIES,
     NULL,
     ONEBIT,
@@ -49,6 +52,7 @@ from _tables import (
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import codec as ref
+from reference import entropy
 from reference import payload as ref_payload
 
 
@@ -107,7 +111,7 @@ def test_ternary_scales(lengths, sigma, kind, seed):
 # ---- encoders ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("number", TIERS)
 @pytest.mark.parametrize("numel", [1, 31, 100, 4097, 40000])
-@pytest.mark.parametrize("family", ["onebit", "block", "nearest"])
+@pytest.mark.parametrize("family", ["onebit", "block", "nearest", "entropy"])
 def test_encoders_add_up_what_a_decay_drops(family, numel, number):
     """(1 - d) * sum |r|, a number a segment; r is what the same call leaves with a decay of 1."""
     code = FAMILIES[family][0]
@@ -148,7 +152,7 @@ def test_ternary_sum_lanes(parts, count, seed):
 
 
 # ---- validators ----------------------------------------------------------------------------------
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("nearest", "values")])
+@pytest.mark.parametrize("family", ["ternary", "onebit", "block", "lanes"])
 @kernel_settings
 @given(numel=st.sampled_from([*LENGTHS[1:], 1000, 1030]), start=st.sampled_from([0, 8]), seed=SEEDS)
 def test_validators_find_a_single_bad_bit(family, numel, start, seed):
@@ -178,6 +182,22 @@ def test_validators_find_a_single_bad_bit(family, numel, start, seed):
         codes[int(rng.integers(0, numel))] = code.forbidden
         payload[table.codes(1)] = ref.pack_bits(codes, code.bits, padding_of(code))
         assert statuses() == {lib.GC_LANE_RANGE if family == "lanes" else lib.GC_FORBIDDEN_CODE}
+
+
+@pytest.mark.parametrize("number", TIERS)
+@pytest.mark.parametrize("code", ENTROPY, ids=str)
+def test_validators_find_a_table_that_does_not_exist(code, number):
+    """Of any stream of any piece; the other bytes may be anything."""
+    table = table_of(code, [Piece(0, 64, 64, 0), Piece(8, 12_300, 1, 1)])
+    payload = random_payload(code, table, np.random.default_rng(0))
+    sizes = [entropy.stream_code_nbytes(n, code.stream_nbytes) for n in (4088, 4096, 4096)]
+    first, second = (int(table.rows["codes"][i]) for i in (0, 1))
+    for at in (first, *(second + np.cumsum([0, *sizes])).tolist()):
+        for value, status in ((15, lib.GC_OK), (16, lib.GC_FORBIDDEN_CODE), (3, lib.GC_OK)):
+            payload[at] = value
+            with tier(number):
+                source = pointer(payload, "const uint8_t *")
+                assert call_validate(code, source, table.pointer, 2) == status
 
 
 def scale_patterns():
@@ -353,8 +373,10 @@ def test_bad_arguments_are_refused(number):
     def encodes(code, source=m.src, dtype=0, rows=rows, payload=m.payload, seen=seen, **more):
         return call_encode(code, source, dtype, rows, 1, payload, seen, **more)
 
-    def decodes(code, payloads=one, count=1, out=out, dtype=0, flags=0):
+    def decodes(code, payloads=one, count=1, out=out, dtype=0, flags=0, rows=rows):
         return call_decode(code, payloads, count, rows, 1, out, dtype, flags, seen, True)
+
+    streams = table_of(ENTROPY[0], [Piece(0, 8, 8, 0)]).pointer
 
     with tier(number):
         calls = {
@@ -375,6 +397,15 @@ def test_bad_arguments_are_refused(number):
             "decay of blocks": encodes(BLOCKS[0], decay=2.0),
             "bits of a block": encodes(BLOCKS[0]._replace(option=(3,))),
             "bits of a decoded block": decodes(BLOCKS[0]._replace(option=(16,))),
+            "groups that are no streams": encodes(ENTROPY[0]),
+            "groups that are no streams, decoded": decodes(ENTROPY[0]),
+            **{
+                f"{calls.__name__} streams of {n}": calls(
+                    ENTROPY[0]._replace(option=(n,)), rows=streams
+                )
+                for calls, n in itertools.product((encodes, decodes), (0, 511, 2049, 2**32 - 1))
+            },
+            "decay of streams": encodes(ENTROPY[0], rows=streams, decay=2.0),
             "value dtype": encodes(VALUES[0]._replace(option=(2,))),
             "value dtype decoded": decodes(VALUES[0]._replace(option=(2,))),
             "no payload": decodes(TERNARY, count=0),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 import sys
 from fractions import Fraction
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from reference import codec as ref
+from reference import entropy
 from reference import payload as ref_payload
 
 VECTORS = Path(__file__).parents[1] / "vectors"
@@ -54,7 +56,7 @@ def test_reference_reproduces_frozen_vectors(name: str) -> None:
 
 
 def test_vector_files_stay_small() -> None:
-    assert sum(f.stat().st_size for f in VECTORS.glob("*.json")) < 500_000
+    assert sum(f.stat().st_size for f in VECTORS.glob("*.json")) < 600_000
 
 
 # ---- random numbers, checksum --------------------------------------------------------------------
@@ -424,6 +426,90 @@ def test_float_average_adds_in_payload_order() -> None:
         f32(1) * (np.float32(1) / np.float32(3))
     )
     assert bits(ref.float_average([one, big, -big])) == bits(f32(0))
+
+
+# ---- entropy-coded codes -------------------------------------------------------------------------
+@pytest.mark.parametrize("number", range(16))
+def test_entropy_tables_are_prefix_codes_near_the_entropy(number: int) -> None:
+    """Every bit string begins with one symbol, and a mean pair takes little more than its entropy,
+    or the one bit that any symbol takes.
+    """
+    weights = entropy.WEIGHTS[number]
+    single = np.array([*weights[:0:-1], *weights], float) / 2**14
+    pairs = np.outer(single, single)
+    lengths = entropy.table(number).lengths[1:16, 1:16]
+    escapes = entropy.table(number).escapes[1:16, 1:16]
+    sizes = [1 / 2**n for n in (*lengths[~escapes], entropy.table(number).lengths[0, 0])]
+    assert sum(sizes) == 1
+    assert all(read[0] for read in entropy.table(number).read)
+    assert (escapes == (pairs == 0)).all()
+    assert 0 < 1 - pairs.sum() < 0.12
+    bound = -(pairs[pairs > 0] * np.log2(pairs[pairs > 0])).sum()
+    assert bound <= (pairs * lengths).sum() + 0.01 < max(bound + 0.25, 1.1)
+
+
+def test_package_merge_of_a_worked_example() -> None:
+    """Weights whose unlimited code has lengths 1, 2, 3, 4, 5, 5."""
+    weights = [32, 16, 8, 4, 2, 1]
+    assert entropy.code_lengths(weights, 11) == [1, 2, 3, 4, 5, 5]
+    assert entropy.code_lengths(weights, 4) == [1, 2, 4, 4, 4, 4]
+    assert entropy.code_lengths(weights, 3) == [2, 2, 3, 3, 3, 3]
+
+
+def test_entropy_codes_are_laid_out_as_drawn() -> None:
+    """Four elements are two pairs, one of each half: behind the table's number one from the first
+    byte on, one from the last byte back. Table 7 knows pairs of -1, 0, 1 alone.
+    """
+    pairs = np.array([[0, 0], [0, -300]])
+    assert entropy.pack_pairs(pairs[:1], 7).tolist() == [0]
+    escape, length = (int(a[0, 0]) for a in (entropy.table(7).symbols, entropy.table(7).lengths))
+    # nothing for 0; 300 = 1 0010 1100 has 9 bits, is negative, and 0010 1100 is below its top bit
+    written = escape | (0 | 9 << 4 | 1 << 8 | 0b00101100 << 9) << length
+    assert entropy.pack_pairs(pairs[1:], 7).tobytes() == written.to_bytes(
+        -(-(length + 17) // 8), "little"
+    )
+    assert entropy.unpack_pairs(entropy.pack_pairs(pairs, 7), 2, 7) == [0, 0, 0, -300]
+    scales, codes, _ = entropy.entropy_encode(f32(-1, 0, 3, 0.2, -2), ref.Piece(5, 4096), 512)
+    assert codes.tobytes() == bytes.fromhex("0DEE060005")  # the example of wire-format.md
+    decoded = entropy.entropy_decode(codes, scales, ref.Piece(5, 4096), 512)
+    assert bits(decoded) == bits(scales * f32(-2, 0, 6, 0, -4))
+
+
+def test_entropy_tables_are_the_documented_ones() -> None:
+    document = (VECTORS.parents[1] / "docs/reference/wire-format.md").read_text()
+    found = re.findall(r"^\| (\d+) \|((?: \d+ \|){8})", document, re.MULTILINE)
+    rows = [(int(number), tuple(map(int, row.split("|")[:8]))) for number, row in found]
+    assert rows == list(enumerate(entropy.WEIGHTS))
+
+
+@pytest.mark.parametrize("numel", [*range(1, 65), 500, 1000, 4095, 4096])
+def test_the_largest_step_fits_whatever_the_codes(numel: int) -> None:
+    """At 2^(255/32 - 4) root mean squares, codes c have sum (|c| - 1/2)^2 <= numel / step^2: so
+    few are not 0 that the table for them fits them into 1 bit a value, each in a pair of its own.
+    """
+    step, room = 2 ** (255 / 32 - 4), entropy.stream_code_nbytes(numel, 512)
+    pairs, fours = (numel + 1) // 2, numel / step**2
+    for c4 in range(int(fours / 3.5**2) + 1):
+        for c3 in range(int((threes := fours - c4 * 3.5**2) / 2.5**2) + 1):
+            for c2 in range(int((twos := threes - c3 * 2.5**2) / 1.5**2) + 1):
+                counts = np.zeros(9, np.int64)
+                counts[1:5] = int((twos - c2 * 1.5**2) / 0.5**2), c2, c3, c4
+                counts[0] = numel - counts.sum()
+                number = int(np.argmin([counts @ entropy.table(t).costs for t in range(16)]))
+                worst = [worst_bits(number, c) for c in range(5)]
+                bits = (pairs - counts[1:].sum()) * worst[0] + counts[1:5] @ worst[1:]
+                assert 8 + bits + 14 <= 8 * room, (counts, number)
+
+
+def worst_bits(number: int, code: int) -> int:
+    """Return the most bits of a pair of 0 and a code, over signs and order."""
+    of = entropy.table(number)
+    sizes = []
+    for a, b in ((0, code), (0, -code), (code, 0), (-code, 0)):
+        where = a + entropy.OUT, b + entropy.OUT
+        behind = 8 + code.bit_length() if of.escapes[where] else 0
+        sizes.append(int(of.lengths[where]) + behind)
+    return max(sizes)
 
 
 # ---- payloads ------------------------------------------------------------------------------------

@@ -13,7 +13,15 @@ from _ranks import run_local
 from _shadow import Shadow, ShadowKernels, shadowed
 from torch import nn
 
-from gradcomp import Advanced, GradientAverager, OneBit, Ternary, UnsupportedTensor, kernels
+from gradcomp import (
+    Advanced,
+    EntropyCoded,
+    GradientAverager,
+    OneBit,
+    Ternary,
+    UnsupportedTensor,
+    kernels,
+)
 
 NATIVE = kernels.of(kernels.CPU)
 
@@ -115,6 +123,7 @@ def averaged(comm, steps, codec, **options):
         (OneBit(), {}),
         (Ternary(), {"advanced": Advanced(slice_numel=2048)}),
         (OneBit(rotate=True), {}),
+        (EntropyCoded(2.2), {"advanced": Advanced(slice_numel=2048)}),
     ],
     ids=str,
 )

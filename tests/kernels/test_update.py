@@ -17,7 +17,7 @@ from _tables import ARRAY_DTYPES, GUARD, guarded, same_bytes, values
 from reference import codec as ref
 from reference import optim
 
-from gradcomp import Block, Identity, OneBit, TernGrad
+from gradcomp import Block, EntropyCoded, Identity, OneBit, TernGrad
 from gradcomp.errors import NativeError
 from gradcomp.kernels import CPU, Code, Payloads, native, of
 from gradcomp.kernels.rules import NO_RULE, RULE, TARGET, Flag, Kind
@@ -306,14 +306,18 @@ def test_squares(row):
         assert not norms[1::2].any()
 
 
-UPDATE_NUMEL = 2048  # elements of payloads that are decoded, and whose squares are added, at a time
-
-
 @pytest.mark.parametrize("row", SETS, ids=str)
-def test_squares_of_payloads_are_those_of_their_average(row):
-    codec, n, group = TernGrad(scale="own"), 70_003, 9_600
+@pytest.mark.parametrize(
+    ("codec", "group", "decoded_numel"),  # elements that are decoded at a time
+    [(TernGrad(scale="own"), 9_600, 2048), (EntropyCoded(2.2), 4096, 4096)],
+    ids=["terngrad", "entropy"],
+)
+def test_squares_of_payloads_are_those_of_their_average(codec, group, decoded_numel, row):
+    n = 70_003
     slot = Slot(0, n, group, True, 0)
-    layout = PayloadLayout(codec.form, whole_pieces([slot]), segmented=False)
+    layout = PayloadLayout(
+        codec.form, whole_pieces([slot]), segmented=False, whole_groups=codec.whole_groups
+    )
     generator = torch.Generator().manual_seed(0)
     codec = codec.of_groups(group)
     payloads = [
@@ -330,11 +334,11 @@ def test_squares_of_payloads_are_those_of_their_average(row):
             layout.packed, np.zeros(1, TARGET), rule(Kind.SQUARES, ""), source, norms=norms
         )
     for start, numel in layout.packed.rows[["start", "numel"]].tolist():
-        runs = [
-            decoded[first : min(first + UPDATE_NUMEL, start + numel)]
-            for first in range(start, start + numel, UPDATE_NUMEL)
-        ]
-        wanted.append(sum((optim.squares(run) for run in runs), 0.0))
+        values = decoded[start : start + numel]
+        parts = [values[i : i + decoded_numel] for i in range(0, numel, decoded_numel)]
+        sums = [[optim.squares(part[i : i + 2048]) for i in range(0, len(part), 2048)]
+                for part in parts]  # fmt: skip
+        wanted.append(sum((sum(one, 0.0) for one in sums), 0.0))
     assert norms[::2].tolist() == wanted
     assert len(wanted) > 1
     assert not norms[1::2].any()
@@ -378,6 +382,8 @@ def payload_cases():
     yield "onebit", OneBit(group="row"), 4
     yield "block 2", Block(2), 3
     yield "block 4", Block(4, group=100), 2
+    yield "entropy", EntropyCoded(2.2), 3
+    yield "entropy, one", EntropyCoded(1), 1
     yield "values", Identity(), 2
     yield "bf16", Identity("bf16"), 2
 

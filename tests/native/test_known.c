@@ -96,6 +96,10 @@ static void test_arguments(void)
                                 payload, &flag));
         REFUSED(gc_nearest_encode(src, GC_F32, wrong[i], 1, 1.8, residual, residual, NULL, 1.0f,
                                   NULL, payload, &flag));
+        REFUSED(gc_entropy_encode(src, GC_F32, wrong[i], 1, 1126, residual, residual, NULL, 1.0f,
+                                  NULL, payload, &flag));
+        REFUSED(gc_entropy_sum_decode(payloads, 2, 1126, wrong[i], 1, out, GC_F32, 0, &flag));
+        REFUSED(gc_entropy_validate(payload, 1126, wrong[i], 1));
         REFUSED(gc_values_encode(src, GC_F32, wrong[i], 1, GC_F32, payload, &flag));
         REFUSED(gc_ternary_sum_decode(payloads, 2, 1, wrong[i], 1, out, GC_F32, 0, &flag));
         REFUSED(gc_onebit_sum_decode(payloads, 2, wrong[i], 1, out, GC_F32, 0, &flag));
@@ -123,6 +127,18 @@ static void test_arguments(void)
             REFUSED(gc_block_sum_decode(payloads, 2, bits, &good, 1, out, GC_F32, 0, &flag));
             REFUSED(gc_block_validate(payload, bits, &good, 1));
         }
+    gc_segment stream = good; /* groups are streams, of 512 to 2,048 bytes */
+    stream.group_numel = GC_STREAM_NUMEL;
+    REFUSED(gc_entropy_validate(payload, 1126, &good, 1));
+    CHECK(gc_entropy_validate(payload, 1126, &stream, 1) == GC_OK);
+    static const uint32_t sizes[] = {0, 4, GC_STREAM_NBYTES_LEAST - 1, GC_STREAM_NBYTES_MOST + 1,
+                                     UINT32_MAX};
+    for (int i = 0; i < 5; i++) {
+        REFUSED(gc_entropy_encode(src, GC_F32, &stream, 1, sizes[i], NULL, NULL, NULL, 1.0f, NULL,
+                                  payload, &flag));
+        REFUSED(gc_entropy_sum_decode(payloads, 2, sizes[i], &stream, 1, out, GC_F32, 0, &flag));
+        REFUSED(gc_entropy_validate(payload, sizes[i], &stream, 1));
+    }
     REFUSED(gc_values_encode(src, GC_F32, &good, 1, GC_F16, payload, &flag));
     REFUSED(gc_ternary_sum_decode(payloads, 0, 1, &good, 1, out, GC_F32, 0, &flag));
     REFUSED(gc_ternary_sum_decode(payloads, 32768, 1, &good, 1, out, GC_F32, 0, &flag));

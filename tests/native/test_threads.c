@@ -8,6 +8,7 @@ enum { THREADS = 4, PART_NUMEL = 4096, NUMEL = THREADS * PART_NUMEL };
 
 static float tensor[NUMEL], residual[NUMEL], decoded[NUMEL], weights[NUMEL];
 static uint8_t ternary[4 + NUMEL / 4], onebit[8 * THREADS + NUMEL / 8];
+static uint8_t entropy[THREADS * GC_STREAM_NBYTES_LEAST];
 static gc_block blocks[NUMEL / GC_BLOCK_NUMEL];
 static uint32_t nonfinite;
 static pthread_barrier_t ready;
@@ -19,11 +20,14 @@ static void *work(void *number)
     uint32_t part = *(const uint32_t *)number, first = part * PART_NUMEL;
     gc_segment a = {first, first,      4 + first / 4, 0, first / GC_BLOCK_NUMEL,
                     first, PART_NUMEL, NUMEL,         1},
-               b = a;
+               b = a, c = a;
     b.codes = 8 * THREADS + first / 8;
     b.scales = 8 * part;
     b.group_numel = PART_NUMEL;
-    const uint8_t *payload = ternary, *bits = onebit;
+    c.scales = part * GC_STREAM_NBYTES_LEAST;
+    c.codes = c.scales + 4;
+    c.group_numel = GC_STREAM_NUMEL;
+    const uint8_t *payload = ternary, *bits = onebit, *streams = entropy;
     gc_rng_key key = {1, 2, 3, 0};
     gc_rule rule = {.kind = GC_SGD, .step_size = -0.1f};
     gc_target target = {.weight = (uint64_t)(uintptr_t)weights, .rule = 0};
@@ -35,6 +39,10 @@ static void *work(void *number)
     check_ok(gc_ternary_encode(tensor, GC_F32, &a, 1, ternary, key, &nonfinite));
     check_ok(gc_onebit_encode(tensor, GC_F32, &b, 1, NULL, residual, NULL, 1.0f, NULL, NULL, onebit,
                               &nonfinite));
+    check_ok(gc_entropy_encode(tensor, GC_F32, &c, 1, GC_STREAM_NBYTES_LEAST, NULL, NULL, NULL,
+                               1.0f, NULL, entropy, &nonfinite)); /* the first makes the tables */
+    check_ok(gc_entropy_sum_decode(&streams, 1, GC_STREAM_NBYTES_LEAST, &c, 1, decoded, GC_F32, 0,
+                                   &nonfinite));
     check_ok(gc_ternary_sum_decode(&payload, 1, 1, &a, 1, decoded, GC_F32, 0, &nonfinite));
     check_ok(gc_onebit_sum_decode(&bits, 1, &b, 1, decoded, GC_F32, GC_STREAM, &nonfinite));
     check_ok(gc_update(&from, &of_weights, 1, &target, 1, &rule, 1, NULL, &nonfinite));

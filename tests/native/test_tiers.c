@@ -77,15 +77,53 @@ static void *make_source(const test_case *c, int slot)
 }
 
 /* Place scales and codes, in either order, at odd offsets; returns the payload's size. */
-static size_t place(test_case *c, uint32_t scales_per_group, uint32_t bits)
+static size_t place_codes(test_case *c, uint32_t scales_per_group, uint64_t codes)
 {
     uint64_t scales = 4ull * scales_per_group * group_count(&c->segment);
-    uint64_t codes = ((uint64_t)c->segment.numel * bits + 7) / 8, gap = random_below(6),
-             first = random_below(4);
+    uint64_t gap = random_below(6), first = random_below(4);
     int scales_first = random_below(2) != 0;
     c->segment.scales = scales_first ? first : first + codes + gap;
     c->segment.codes = scales_first ? first + scales + gap : first;
     return first + scales + gap + codes + (c->where == AT_START ? 3 : 0);
+}
+
+static size_t place(test_case *c, uint32_t scales_per_group, uint32_t bits)
+{
+    return place_codes(c, scales_per_group, ((uint64_t)c->segment.numel * bits + 7) / 8);
+}
+
+/* Elements of the stream in which element `first` of a segment begins one. */
+static uint32_t stream_numel(const gc_segment *s, uint32_t first)
+{
+    uint32_t left = GC_STREAM_NUMEL - (s->start + first) % GC_STREAM_NUMEL;
+    return left < s->numel - first ? left : s->numel - first;
+}
+
+static uint32_t stream_nbytes_of(uint32_t numel, uint32_t stream_nbytes)
+{
+    return numel == GC_STREAM_NUMEL
+               ? stream_nbytes - 4
+               : (numel * stream_nbytes + GC_STREAM_NUMEL - 1) / GC_STREAM_NUMEL + 4;
+}
+
+/* Groups become streams; returns the bytes of their codes. */
+static size_t make_streams(test_case *c, uint32_t stream_nbytes)
+{
+    size_t nbytes = 0;
+    c->segment.group_numel = GC_STREAM_NUMEL;
+    for (uint32_t i = 0, numel; i < c->segment.numel; i += numel) {
+        numel = stream_numel(&c->segment, i);
+        nbytes += stream_nbytes_of(numel, stream_nbytes);
+    }
+    return nbytes;
+}
+
+static uint32_t random_stream_nbytes(void)
+{
+    static const uint32_t some[] = {GC_STREAM_NBYTES_LEAST, 640, 1126, GC_STREAM_NBYTES_MOST};
+    return random_below(3) ? some[random_below(4)]
+                           : GC_STREAM_NBYTES_LEAST + random_below(GC_STREAM_NBYTES_MOST -
+                                                                   GC_STREAM_NBYTES_LEAST + 1);
 }
 
 static void put_scales(uint8_t *payload, const test_case *c, uint32_t scales_per_group,
@@ -262,6 +300,40 @@ static void test_nearest_encode(test_case c)
             CHECK(memcmp(&residual[i], &before[i], 4) == 0);
 }
 
+static void test_entropy_encode(test_case c)
+{
+    uint32_t stream_nbytes = random_stream_nbytes();
+    size_t code_nbytes = make_streams(&c, stream_nbytes);
+    const void *src = make_source(&c, TENSOR);
+    float decay = random_below(2) ? 1.0f : 0.25f;
+    size_t nbytes = place_codes(&c, 1, code_nbytes), residual_nbytes = 4 * c.residual_numel;
+    if (random_below(4) == 0) /* groups whose gradient is zero, with a residual */
+        memset((uint8_t *)src + c.segment.data * size_of(c.dtype), 0,
+               c.segment.numel / 2 * size_of(c.dtype));
+    uint8_t *payload = guarded(PAYLOAD, nbytes, c.where, CANARY);
+    float *before = guarded(RESIDUAL, residual_nbytes, c.where, 0);
+    float *residual = guarded(OUTPUT, residual_nbytes, c.where, 0);
+    fill_tensor(before, GC_F32, c.residual_numel, random_below(4) ? NORMAL : c.kind);
+    int mode = (int)random_below(4); /* no residual, separate planes, in place, none kept */
+    const float *in = mode == 0 ? NULL : mode == 2 ? residual : before;
+    float *out = mode == 3 ? NULL : residual;
+    /* Both outputs are compared: the payload here, the residual in the second run. */
+    ON_EVERY_TIER(gc_entropy_encode(src, c.dtype, &c.segment, 1, stream_nbytes, in, out, NULL,
+                                    decay, NULL, payload, &flag),
+                  PAYLOAD, payload, nbytes, c.where,
+                  (memset(payload, CANARY, nbytes), memcpy(residual, before, residual_nbytes)));
+    check_untouched(payload, nbytes, &c.segment, 4 * (size_t)group_count(&c.segment), code_nbytes);
+    /* a stream that does not fit would keep the canary, which is no table */
+    CHECK(gc_entropy_validate(payload, stream_nbytes, &c.segment, 1) == GC_OK);
+    ON_EVERY_TIER(gc_entropy_encode(src, c.dtype, &c.segment, 1, stream_nbytes, in, out, NULL,
+                                    decay, NULL, payload, &flag),
+                  OUTPUT, residual, residual_nbytes, c.where,
+                  memcpy(residual, before, residual_nbytes));
+    for (size_t i = 0; i < c.residual_numel; i++)
+        if (mode == 3 || i < c.segment.residual || i >= c.segment.residual + c.segment.numel)
+            CHECK(memcmp(&residual[i], &before[i], 4) == 0);
+}
+
 static void test_values(test_case c)
 {
     const void *src = make_source(&c, TENSOR);
@@ -359,6 +431,36 @@ static void test_sum_decode(test_case c, decoder which, int hostile)
         check_outside(&c, out);
     }
 #undef DECODE
+}
+
+/* Any bytes decode to the same values on every tier; those of a table that does not exist are
+ * found. */
+static void test_entropy_decode(test_case c)
+{
+    const uint8_t *payloads[MAX_PAYLOADS_HERE];
+    uint32_t stream_nbytes = random_stream_nbytes();
+    size_t code_nbytes = make_streams(&c, stream_nbytes),
+           count = random_payload_count(c.segment.numel), nbytes = place_codes(&c, 1, code_nbytes),
+           out_nbytes = c.tensor_numel * size_of(c.out_dtype);
+    make_payloads(&c, count, nbytes, 1, 0, 1, payloads);
+    for (size_t p = 0; p < count && p < 30; p++) { /* long runs of one symbol, or of escapes */
+        uint8_t *codes = (uint8_t *)payloads[p] + c.segment.codes;
+        if (code_nbytes && random_below(3) == 0)
+            memset(codes, random_below(2) ? (int)random_below(256) : 0, code_nbytes);
+        gc_status wanted = GC_OK;
+        size_t at = 0;
+        for (uint32_t i = 0, numel; i < c.segment.numel; i += numel) {
+            numel = stream_numel(&c.segment, i);
+            wanted = codes[at] > 15 ? GC_FORBIDDEN_CODE : wanted;
+            at += stream_nbytes_of(numel, stream_nbytes);
+        }
+        CHECK(gc_entropy_validate(payloads[p], stream_nbytes, &c.segment, 1) == wanted);
+    }
+    uint8_t *out = guarded(OUTPUT, out_nbytes, c.where, CANARY);
+    ON_EVERY_TIER(gc_entropy_sum_decode(payloads, count, stream_nbytes, &c.segment, 1, out,
+                                        c.out_dtype, c.flags, &flag),
+                  OUTPUT, out, out_nbytes, c.where, memset(out, CANARY, out_nbytes));
+    check_outside(&c, out);
 }
 
 static unsigned bits_of_lanes(size_t count)
@@ -510,6 +612,8 @@ static void run_case(uint32_t numel)
     test_onebit_encode(make_case(numel));
     test_block_encode(make_case(numel));
     test_nearest_encode(make_case(numel));
+    test_entropy_encode(make_case(numel));
+    test_entropy_decode(make_case(numel));
     test_values(make_case(numel));
     test_sum_decode(make_case(numel), (decoder)random_below(DECODER_COUNT), 0);
     test_sum_decode(make_case(numel), TERNARY_OWN, 0);

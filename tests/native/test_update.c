@@ -280,6 +280,7 @@ typedef enum {
     LANES,
     BLOCK2,
     BLOCK8,
+    ENTROPY,
     FORM_COUNT
 } form_name;
 
@@ -289,7 +290,24 @@ static uint32_t group_count(const gc_segment *s)
                     : 0;
 }
 
-/* Give segments scales and codes at odd offsets of a payload; returns its size. */
+enum { STREAM_NBYTES = 1126 };
+
+/* Bytes of the codes of a segment whose groups are streams. */
+static uint64_t streams_nbytes(const gc_segment *s)
+{
+    uint64_t nbytes = 0;
+    for (uint32_t i = 0, numel; i < s->numel; i += numel) {
+        numel = GC_STREAM_NUMEL - (s->start + i) % GC_STREAM_NUMEL;
+        numel = numel < s->numel - i ? numel : s->numel - i;
+        nbytes += numel == GC_STREAM_NUMEL ? STREAM_NBYTES - 4
+                                           : (numel * STREAM_NBYTES + GC_STREAM_NUMEL - 1) /
+                                                     GC_STREAM_NUMEL + 4;
+    }
+    return nbytes;
+}
+
+/* Give segments scales and codes at odd offsets of a payload; returns its size. `bits` 0: of
+ * streams. */
 static size_t place(gc_segment *segments, size_t count, uint32_t scales_per_group, unsigned bits)
 {
     uint64_t nbytes = random_below(4);
@@ -297,7 +315,8 @@ static size_t place(gc_segment *segments, size_t count, uint32_t scales_per_grou
         segments[s].scales = nbytes;
         segments[s].codes = nbytes + 4ull * scales_per_group * group_count(&segments[s]) +
                             random_below(3);
-        nbytes = segments[s].codes + ((uint64_t)segments[s].numel * bits + 7) / 8;
+        nbytes = segments[s].codes + (bits ? ((uint64_t)segments[s].numel * bits + 7) / 8
+                                           : streams_nbytes(&segments[s]));
     }
     return nbytes;
 }
@@ -345,6 +364,9 @@ static gc_status decode(const gc_gradients *g, const gc_segment *segments, size_
     case GC_FROM_BLOCK:
         return gc_block_sum_decode(g->payloads, g->payload_count, g->code_bits, segments, count,
                                    out, g->dtype, 0, flag);
+    case GC_FROM_ENTROPY:
+        return gc_entropy_sum_decode(g->payloads, g->payload_count, g->stream_nbytes, segments,
+                                     count, out, g->dtype, 0, flag);
     case GC_FROM_LANES:
         return gc_lanes_decode(g->payloads[0], g->world_size, g->lane_bits, segments, count, out,
                                g->dtype, 0, flag);
@@ -359,15 +381,18 @@ static gc_status decode(const gc_gradients *g, const gc_segment *segments, size_
 static void test_payloads(uint32_t kind, int storage, int dtype, uint32_t start, uint32_t numel,
                           form_name form)
 {
-    static const uint32_t scales[] = {1, 1, 2, 0, 0, 1, 1, 1};
-    static const int from[] = {GC_FROM_TERNARY, GC_FROM_TERNARY, GC_FROM_ONEBIT, GC_FROM_VALUES,
-                               GC_FROM_VALUES,  GC_FROM_LANES,   GC_FROM_BLOCK,  GC_FROM_BLOCK};
+    static const uint32_t scales[] = {1, 1, 2, 0, 0, 1, 1, 1, 1};
+    static const int from[] = {GC_FROM_TERNARY, GC_FROM_TERNARY, GC_FROM_ONEBIT,
+                               GC_FROM_VALUES,  GC_FROM_VALUES,  GC_FROM_LANES,
+                               GC_FROM_BLOCK,   GC_FROM_BLOCK,   GC_FROM_ENTROPY};
     parameter p = make_parameter(start, numel, storage, dtype);
     gc_rule rule = make_rule(kind, storage, random_below(VARIANTS));
     gc_segment segments[MAX_SEGMENTS];
     size_t count = cut(&p, segments, MAX_SEGMENTS),
            world = 1 + random_below(random_below(2) ? 8 : 32767);
-    unsigned lane_bits = bits_of_lanes(world), bits[] = {2, 2, 1, 32, 16, lane_bits, 2, 8};
+    unsigned lane_bits = bits_of_lanes(world), bits[] = {2, 2, 1, 32, 16, lane_bits, 2, 8, 0};
+    for (size_t s = 0; form == ENTROPY && s < count; s++)
+        segments[s].group_numel = GC_STREAM_NUMEL;
     size_t nbytes = place(segments, count, scales[form], bits[form]);
     size_t payload_count = form == LANES ? 1 : 1 + random_below(MAX_PAYLOADS_HERE);
     const uint8_t *payloads[MAX_PAYLOADS_HERE];
@@ -382,7 +407,8 @@ static void test_payloads(uint32_t kind, int storage, int dtype, uint32_t start,
                            .shared = form == TERNARY_SHARED,
                            .value_dtype = form == VALUES_BF16 ? GC_BF16 : GC_F32,
                            .lane_bits = lane_bits,
-                           .code_bits = form == BLOCK2 ? 2 : 8};
+                           .code_bits = form == BLOCK2 ? 2 : 8,
+                           .stream_nbytes = STREAM_NBYTES};
     size_t used = strlen(case_name);
     snprintf(case_name + used, sizeof case_name - used, " form %d payloads %zu segments %zu", form,
              payload_count, count);

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradcomp.ddp
-from gradcomp import GradcompError, OneBit, PeerMismatch, Ternary, TernGrad
+from gradcomp import EntropyCoded, GradcompError, OneBit, PeerMismatch, Ternary, TernGrad
 from gradcomp.amp import DynamicLossScaler
 from gradcomp.optim import (
     SplitAdagrad,
@@ -43,6 +43,8 @@ CODECS = {
     "ternary scatter": (Ternary(), "reduce_scatter"),
     "onebit gather": (OneBit(), "all_gather"),
     "onebit scatter": (OneBit(group=33), "reduce_scatter"),
+    "entropy gather": (EntropyCoded(2.2, residual_decay=0.25), "all_gather"),
+    "entropy scatter": (EntropyCoded(1.25), "reduce_scatter"),
     "identity": ("identity", "reduce_scatter"),
     "hierarchical": (OneBit(), "hierarchical"),
 }

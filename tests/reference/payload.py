@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from reference import codec as ref
+from reference import entropy
 from reference.codec import BF16, F16, F32, Array, Bytes, Floats, Key, Piece, to_float32
 
 IDENTITY, TERNARY, ONEBIT, LANES, BF16_VALUES = 1, 2, 3, 4, 5  # codecs, as in the header
 BLOCKS = {6: 2, 7: 4, 8: 8}  # those of evenly spaced levels, with their bits
-SCALES_PER_GROUP = {IDENTITY: 0, BF16_VALUES: 0, TERNARY: 1, LANES: 1, ONEBIT: 2}
+ENTROPY = 10
+SCALES_PER_GROUP = {IDENTITY: 0, BF16_VALUES: 0, TERNARY: 1, LANES: 1, ONEBIT: 2, ENTROPY: 1}
 SCALES_PER_GROUP |= dict.fromkeys(BLOCKS, 1)
 CODE_BITS = {IDENTITY: 32, TERNARY: 2, ONEBIT: 1, BF16_VALUES: 16, **BLOCKS}  # LANES: lane_bits
 NONFINITE, SEGMENTED = 1, 2  # header flags
@@ -86,9 +88,15 @@ def unpack_payload(payload: bytes, world_size: int = 1) -> tuple[Header, Floats,
     require("numel", numel <= MAX_NUMEL, numel)
     per_group, bits = SCALES_PER_GROUP[codec], CODE_BITS.get(codec) or ref.lane_bits(world_size)
     require("group_numel", group_numel == max(numel, 1) or (per_group and numel), group_numel)
+    fixed = entropy.STREAM_NUMEL if codec == ENTROPY and numel else group_numel
+    require("group_numel", group_numel == fixed, group_numel)
     require("scale_count", scale_count == -(-numel // group_numel) * per_group, scale_count)
     codes_start = HEADER.size + 4 * scale_count
-    size = codes_start + (numel * bits + 7) // 8
+    if codec == ENTROPY:
+        nbytes = entropy.stream_nbytes(numel, len(payload) - codes_start)
+        size = codes_start + entropy.whole_nbytes(numel, nbytes)
+    else:
+        size = codes_start + (numel * bits + 7) // 8
     require("truncated", len(payload) >= size, len(payload))
     require("trailing", len(payload) <= size, len(payload))
     scales = np.frombuffer(payload, "<f4", scale_count, HEADER.size)
@@ -104,6 +112,11 @@ def unpack_payload(payload: bytes, world_size: int = 1) -> tuple[Header, Floats,
     if codec in BLOCKS:
         most = np.finfo(np.float32).max / np.float32(2 * ref.BLOCK_ZEROS[BLOCKS[codec]])
         require("scale", (scales <= most).all(), scales)
+    if codec == ENTROPY:
+        require("scale", (scales <= entropy.LARGEST_STEP).all(), scales)
+        tables = entropy.tables_of(codes, Piece(numel, group_numel), nbytes)
+        require("code", all(number < 16 for number in tables), tables)
+        return header, scales, codes
     values = ref.unpack_bits(codes, numel, bits)
     odd = codec == TERNARY or (codec in BLOCKS and bits > 2)  # 2**bits - 1 levels
     require("code", not odd or (values < 2**bits - 1).all(), "a code without a level")
@@ -164,6 +177,14 @@ def encode_block(
     return _payload(codec, x, left, group, scales, codes, key), left
 
 
+def encode_entropy(
+    x: Array, residual: Floats | None, group: int, key: Key, nbytes: int, decay: float = 1.0
+) -> Encoded:
+    """Return a payload of streams of `nbytes` each, scales included, and the new residual."""
+    scales, codes, left = entropy.entropy_encode(x, Piece(len(x), group), nbytes, residual, decay)
+    return _payload(ENTROPY, x, left, group, scales, codes, key), left
+
+
 def encode_lanes(payloads: Sequence[bytes], key: Key) -> bytes:
     """Return the exact sum of shared-scale ternary payloads as lanes, with the first's scales."""
     headers, scales, codes = zip(*(unpack_payload(p) for p in payloads), strict=True)
@@ -184,6 +205,9 @@ def decode(payload: bytes, world_size: int = 1) -> Floats:
         return ref.onebit_decode(codes, scales, piece)
     if header.codec in BLOCKS:
         return ref.block_decode(codes, scales, piece, BLOCKS[header.codec])
+    if header.codec == ENTROPY:
+        nbytes = entropy.stream_nbytes(header.numel, len(codes))
+        return entropy.entropy_decode(codes, scales, piece, nbytes)
     if header.codec == LANES:
         return ref.lanes_decode(codes, scales, piece, world_size)
     return to_float32(codes.view("<f4" if header.codec == IDENTITY else "<u2"))

@@ -5,7 +5,7 @@ import torch
 from _expected import average
 
 import gradcomp
-from gradcomp import Block, Identity, OneBit, Ternary, TernGrad
+from gradcomp import Block, EntropyCoded, Identity, OneBit, Ternary, TernGrad
 from gradcomp.allreduce import Feedback
 from gradcomp.exchange.second import owners_feed_back
 from gradcomp.exchange.sizing import choose
@@ -16,6 +16,8 @@ CODECS = {
     "ternary": Ternary(residual_decay=0.25),
     "ternary-tensor": Ternary(step=2.5, group="tensor", second_phase="block4", residual_decay=0.5),
     "ternary-forgets": Ternary(group=24, error_feedback=False),
+    "entropy": EntropyCoded(2.2),
+    "entropy-block8": EntropyCoded(1, second_phase="block8", residual_decay=0.25),
     "onebit-decays": OneBit(residual_decay=0.25),
     "block2-decays": Block(2, residual_decay=0.25, second_phase="block4"),
     "terngrad-requantize": TernGrad(second_phase="requantize", clip_sigma=None),

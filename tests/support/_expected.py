@@ -2,6 +2,7 @@
 
 import numpy as np
 from reference import codec as ref
+from reference import entropy
 
 from gradcomp.codecs import Block
 from gradcomp.exchange.second import owners_feed_back
@@ -54,7 +55,11 @@ def average(
         new = None
     else:
         old = residuals or [None] * world
-        encoded = [feed_back(codec, g, whole, r) for g, r in zip(grads, old)]
+        pieces = [whole]
+        if not codec.form.cuts and strategy.exchange == "reduce_scatter":
+            bounds = [ByElements(world).bounds(n, k) for k in range(world)]
+            pieces = [ref.Piece(last - first, group, start + first) for first, last in bounds]
+        encoded = [fed_back_in(pieces, codec, g, r) for g, r in zip(grads, old)]
         mean = ref.float_average([decoded for decoded, _ in encoded])
         new = [left for _, left in encoded] if codec.error_feedback else None
     mean = transform(mean)
@@ -87,6 +92,17 @@ def average(
     return out, new, (owners or None) if owners_feed_back(strategy.second_phase, codec) else None
 
 
+def fed_back_in(pieces, codec, values, residual):
+    """Return (decoded, new residual) of a codec that encodes these pieces, one after the other."""
+    edges = np.cumsum([piece.numel for piece in pieces])[:-1]
+    old = [None] * len(pieces) if residual is None else np.split(residual, edges)
+    parts = zip(np.split(values, edges), pieces, old)
+    if not values.size:
+        return values, values
+    found = [feed_back(codec, part, piece, left) for part, piece, left in parts if piece.numel]
+    return tuple(np.concatenate(side) for side in zip(*found))
+
+
 def feed_back(codec, values, piece, residual):
     """Return (decoded, new residual) of a codec with error feedback."""
     if codec.name == "onebit":
@@ -95,6 +111,10 @@ def feed_back(codec, values, piece, residual):
     if codec.name == "ternary":
         scales, codes, left = ref.nearest_encode(values, piece, codec.step, residual, codec.decay)
         return ref.ternary_sum_decode([codes], [scales], piece, False), left
+    if codec.name == "entropy":
+        nbytes = codec.form.stream_nbytes
+        scales, codes, left = entropy.entropy_encode(values, piece, nbytes, residual, codec.decay)
+        return entropy.entropy_decode(codes, scales, piece, nbytes), left
     scales, codes, left = ref.block_encode(values, piece, codec.bits, residual, codec.decay)
     return ref.block_decode(codes, scales, piece, codec.bits), left
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 from reference import codec as ref
+from reference import entropy
 
 from gradcomp import _gc
 
@@ -76,15 +77,20 @@ class Table:
     """Segments of pieces that lie in a tensor, a plane and a payload in any order, with gaps
     between them.
 
-    `bits` and `scales_per_group` are those of a code. Attributes: `rows` for C; the sizes that hold
-    all of them.
+    `bits` and `scales_per_group` are those of a code, `stream_nbytes` where it is entropy-coded.
+    Attributes: `rows` for C; the sizes that hold all of them.
     """
 
     def __init__(
-        self, parts: Sequence[Piece], bits: int, scales_per_group: int, rng: np.random.Generator
+        self,
+        parts: Sequence[Piece],
+        bits: int,
+        scales_per_group: int,
+        rng: np.random.Generator,
+        stream_nbytes: int = 0,
     ) -> None:
         self.pieces = list(parts)
-        self.bits, self.per_group = bits, scales_per_group
+        self.bits, self.per_group, self.stream_nbytes = bits, scales_per_group, stream_nbytes
         self.rows = np.zeros(len(parts), SEGMENT)
         self.tensor_numel = self.plane_numel = self.block_count = 0
         self.payload_nbytes = 32
@@ -109,6 +115,8 @@ class Table:
         return ffi.cast("const gc_segment *", self.rows.ctypes.data)
 
     def code_nbytes(self, i: int) -> int:
+        if self.stream_nbytes:
+            return entropy.code_nbytes(self.pieces[i].ref, self.stream_nbytes)
         return -(-self.pieces[i].numel * self.bits // 8)
 
     def _slice(self, field: str, i: int, count: int) -> slice:

@@ -24,7 +24,7 @@ from reference import codec as ref
 from reference import payload as ref_payload
 
 HERE = Path(__file__).parent
-NAMES = ("rng", "crc32c", "ternary", "nearest", "onebit", "block", "identity", "lanes")
+NAMES = ("rng", "crc32c", "ternary", "nearest", "onebit", "block", "entropy", "identity", "lanes")
 # around the sizes at which a byte, a vector loop, a superblock of draws or a block of sums ends
 LENGTHS = (
     *(0, 1, 3, 4, 5),
@@ -72,6 +72,7 @@ def make_inputs() -> dict[str, Any]:
         np.float32,
     )
     # fmt: on
+    long = np.resize(normal[:1000], 4100) * np.resize(np.float32([1, 0.25, 4]), 4100)
     return {
         "normal_f32": normal,
         "normal_bf16": ref.from_float32(normal, ref.BF16),
@@ -80,6 +81,7 @@ def make_inputs() -> dict[str, Any]:
         "special_f32": special,
         "zero_f32": np.where(np.arange(64) % 3 == 0, -0.0, 0.0).astype(np.float32),
         "blocks_f32": np.where(np.arange(200) // 25 % 2 == 0, 0.0, normal[:200]).astype(np.float32),
+        "streams_f16": long.astype(np.float16),
         "with_inf_f32": np.where(np.arange(70) == 69, -np.inf, normal[:70]).astype(np.float32),
         "with_nan_f16": np.where(np.arange(70) == 3, np.nan, normal[:70]).astype(np.float16),
     }
@@ -243,6 +245,21 @@ def build_block() -> Case:
     for codec, (name, n) in itertools.product(ref_payload.BLOCKS, decayed):
         cases.append(cut(name, 0, n, codec=codec, group_numel=25, **owed, decay=0.25))
     return with_feedback(cases, ref_payload.encode_block, codec=0, decay=1.0)
+
+
+def build_entropy() -> Case:
+    more: Case = {"residual": "residual_f32", "key": KEY, "group_numel": 4096}
+    cases = [cut("normal_f32", 0, n, nbytes=1126, **more) for n in LENGTHS[:14]]
+    for (name, n), nbytes in itertools.product(
+        zip(SOURCES, (1030, 65, 200), strict=True), (512, 640, 1638, 2048)
+    ):
+        cases.append(cut(name, 0, n, nbytes=nbytes, **more))
+    for name, nbytes, residual in itertools.product(CORNERS, (512, 1126), RESIDUALS):
+        cases.append(cut(name, nbytes=nbytes, **{**more, "residual": residual}))
+    for name, n in (("normal_f32", 129), ("blocks_f32", 200)):
+        cases.append(cut(name, 0, n, nbytes=1126, **more, decay=0.25))
+    cases += [cut("streams_f16", nbytes=n, **{**more, "residual": None}) for n in (512, 1126, 2048)]
+    return with_feedback(cases, ref_payload.encode_entropy, nbytes=0, decay=1.0)
 
 
 def build_identity() -> Case:

@@ -49,7 +49,7 @@ TIER_FEATURES: dict[str, frozenset[str]] = {
 _CHECKS = {
     "GC_FORBIDDEN_CODE": (
         "code",
-        "a code that no encoder writes (of ternary: 11; of blocks: 15 of 4 bits, 255 of 8)",
+        "one that no encoder writes: ternary 11, 15 of 4 bits, 255 of 8, an entropy table above 15",
     ),
     "GC_BAD_PADDING": ("padding", "padding bits are not what the format pins"),
     "GC_LANE_RANGE": ("lane", "an integer lane above 2 * world_size"),
