@@ -15,7 +15,7 @@ from gradcomp.codecs import Codec, TernGrad
 from gradcomp.codecs.checks import check_memory
 from gradcomp.errors import CorruptPayload
 from gradcomp.payload import wire
-from gradcomp.payload.form import FORMS, HEADER_NBYTES, ONEBIT, PLAIN
+from gradcomp.payload.form import HEADER_NBYTES, ONEBIT, PLAIN
 from gradcomp.server.messages import Message
 from gradcomp.server.parameters import OPEN_ROUNDS
 from gradcomp.server.shards import Shards
@@ -125,7 +125,7 @@ class ClientKey:
         if value is not None:
             self.shape = value.shape
         # the most elements that a payload of so many bytes can hold, where its shape is not known
-        most = FORMS[spec.codec or ONEBIT.code].most_numel(spec.numel)
+        most = (ONEBIT if codec is None else codec.form).most_numel(spec.numel)
         numel = most if self.shape is None else math.prod(self.shape)
         if numel > shard_numel and (value is None or is_float or codec is not None):
             start = b"" if value is None else value.reshape(-1).view(torch.uint8).numpy().data
@@ -218,10 +218,10 @@ class ClientKey:
             )
             parts = [body[4 * first : 4 * last] for first, last in self._known_shards().bounds()]
         else:
-            header, *_ = parse_payload(self.spec, body)
-            nonfinite, form = header.nonfinite, FORMS[header.codec]
-            group = header.group_numel if form.scales_per_group else 1
-            shards = Shards.of(header.numel, self._limit, form, group)
+            header, codec, _ = parse_payload(self.spec, body)
+            nonfinite = header.nonfinite
+            group = header.group_numel if codec.form.scales_per_group else 1
+            shards = Shards.of(header.numel, self._limit, codec.form, group)
             if self._shards is None:
                 self._shards = shards
                 made = self.settings()

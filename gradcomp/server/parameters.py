@@ -261,9 +261,9 @@ class Parameter:
         if not compressed:
             return mean.view(torch.uint8)
         header = wire.parse(pushes[0].numpy())
-        if self._residual is None and codec_of(self.spec, header).error_feedback:
+        if self._residual is None and codec_of(self.spec, header, len(pushes[0])).error_feedback:
             self._residual = torch.zeros(mean.numel())
-        return encode_average(self.spec, self.key, mean, header, self._residual)
+        return encode_average(self.spec, self.key, mean, pushes[0], self._residual)
 
 
 class AsynchronousParameter(Parameter):

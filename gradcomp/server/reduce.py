@@ -51,20 +51,21 @@ def average_payloads(spec: Spec, payloads: Sequence[Tensor]) -> Tensor:
     bit. A key without a codec counts byte-equal scales as shared. NaN if any payload is flagged.
     """
     headers = [wire.parse(payload.numpy()) for payload in payloads]
-    codec = codec_of(spec, headers[0])
-    layout = codec._layout_of(headers[0], payloads[0].numel())
+    nbytes = payloads[0].numel()
+    codec = codec_of(spec, headers[0], nbytes)
+    layout = codec._layout_of(headers[0], nbytes)
     out = torch.empty(headers[0].numel)
     if any(header.nonfinite for header in headers):
         return out.fill_(float("nan"))
     if codec.can_share_scale:
         shared = spec.shares_scale if spec.codec else len(set(map(scale_bytes, payloads))) == 1
-        codec = codec_of(spec, headers[0], shares_scale=shared)
+        codec = codec_of(spec, headers[0], nbytes, shares_scale=shared)
     codec.decode_body(of(CPU), payloads, layout, out)
     return out
 
 
 def encode_average(
-    spec: Spec, key: str, mean: Tensor, header: wire.Header, residual: Tensor | None
+    spec: Spec, key: str, mean: Tensor, payload: Tensor, residual: Tensor | None
 ) -> Tensor:
     """Return the payload of an average.
 
@@ -72,10 +73,11 @@ def encode_average(
         spec: of the key.
         key: its name, whose CRC-32 takes the place of the parameter's number in random draws.
         mean: the average, ``(numel,)`` float32.
-        header: of one of its payloads.
+        payload: one of those that it is the average of.
         residual: what earlier averages left out, replaced in place; None for a codec without.
     """
-    codec, parameter = codec_of(spec, header), zlib.crc32(key.encode())
+    header, parameter = wire.parse(payload.numpy()), zlib.crc32(key.encode())
+    codec = codec_of(spec, header, payload.numel())
     draws = RngKey(spec.seed, 0, header.step, parameter, STREAM_SERVER, spec.first)
     return codec.encode(mean, residual=residual, key=draws)
 

@@ -54,13 +54,14 @@ class Shards:
 
     @classmethod
     def of(cls, numel: int, limit: int, form: Form, group_numel: int = 1) -> Shards:
-        """Return shards of about `limit` elements: whole scale groups, unless the whole key is one.
+        """Return shards of about `limit` elements: whole scale groups, unless the whole key is one
+        whose codes can be cut.
 
         Raises:
             ValueError: a scale group that no message holds, or more shards than a key may have.
         """
         unit = min(limit, numel)
-        if group_numel < numel:
+        if group_numel < numel or not form.cuts:
             grain = math.lcm(group_numel, UNIT_NUMEL)
             unit = min(numel, grain * max(1, limit // grain))
         if 4 * unit > MAX_SHARD_NBYTES:
@@ -69,6 +70,8 @@ class Shards:
         if numel > MAX_SHARDS * unit:
             text = f"{numel} elements are more than {MAX_SHARDS} shards of {unit}"
             raise ValueError(f"{text}; raise shard_nbytes")
+        # bits that make no difference to the payload make none to its shards
+        form = form.of_payload(numel, form.code_nbytes(0, numel))
         return cls(numel, unit, group_numel, form)
 
     @property

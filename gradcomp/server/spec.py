@@ -16,7 +16,7 @@ from torch import Tensor
 from gradcomp.codecs import KINDS, Codec
 from gradcomp.errors import CorruptPayload
 from gradcomp.payload import wire
-from gradcomp.payload.form import form_name
+from gradcomp.payload.form import HEADER_NBYTES, form_name
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.server.messages import MAX_MESSAGE_NBYTES, METHODS, as_bytes
 
@@ -194,11 +194,13 @@ def parse_spec(body: Tensor) -> tuple[Spec, Tensor | None]:
     return spec, rest.view(torch.float32) if has_value else None
 
 
-def codec_of(spec: Spec, header: wire.Header, *, shares_scale: bool = False) -> Codec:
-    """Return the codec that decodes payloads with that header, and encodes averages of them again.
+def codec_of(spec: Spec, header: wire.Header, nbytes: int, *, shares_scale: bool = False) -> Codec:
+    """Return the codec that decodes payloads of `nbytes` with that header, and encodes averages of
+    them again.
 
     Its scale groups are the header's and it never clips, as the owner of a reduce_scatter does
-    (`Codec.requantizer`). `shares_scale`: all payloads have one scale a group.
+    (`Codec.requantizer`); its bits, where a codec chooses them, are those that make payloads so
+    long. `shares_scale`: all payloads have one scale a group.
 
     Raises:
         CorruptPayload: "codec": `Codec.encode` does not write such payloads.
@@ -208,12 +210,14 @@ def codec_of(spec: Spec, header: wire.Header, *, shares_scale: bool = False) -> 
         text = f"a {form_name(code)} payload; the server takes those of Codec.encode"
         raise CorruptPayload("codec", text)
     alike = [k for k in KINDS if k.form.code == spec.codec and k.error_feedback == feedback]
-    return (alike or [CODECS[code]])[0].of_groups(
+    codec = (alike or [CODECS[code]])[0].of_groups(
         max(1, header.group_numel),
         shares_scale=shares_scale,
         error_feedback=feedback,
         seed=spec.seed,
     )
+    code_nbytes = nbytes - HEADER_NBYTES - 4 * header.scale_count
+    return codec.with_form(codec.form.of_payload(header.numel, code_nbytes))
 
 
 def parse_payload(spec: Spec, payload: Tensor) -> tuple[wire.Header, Codec, PayloadLayout]:
@@ -229,7 +233,7 @@ def parse_payload(spec: Spec, payload: Tensor) -> tuple[wire.Header, Codec, Payl
     if spec.codec not in (0, header.codec):
         got, wanted = form_name(header.codec), form_name(spec.codec)
         raise CorruptPayload("codec", f"a {got} payload, the key takes {wanted}")
-    codec = codec_of(spec, header)
+    codec = codec_of(spec, header, view.size)
     layout = codec._layout_of(header, view.size)
     codec.check_header(header, layout, view.size)
     return header, codec, layout

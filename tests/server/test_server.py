@@ -18,7 +18,7 @@ from reference import codec as reference
 
 import gradcomp
 from gradcomp import OneBit, Ternary, TernGrad
-from gradcomp.codecs import RngKey
+from gradcomp.codecs import EntropyCoded, RngKey
 from gradcomp.errors import CorruptPayload, PeerMismatch
 from gradcomp.payload import wire
 from gradcomp.server import ParameterClient, Pending, ServerStats, messages, serve
@@ -134,17 +134,17 @@ def encode_rounds(codec, numel, workers, rounds):
 
 
 AVERAGED = [TernGrad(scale="own", seed=9), OneBit(group=100), Ternary(group=100)]
-AVERAGED.append(gradcomp.Identity())
+AVERAGED += [gradcomp.Identity(), EntropyCoded(1), EntropyCoded(2.2)]
 
 
 @pytest.mark.parametrize("size", [WHOLE, CUT])
 @pytest.mark.parametrize("given", [True, False])
-@pytest.mark.parametrize("codec", AVERAGED)
+@pytest.mark.parametrize("codec", AVERAGED, ids=str)
 def test_payloads_average_as_an_exchange_does(codec, given, size):
     """Whether or not the key knows the codec; one NaN is everybody's, and every shard's, for one
     round.
     """
-    numel, rounds = 999, 3
+    numel, rounds = 999 if codec.form.cuts else 9_001, 3
     payloads = encode_rounds(codec, numel, 3, rounds)
     got, _ = run(push_payloads, codec if given else None, payloads, workers=3, servers=2, **size)
 
@@ -185,6 +185,8 @@ def test_equal_scales_count_as_shared_only_without_a_codec():
 IN_GROUPS = [OneBit(group=50), Ternary(group=50), OneBit(group=50, error_feedback=False)]
 IN_GROUPS += [TernGrad(scale="own", seed=4, group=20), gradcomp.Identity()]
 ENCODED_AGAIN = [(codec, size) for codec in IN_GROUPS for size in (WHOLE, CUT)]
+ENCODED_AGAIN += [(EntropyCoded(bits), CUT) for bits in (1, 2.2, 4)]
+ENCODED_AGAIN += [(EntropyCoded(1.7), WHOLE), (EntropyCoded(2, error_feedback=False), CUT)]
 ENCODED_AGAIN += [(TernGrad(scale="own", seed=4), WHOLE)]
 
 
@@ -195,7 +197,7 @@ def test_averages_are_encoded_again_and_nothing_is_lost(over, codec, size, serve
     draws and residuals are those of their elements), drawn from stream 2. With error feedback
     mean + old residual = decoded + new residual, and a NaN leaves no trace.
     """
-    numel, rounds = 333, 5
+    numel, rounds = 333 if codec.form.cuts else 5_000, 5
     payloads = encode_rounds(codec, numel, 2, rounds)
     got, _ = run(push_payloads, codec, payloads, True, servers=servers, over=over, **size)
     residual = torch.zeros(numel) if codec.error_feedback else None

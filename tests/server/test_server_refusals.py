@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from reference import payload as ref_payload
 
 from gradcomp import OneBit, TernGrad
-from gradcomp.codecs import RngKey
+from gradcomp.codecs import EntropyCoded, RngKey
 from gradcomp.comm import LocalCommunicator
 from gradcomp.errors import (
     CorruptPayload,
@@ -32,6 +32,7 @@ from gradcomp.server.spec import make_spec, pack_spec, parse_spec
 CODEC = TernGrad(clip_sigma=None)
 ASYNCHRONOUS = {"asynchronous": True, "learning_rate": 0.5, "value": torch.zeros(64)}
 TERNGRADS = [{"codec": TernGrad(seed=seed)} for seed in (1, 2)]
+ENTROPIES = [{"codec": EntropyCoded(bits)} for bits in (2.2, 2.3)]
 RATES = [ASYNCHRONOUS, {**ASYNCHRONOUS, "learning_rate": 0.25}]
 VALUES = [ASYNCHRONOUS, {**ASYNCHRONOUS, "value": torch.ones(64)}]
 IN_SHARDS = {"shard_nbytes": 128}  # of 32 elements
@@ -42,6 +43,7 @@ DIFFERENCES = [  # the field, what two clients ask for, and the options of both
     ("codec", ([64], "uint8", {"codec": "onebit"}), ([64], "uint8", {"codec": "terngrad"}), {}),
     ("codec", ([64], "uint8", {}), ([64], "uint8", {"codec": "terngrad"}), {}),
     ("codec_options", *(([64], "uint8", codec) for codec in TERNGRADS), {}),
+    ("codec_options", *(([64], "uint8", codec) for codec in ENTROPIES), {}),
     ("asynchronous", ([64], "float32", ASYNCHRONOUS), ([64], "float32", {}), {}),
     ("learning_rate", *(([64], "float32", rate) for rate in RATES), {}),
     # of a key that is cut the weights might be a mixture; else the first client's values count
@@ -109,6 +111,18 @@ def test_payloads_of_one_round_must_be_alike(field):
     for rank, (push, pull) in enumerate(results):
         assert isinstance(pull, PeerMismatch) and (pull.field, pull.rank) == (field, 1 - rank)
         assert push is None or (isinstance(push, PeerMismatch) and push.field == field)
+
+
+def push_of_bits(client, index, bits):
+    payload = EntropyCoded(bits[index]).encode(torch.linspace(-1, 1, 5000))
+    client.init_parameter("x", [EntropyCoded(2.2).payload_nbytes(5000, 2)], "uint8")
+    return caught(client.push_parameter, "x", payload)
+
+
+def test_a_payload_of_other_bits_has_another_size():
+    """Of a key that does not know the codec: its size says the bits."""
+    same, other = run(push_of_bits, [2.2, 2.3])[0]
+    assert same is None and isinstance(other, ValueError) and "takes" in str(other)
 
 
 # ---- payloads that do not decode -----------------------------------------------------------------

@@ -11,10 +11,10 @@ from _ranks import run_local
 from _serving import CUT, caught, meet, noise, play, push_payloads, same_bits
 
 from gradcomp import Identity, OneBit, TernGrad
-from gradcomp.codecs import RngKey
+from gradcomp.codecs import EntropyCoded, RngKey
 from gradcomp.errors import CorruptPayload
 from gradcomp.payload import wire
-from gradcomp.payload.form import FORMS, PLAIN, TERNARY
+from gradcomp.payload.form import PLAIN, TERNARY
 from gradcomp.server import keys, messages
 from gradcomp.server.parameters import Parameter
 from gradcomp.server.shards import DEFAULT_SHARD_NBYTES, MAX_SHARDS, Shards, check_shard_nbytes
@@ -78,16 +78,18 @@ CODECS = [
     TernGrad(group=20),
     OneBit(group=56),
     OneBit(group="tensor"),
+    EntropyCoded(2.2),
+    EntropyCoded(1),
 ]
 
 
-@pytest.mark.parametrize("codec", [*CODECS, Identity()])
-@pytest.mark.parametrize("numel", [999, 1000, 64, 65])
+@pytest.mark.parametrize("codec", [*CODECS, Identity()], ids=str)
+@pytest.mark.parametrize("numel", [999, 1000, 64, 65, 4096, 9001])
 def test_a_payload_that_was_cut_and_joined_decodes_to_the_same(codec, numel):
     payload = codec.encode(noise(numel, "cut"), key=RngKey(step=3))
     header = wire.parse(payload.numpy())
     group = header.group_numel if codec.form.scales_per_group else 1
-    shards = Shards.of(numel, 64, FORMS[header.codec], group)
+    shards = Shards.of(numel, 64, codec.form, group)
     parts = shards.cut(payload)
     decoded = torch.cat([codec.decode(part) for part in parts])
     assert len(parts) == shards.count and same_bits(decoded, codec.decode(payload))
