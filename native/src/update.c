@@ -100,8 +100,8 @@ static form form_of(const gc_gradients *gradients)
     }
 }
 
-/* Elements [first, first + numel) of a segment, `first` a multiple of 8 (of streams: their first), as a segment of a tensor of
- * their own. */
+/* Elements [first, first + numel) of a segment as a segment of a tensor of their own; `first` is a
+ * multiple of 8, of streams the first element of one. */
 static gc_segment part_of(const gc_segment *segment, const form *form, uint32_t first,
                           uint32_t numel)
 {
