@@ -245,7 +245,7 @@ def _run_exchange(
 ) -> dict[str, float]:
     """Return the median seconds of every stage of one exchange of rank 0."""
     strategy = Strategy(method.exchange, method.second_phase)
-    group = max(1, numel // 64) if codec.whole_groups else numel
+    group = codec.form.group_numel or (max(1, numel // 64) if codec.whole_groups else numel)
     plan = BucketPlan(codec, [Slot(0, numel, group, True, 0)], strategy, n, 0, {0: 0})
     stats, values = Stats(), torch.randn(numel, generator=torch.Generator().manual_seed(0)) * 1e-3
     state = StateStore(Planes({0: numel}) if codec.error_feedback else None)
