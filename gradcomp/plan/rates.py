@@ -35,7 +35,7 @@ from gradcomp.kernels import CPU, of
 from gradcomp.memory.planes import Planes
 from gradcomp.memory.store import StateStore
 from gradcomp.optim import SplitSGD
-from gradcomp.payload.pieces import ByElements, Slot
+from gradcomp.payload.pieces import ByElements, Slot, round_up
 from gradcomp.plan.costs import FP32_NBYTES, METHODS, Method, find_method
 from gradcomp.plan.nodes import exact
 
@@ -229,8 +229,10 @@ def calibrate(
             continue
         points: dict[str, list[tuple[Features, float]]] = {stage: [] for stage in STAGES}
         for n in world_sizes:
-            for numel in sizes:
+            for size in sizes:
                 before()
+                # as many for every rank: the peers send what this rank does
+                numel = round_up(size, n * max(1, method.codec.form.group_numel))
                 seconds = _run_exchange(method, method.codec, numel, n, repeats)
                 scatters = method.exchange == "reduce_scatter"
                 owned = ByElements(n).numel(numel, 0) if scatters else numel
