@@ -102,9 +102,10 @@ static int search(const stream *of, int32_t limit, int waste, int j, uint32_t sa
                   choice *found)
 {
     int32_t share = GC_SAMPLE_EVERY / (int32_t)sampled;
-    int32_t slope = (int32_t)of->numel / share * 3 / 2; /* of the size, a step: 0.75 bit an octave */
+    /* of the size, a step: 0.75 bit an octave */
+    int32_t slope = (int32_t)of->numel / share * 3 / 2;
     limit /= share;
-    int64_t excess = 0, spare = 0;            /* at low and high */
+    int64_t excess = 0, spare = 0; /* at low and high */
     int low = -1, high = GC_STEP_COUNT;
     for (int looks = 0; looks < MOST_LOOKS; looks++) {
         choice now = choice_at(of, j, sampled);
