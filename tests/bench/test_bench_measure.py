@@ -18,6 +18,7 @@ from _ranks import mpi_environment, mpi_python
 from gradcomp.bench import allreduce, codec, optim, ratio, timing
 from gradcomp.bench.kernels import Case, cases
 from gradcomp.bench.models import LeNet
+from gradcomp.codecs import EntropyCoded
 from gradcomp.kernels import native
 from gradcomp.plan.models import MODELS, total_numel
 
@@ -230,6 +231,8 @@ def test_ratios_are_near_the_bits_of_the_design(rows):
         "onebit reduce_scatter": 7 / 8 * 2,
         **{f"block{bits} all_gather": 7 * bits for bits in (2, 4, 8)},
         **{f"block{bits} reduce_scatter": 7 / 8 * 2 * bits for bits in (2, 4, 8)},
+        "entropy all_gather": 7 * EntropyCoded().form.bits,
+        "entropy reduce_scatter": 7 / 8 * 2 * EntropyCoded().form.bits,
     }
     for row in rows:
         if row.world_size == 8:
