@@ -19,7 +19,7 @@ enum {
     GC_STEP_COUNT = 256,   /* candidate steps, 1/32 of an octave apart */
     GC_SAMPLE_NUMEL = 128, /* of every so many elements, looked at first */
     GC_SAMPLE_EVERY = 512,
-    GC_COUNTED_CODES = 9,  /* |code| 0 to 7, and 8 or more */
+    GC_COUNTED_CODES = 9, /* |code| 0 to 7, and 8 or more */
     GC_PAIRS_NUMEL = GC_STREAM_NUMEL / 2,
     /* of half a stream's pairs, each a symbol and two codes of 4 + 15 bits, and a flush */
     GC_HALF_NBYTES = GC_PAIRS_NUMEL / 2 * 7 + 16,
@@ -72,7 +72,7 @@ GC_INLINE uint32_t gc_front_pairs(uint32_t numel) { return ((numel + 1) / 2 + 1)
 typedef struct {
     gc_block_stage block; /* x, read by `take` */
     int16_t codes[GC_STREAM_NUMEL + 64];
-    uint8_t pairs[GC_PAIRS_NUMEL + 64]; /* as indices of gc_entropy_table.bits */
+    uint8_t pairs[GC_PAIRS_NUMEL + 64];                  /* as indices of gc_entropy_table.bits */
     uint16_t escapes[GC_PAIRS_NUMEL / GC_PUT_PAIRS + 2]; /* a bit for each pair that is escaped */
 } gc_entropy_stage;
 

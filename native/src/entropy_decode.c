@@ -20,12 +20,12 @@ static void add_stream(float *values, const gc_stream_codes *codes, const gc_str
     }
 }
 
-static gc_stream stream_of(const gc_decode_job *job, const uint8_t *payload, const gc_segment *segment,
-                        gc_run run, size_t offset)
+static gc_stream stream_of(const gc_decode_job *job, const uint8_t *payload,
+                           const gc_segment *segment, gc_run run, size_t offset)
 {
     return (gc_stream){payload + segment->codes + offset, run.numel,
-                    (uint32_t)gc_stream_code_nbytes(run.numel, job->stream_nbytes),
-                    gc_scale(payload, segment, run.group)};
+                       (uint32_t)gc_stream_code_nbytes(run.numel, job->stream_nbytes),
+                       gc_scale(payload, segment, run.group)};
 }
 
 /* Write the values of one stream, elements from `first` of the segment on. */
@@ -54,7 +54,8 @@ static void write_stream(gc_decode_job *job, const gc_segment *segment, uint32_t
 }
 
 /* One payload: two groups at a time. */
-static void decode_one(gc_decode_job *job, const gc_segment *segment, const gc_entropy_decoder *decoder)
+static void decode_one(gc_decode_job *job, const gc_segment *segment,
+                       const gc_entropy_decoder *decoder)
 {
     gc_stream_codes codes[2];
     float values[GC_STREAM_NUMEL + 64];
@@ -78,7 +79,8 @@ static void decode_one(gc_decode_job *job, const gc_segment *segment, const gc_e
 }
 
 /* Several: two payloads at a time, added in order. */
-static void decode_several(gc_decode_job *job, const gc_segment *segment, const gc_entropy_decoder *decoder)
+static void decode_several(gc_decode_job *job, const gc_segment *segment,
+                           const gc_entropy_decoder *decoder)
 {
     gc_stream_codes codes[2];
     float values[GC_STREAM_NUMEL + 64], factor = 1.0f / (float)job->payload_count;
@@ -101,7 +103,8 @@ static void decode_several(gc_decode_job *job, const gc_segment *segment, const 
     }
 }
 
-void gc_decode_streams(gc_decode_job *job, const gc_segment *segment, const gc_entropy_decoder *decoder)
+void gc_decode_streams(gc_decode_job *job, const gc_segment *segment,
+                       const gc_entropy_decoder *decoder)
 {
     if (job->payload_count == 1)
         decode_one(job, segment, decoder);

@@ -156,7 +156,8 @@ static int find_step(const stream *of, int32_t limit, choice *found)
 /* ---- a stream -------------------------------------------------------------------------------- */
 static void quantize(const stream *of, const choice *with)
 {
-    of->tier->quantize(of->stage, of->numel, 1.0f / with->scale, of->tables->tables[with->table].top);
+    of->tier->quantize(of->stage, of->numel, 1.0f / with->scale,
+                       of->tables->tables[with->table].top);
 }
 
 static int put(const stream *of, const choice *with, uint8_t *codes, size_t *needed)
@@ -209,12 +210,8 @@ static void encode_group(gc_encode_job *job, const gc_segment *segment, gc_run r
                           job->residual_in ? job->residual_in + residual : NULL,
                           2,
                           job->decay};
-    stream of = {tier,
-                 stage,
-                 gc_get_entropy_tables(),
-                 0,
-                 run.numel,
-                 (uint32_t)gc_stream_code_nbytes(run.numel, job->stream_nbytes)};
+    stream of = {tier, stage,     gc_get_entropy_tables(),
+                 0,    run.numel, (uint32_t)gc_stream_code_nbytes(run.numel, job->stream_nbytes)};
     tier->take(&totals, &stage->block, &view, 0, run.numel);
     gc_keep_residuals(job, segment, run.first, run.numel);
     of.rms = sqrt(totals.sum_squares / run.numel);

@@ -14,8 +14,8 @@ enum { GC_AT_A_TIME = 5 }; /* symbols of 11 bits in a word of 57 */
 
 /* One end of a stream. */
 typedef struct {
-    const uint8_t *at; /* what is read next begins here, or (backwards) ends here */
-    unsigned used;     /* bits of the first byte that have been read, 0 to 7 */
+    const uint8_t *at;           /* what is read next begins here, or (backwards) ends here */
+    unsigned used;               /* bits of the first byte that have been read, 0 to 7 */
     const uint8_t *first, *last; /* of the stream; beyond there are zeros */
     const uint8_t *limit;        /* of `at`, for a whole word to be read */
     const uint32_t *table;
@@ -126,7 +126,8 @@ GC_INLINE void gc_read_rest(gc_chain *from, int backwards, gc_stream_codes *into
 
 GC_INLINE void gc_open_chains(gc_chain chains[2], const gc_stream *from, gc_stream_codes *into)
 {
-    const gc_entropy_table *table = &gc_get_entropy_tables()->tables[from->codes[0] % GC_TABLE_COUNT];
+    const gc_entropy_table *table =
+        &gc_get_entropy_tables()->tables[from->codes[0] % GC_TABLE_COUNT];
     const uint8_t *first = from->codes + 1, *last = from->codes + from->code_nbytes;
     uint32_t pairs = (from->numel + 1) / 2, front = gc_front_pairs(from->numel);
     int8_t *middle = into->codes + 2 * front, *end = into->codes + 2 * pairs;

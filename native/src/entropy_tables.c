@@ -84,7 +84,8 @@ static void find_lengths(symbol *symbols, uint32_t count)
         uint32_t *into = weights[level & 1], *from = weights[~level & 1];
         uint32_t packages = size / 2, next = 0, packed = 0;
         for (size = 0; next < count || packed < packages; size++) {
-            uint32_t both = packed < packages ? from[2 * packed] + from[2 * packed + 1] : UINT32_MAX;
+            uint32_t both = packed < packages ? from[2 * packed] + from[2 * packed + 1]
+                                              : UINT32_MAX;
             int takes = next < count && symbols[next].weight <= both;
             is_symbol[level][size] = (uint8_t)takes;
             into[size] = takes ? symbols[next].weight : both;
@@ -193,7 +194,7 @@ const gc_entropy_tables *gc_get_entropy_tables(void)
     if (atomic_compare_exchange_strong(&state, &absent, UNDER_WAY)) {
         for (int t = 0; t < GC_TABLE_COUNT; t++)
             make_table(distributions[t], &all.tables[t],
-                       (uint32_t(*)[GC_TABLE_COUNT]) & all.costs[0][t]);
+                       (uint32_t (*)[GC_TABLE_COUNT]) & all.costs[0][t]);
         atomic_store_explicit(&state, READY, memory_order_release);
     }
     while (atomic_load_explicit(&state, memory_order_acquire) != READY)

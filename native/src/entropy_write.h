@@ -36,7 +36,7 @@ GC_INLINE void gc_put_escaped(gc_writer *to, int code)
 }
 
 GC_INLINE void gc_put_symbols(gc_writer *to, const gc_entropy_table *table, const uint8_t *pairs,
-                           uint32_t count)
+                              uint32_t count)
 {
     for (uint32_t i = 0; i < count; i++)
         gc_put(to, table->bits[pairs[i]], table->lengths[pairs[i]]);
@@ -45,7 +45,7 @@ GC_INLINE void gc_put_symbols(gc_writer *to, const gc_entropy_table *table, cons
 
 /* The same, where some are escaped: a bit each. */
 GC_INLINE void gc_put_escaping(gc_writer *to, const gc_entropy_table *table, const uint8_t *pairs,
-                         const int16_t *codes, uint32_t count, uint32_t escapes)
+                               const int16_t *codes, uint32_t count, uint32_t escapes)
 {
     for (uint32_t i = 0; i < count; i++) {
         gc_put_symbols(to, table, pairs + i, 1);
@@ -59,7 +59,7 @@ GC_INLINE void gc_put_escaping(gc_writer *to, const gc_entropy_table *table, con
 
 /* Write pairs [first, end); return their bytes. */
 GC_INLINE size_t gc_put_pairs(const gc_entropy_table *table, const gc_entropy_stage *stage,
-                        uint32_t first, uint32_t end, uint8_t *out)
+                              uint32_t first, uint32_t end, uint8_t *out)
 {
     gc_writer to = {0, 0, out};
     for (uint32_t i = first, count; i < end; i += count) {

@@ -159,8 +159,8 @@ static void update_from_tensors(const gc_segment *segment, const gc_target *targ
 }
 
 /* Update the elements of one part, whose average stands in the stage of `job`. */
-static double update_part(const gc_decode_job *job, const gc_segment *part,
-                          const gc_target *target, const gc_rule *rule)
+static double update_part(const gc_decode_job *job, const gc_segment *part, const gc_target *target,
+                          const gc_rule *rule)
 {
     double total = 0;
     for (uint32_t first = 0, numel; first < part->numel; first += numel) {

@@ -56,8 +56,7 @@ GC_AVX2 static void count(const gc_entropy_stage *stage, uint32_t numel, uint32_
             _mm256_packs_epi32(codes8(x + 16, by), codes8(x + 24, by)));
         bytes = _mm256_abs_epi8(bytes);
         for (int k = 0; k < GC_COUNTED_CODES - 1; k++)
-            seen[k] = _mm256_sub_epi8(seen[k],
-                                      _mm256_cmpeq_epi8(bytes, _mm256_set1_epi8((char)k)));
+            seen[k] = _mm256_sub_epi8(seen[k], _mm256_cmpeq_epi8(bytes, _mm256_set1_epi8((char)k)));
     }
     for (int k = 0; k < GC_COUNTED_CODES - 1; k++) {
         counts[k] = total_bytes(seen[k]);
@@ -80,8 +79,7 @@ GC_AVX2 void gc_weigh_avx2(const uint32_t counts[GC_COUNTED_CODES], const uint32
     _mm256_storeu_si256((__m256i *)(sums + 8), high);
 }
 
-GC_AVX2 static void quantize(gc_entropy_stage *stage, uint32_t numel, float inverse,
-                             int top)
+GC_AVX2 static void quantize(gc_entropy_stage *stage, uint32_t numel, float inverse, int top)
 {
     const __m256 by = _mm256_set1_ps(inverse);
     const __m256i none = _mm256_set1_epi8(-8), most = _mm256_set1_epi8(GC_TABLE_TOP),
@@ -114,8 +112,7 @@ GC_AVX2 static double rest(const gc_entropy_stage *stage, uint32_t numel, float 
     uint32_t i = 0;
     streams = streams && (uintptr_t)out % sizeof(__m256) == 0;
     for (; i + 8 <= numel; i += 8) {
-        __m256i codes = _mm256_cvtepi16_epi32(
-            _mm_loadu_si128((const __m128i *)(stage->codes + i)));
+        __m256i codes = _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i *)(stage->codes + i)));
         __m256 q = _mm256_mul_ps(_mm256_cvtepi32_ps(codes), scales);
         __m256 left = _mm256_sub_ps(_mm256_loadu_ps(stage->block.x + i), q);
         all = _mm256_add_ps(all, _mm256_andnot_ps(sign, left));
@@ -144,7 +141,7 @@ gc_put_stream_bmi2(const gc_entropy_stage *stage, const gc_entropy_table *table,
 void gc_entropy_encode_avx2(gc_encode_job *job, const gc_segment *segment)
 {
     static const gc_entropy_encoder tier = {gc_take_squares_avx2, count, gc_weigh_avx2, quantize,
-                                            gc_put_stream_bmi2,    rest};
+                                            gc_put_stream_bmi2,   rest};
     gc_encode_streams(job, segment, &tier);
 }
 
