@@ -243,6 +243,18 @@ def codecs() -> Iterator[Figure]:
         )
     here = [ms(step("mlp", method, "none")) for method in ("fp32", "ternary", "onebit", "bf16")]
     yield "fp32 adds {:.0f} ms, ternary {:.0f}, 1 bit {:.0f} and bf16 {:.0f}", tuple(here)
+    base = {link: step("mlp-entropy", "fp32", link) for link in ("100mbit", "1gbit")}
+    for label, method in (
+        ("fp32", "fp32"),
+        ("`Block(2)`", "block2"),
+        ("`EntropyCoded(2.2)`", "entropy:bits=2.2"),
+        ("`EntropyCoded(1.25)`", "entropy:bits=1.25"),
+    ):
+        cells: list[float] = []
+        for link, fp32 in base.items():
+            row = step("mlp-entropy", method, link)
+            cells += [ms(row), gain(fp32, row)]
+        yield f"| {label} | {{:,.0f}} | {{:.1f}} | {{:.0f}} | {{:.1f}} |", tuple(cells)
 
 
 def which_mode() -> Iterator[Figure]:
@@ -447,6 +459,8 @@ def entropy() -> Iterator[Figure]:
         "3.2 bits lose {:.3f} ({:.4f}), buckets cast to bf16 nothing ({:.4f})",
         (high - fp32, high, half),
     )
+    cut = [runs(bits, changed="x cut to 3 root mean squares")[0] for bits in ("2.2", "1.25")]
+    yield "a bound such as `Ternary()` has: {:.4f} and {:.4f} (a prototype)", tuple(cut)
     whole = [runs(bits, "1", **first)[0] for bits in ("2.2", "3.2")]
     yield "Residuals that are kept whole lose more: {:.4f} at 2.2 bits, {:.4f} at 3.2", tuple(whole)
 
