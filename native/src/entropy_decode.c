@@ -47,9 +47,10 @@ static void write_stream(gc_decode_job *job, const gc_segment *segment, uint32_t
     for (uint32_t i = 0; i < codes->escaped_count; i++) {
         const gc_escaped *one = &codes->escaped[i];
         uint32_t at = 2 * one->pair;
-        out[at] = (float)one->a * from->scale;
+        /* added to the 0 that stands there, as add_stream does: -0 becomes 0 */
+        out[at] = 0.0f + (float)one->a * from->scale;
         if (at + 1 < from->numel)
-            out[at + 1] = (float)one->b * from->scale;
+            out[at + 1] = 0.0f + (float)one->b * from->scale;
     }
 }
 
