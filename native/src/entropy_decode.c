@@ -33,7 +33,8 @@ static void write_stream(gc_decode_job *job, const gc_segment *segment, uint32_t
                          const gc_stream_codes *codes, const gc_stream *from, float *values,
                          const gc_entropy_decoder *decoder)
 {
-    if (!decoder->write_codes || job->out_dtype != GC_F32 || !(from->scale <= FLT_MAX / 32768)) {
+    int is_small = from->scale >= 0 && from->scale <= FLT_MAX / 32768;
+    if (!decoder->write_codes || job->out_dtype != GC_F32 || !is_small) {
         add_stream(values, codes, from, decoder, 1);
         decoder->write(job, segment, first, from->numel, values, 1.0f);
         return;
@@ -47,10 +48,11 @@ static void write_stream(gc_decode_job *job, const gc_segment *segment, uint32_t
     for (uint32_t i = 0; i < codes->escaped_count; i++) {
         const gc_escaped *one = &codes->escaped[i];
         uint32_t at = 2 * one->pair;
-        /* added to the 0 that stands there, as add_stream does: -0 becomes 0 */
-        out[at] = 0.0f + (float)one->a * from->scale;
+        /* added to the 0 that stands there, as add_stream does */
+        float zero = 0.0f * from->scale;
+        out[at] = zero + (float)one->a * from->scale;
         if (at + 1 < from->numel)
-            out[at + 1] = 0.0f + (float)one->b * from->scale;
+            out[at + 1] = zero + (float)one->b * from->scale;
     }
 }
 
