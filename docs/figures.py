@@ -447,7 +447,7 @@ def entropy() -> Iterator[Figure]:
             values += [*found, statistics.fmean(found), statistics.fmean(found) - base]
         cells = " | ".join(["{:.4f} / {:.4f} / {:.4f}: {:.4f} | {:+.3f}"] * 2)
         yield f"| {label} | {{:.4f}} | {cells} |", (base, *values)
-    first = {"changed": "the first tables"}  # of Huffman codes: those of now code 1 % better
+    first = {"changed": "the first tables"}  # of Huffman codes
     (fp32,) = losses("fp32", "entropy.jsonl")
     (low,), (middle,), (high,) = (runs(bits, **first) for bits in ("1.25", "2.2", "3.2"))
     yield (

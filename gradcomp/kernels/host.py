@@ -51,10 +51,8 @@ def validate(payload: Tensor, code: Code, table: Table) -> None:
     """
     if table.count and code.kernel != "values":
         source, name = pointer(payload, "uint8_t"), f"gc_{code.kernel}_validate"
-        function, limits = (
-            getattr(lib, name),
-            options_of(code.world_size, code.bits, code.stream_nbytes),
-        )
+        function = getattr(lib, name)
+        limits = options_of(code.world_size, code.bits, code.stream_nbytes)
         run(name, table, lambda rows, count, _: function(source, *limits, rows, count))
 
 

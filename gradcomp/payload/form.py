@@ -102,7 +102,7 @@ class StreamForm(Form):
 
     def of_payload(self, numel: int, nbytes: int) -> StreamForm:
         """Return the form with the fewest bits that make the codes of `numel` elements so many
-        bytes, `self` if there is none. Bits that make no difference to sizes make none to codes.
+        bytes, `self` if no bits do. Bits that make no difference to sizes make none to codes.
         """
         low, high = STREAM_NBYTES
         while low < high:
