@@ -98,7 +98,7 @@ class CompressionState(Controls):
             raise ValueError(f"this model has no communication hook left for gradcomp: {taken}")
         named = list(model.module.named_parameters())
         sources = [Gradient(name, p) for name, p in named]
-        codec, options, chosen = resolve_auto(
+        codec, options, chosen, guarded = resolve_auto(
             codec, common, advanced, optimizer, sources, model.process_group.size()
         )
         self._known = {
@@ -116,7 +116,8 @@ class CompressionState(Controls):
             same_ranks(
                 own_comm, model.process_group, timeout_s=options.timeout_s or own_comm.timeout_s
             )
-            self._engine = Engine(sources, codec, own_comm, options, chosen)
+            self._engine = Engine(sources, codec, own_comm, options, chosen, guarded=guarded)
+            self._engine.scale_lr_of(optimizer)
             self._step = Step(self._engine)  # nothing has been submitted
             self._fused = self._fuse(optimizer, has_scaler=options.grad_scaler is not None)
         except BaseException:
@@ -451,6 +452,10 @@ def register(
         precondition: encode gradients in units of the root of their second moment, which all ranks
             know from the averages: for Adam and its like with codecs of 1 and 2 bits. True, or
             `Precondition` for other settings than its defaults.
+        scale_lr: multiply the rate of Adam and its like, during each step, by what the noise of
+            codes takes from the length of their steps (1.08 for ``EntropyCoded(2.2)``): noise
+            enlarges the squares that they divide by. Weight decay stays as it is. None: with
+            `precondition` and such an `optimizer`.
         grad_scaler: a `torch.amp.GradScaler` or the like: residuals follow its scale and commit a
             whole step at a time. A step is one backward: to accumulate several, run all but the
             last under ``no_sync()``.

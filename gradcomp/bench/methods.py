@@ -182,6 +182,7 @@ methods: {", ".join(name for name in METHODS if name not in (NONE, NOOP))}, {FSD
   second=PHASE                 what owners of means send: exact, requantize, block2, block4, block8,
                                bf16, fp32
   precondition                 compress gradients in units of their second moments
+  scale_lr                     keep the length of Adam's steps (with precondition)
   momentum=frozen|renewed      average momenta, as 1-bit Adam (LAMB) or 0/1 Adam; warmup_steps is
                                their warm-up
   exchange=all_gather|reduce_scatter
@@ -289,6 +290,7 @@ OPTIONS: dict[str, Change] = {
     "slice_numel": _in("advanced", "slice_numel", int),
     "exchange": _in("options", "exchange", str),
     "precondition": _in("options", "precondition", lambda value: True),
+    "scale_lr": _in("options", "scale_lr", lambda value: True),
     "momentum": _one_of("momentum", {"": "frozen", "frozen": "frozen", "renewed": "renewed"}),
     "double": lambda method, value: {"double": True},
     "feedback": _one_of("feedback", {"off": False}),
@@ -465,6 +467,8 @@ def wrap(
         optimizers = exchanging_momentum(
             optimizers, method.momentum, method.options["warmup_steps"]
         )
+        options["optimizer"] = optimizers[0]
+    if options.get("scale_lr"):
         options["optimizer"] = optimizers[0]
     state = gradcomp.ddp.register(wrapped, codec, comm=comm, **options)
     return Ready(method, wrapped, optimizers, state)

@@ -57,6 +57,8 @@ class Layouts:
         probe: samples what codes make of gradients.
         keeps_packed: leave averages packed in the exchanges where that is safe. To be set before
             the first bucket.
+        fallback: codec in place of `codec` (`gradcomp.engine.guard`); None: `codec`.
+        lr_factor: of an optimizer's rate (`gradcomp.engine.rate`), to be the same on every rank.
         compressed: whether any bucket has been.
     """
 
@@ -95,6 +97,8 @@ class Layouts:
         )
         self.probe = Probe(options.advanced.quality_every, self.names)
         self.keeps_packed = self.compressed = False
+        self.fallback: Codec | None = None
+        self.lr_factor = 1.0
         self.take(comm)
         tensors = {index: likes[index] for index in sorted(self.trained)}
         device = device_of(tensors.values())
@@ -145,8 +149,9 @@ class Layouts:
             GradcompError: a tensor that was not trained when this was made.
             ValueError: a bucket of another size than its tensors.
         """
-        plain = self.options.is_plain(step)
-        kind = (members, buffer.dtype, plain)
+        codec = self._codec_of(step)
+        plain = codec is not self.codec
+        kind = (members, buffer.dtype, codec)
         if kind in self._exchanges:
             return self._exchanges[kind], None
         slots = self._slots(members)
@@ -155,7 +160,7 @@ class Layouts:
                 f"the bucket holds {buffer.numel()} elements, its parameters"
                 f" {sum(s.numel for s in slots)}"
             )
-        codec, store = self._plain if plain else self.codec, self.store
+        store = self.store
         self.compressed |= not isinstance(codec, Identity) or codec is self.codec
         self._changed = True
         options = ExchangeOptions(
@@ -167,7 +172,7 @@ class Layouts:
                 None if plain else store.transform,
                 store.moments,
             ),
-            probe=None if plain else self.probe,
+            probe=None if self.options.is_plain(step) else self.probe,
             seed=codec.seed,
             timeout_s=self._timeout_s,
             keeps_packed=self.keeps_packed,
@@ -175,6 +180,12 @@ class Layouts:
         )
         self._exchanges[kind] = self.route.exchange(slots, codec, options)
         return self._exchanges[kind], self._compared(slots, buffer, step, bucket)
+
+    def _codec_of(self, step: int) -> Codec:
+        """Return what packs an exchange."""
+        if self.options.is_plain(step):
+            return self._plain
+        return self.codec if self.fallback is None else self.fallback
 
     def forget_all_but(self, used: Iterable[Exchange]) -> None:
         """Free the buffers of layouts that a bucket rebuild has replaced, after a step that
@@ -278,6 +289,11 @@ class Layouts:
             + (self.orders.get(s.index), self.shards.get(s.index))
             for s in slots
         ]
+        scaled: dict[str, object] = {}
+        if self.lr_factor != 1.0:
+            units = self.options.precondition, self.lr_factor
+            text = f"{units[0]}, learning rate x {units[1]:g} (scale_lr)"
+            scaled = {"precondition": Shown(units, text)}
         return {
             **codec_fields(self.codec),
             "exchange": Shown(
@@ -292,6 +308,7 @@ class Layouts:
             "parameter_count": len(self.parameters),
             "bucket": bucket,
             **self.options.compared(),
+            **scaled,
         }
 
     def _describe(self, slot: Slot) -> str:

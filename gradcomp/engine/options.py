@@ -55,6 +55,9 @@ class Advanced:
             slices, one of which is encoded while the one before it is on the wire. It changes no
             value. None: 2,097,152. For experiments.
         quality_every: steps from one sample for `quality()` to the next, on this rank; 0: none.
+        guard: time some early steps with and without compression, watch the error of codes, and go
+            on with a safer codec, bf16 in the end, where compression does not pay or loses too
+            much; rank 0 logs why. None: with ``codec="auto"``. Not together with a `transform`.
 
     Raises:
         TypeError: `transform` is of another type; an unknown option.
@@ -65,6 +68,7 @@ class Advanced:
     transform: Transform | None = None
     slice_numel: int | None = None
     quality_every: int = 100
+    guard: bool | None = None
 
     def __post_init__(self) -> None:
         _check_count("quality_every", self.quality_every)
@@ -78,6 +82,10 @@ class Advanced:
                 f" {self.slice_numel!r}"
             )
         check_transform(self.transform)
+        if self.guard not in (None, True, False):
+            raise ValueError(f"guard must be None, True or False, got {self.guard!r}")
+        if self.guard and self.transform is not None:
+            raise ValueError(f"guard=True cannot be used with {self.transform!r}")
 
 
 class ShardedOptions(TypedDict, total=False):
@@ -106,6 +114,7 @@ class DelayedOptions(LocalOptions, total=False):
 class CommonOptions(DelayedOptions, total=False):
     """The common options, all of them: those of `gradcomp.ddp.register`, which describes them."""
 
+    scale_lr: bool | None
     grad_scaler: Any
 
 
@@ -126,6 +135,7 @@ class Options:
     warmup_steps: int = 0
     warmup_codec: Codec | str | None = None
     precondition: Precondition | bool | None = None
+    scale_lr: bool | None = None
     grad_scaler: Any = None
     atomic_steps: bool | None = None
     timeout_s: float | None = None
@@ -163,6 +173,12 @@ class Options:
             raise ValueError(
                 f"precondition cannot be used with {transform!r}, which changes means where they"
                 " are owned"
+            )
+        if self.scale_lr not in (None, True, False):
+            raise ValueError(f"scale_lr must be None, True or False, got {self.scale_lr!r}")
+        if self.scale_lr and self.precondition is None:
+            raise ValueError(
+                "scale_lr=True needs precondition=True, with which noise is alike in all elements"
             )
         self._check_scaler()
         seconds = self.timeout_s
@@ -276,6 +292,7 @@ class Options:
                 else self.warmup_steps
             ),
             "slice_numel": self.advanced.slice_numel or UNSET,
+            "guard": UNSET if self.advanced.guard is None else self.advanced.guard,
             "min_numel": self.min_numel,
             "exclude": sorted(e if isinstance(e, str) else "a function" for e in self.exempts),
             "atomic_steps": int(self.whole_steps),

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from gradcomp.engine.guard import check_state
 from gradcomp.engine.layouts import Layouts
 from gradcomp.memory.saved import Parts, Saved, reshard
 from gradcomp.memory.saved import write as write_parts
@@ -32,8 +33,10 @@ def origin(layouts: Layouts, entry: Mapping[str, object]) -> dict[str, object]:
     }
 
 
-def write(layouts: Layouts, entry: Mapping[str, object], step: int) -> dict[str, Any]:
-    """Return this rank's state before step `step`."""
+def write(
+    layouts: Layouts, entry: Mapping[str, object], step: int, **extra: object
+) -> dict[str, Any]:
+    """Return this rank's state before step `step`, with `extra` that is the same on all ranks."""
     own = layouts.store.state(layouts.names)
     moments = own.pop("second_moment")
     return write_parts(
@@ -44,15 +47,19 @@ def write(layouts: Layouts, entry: Mapping[str, object], step: int) -> dict[str,
         own,
         loss_scale=layouts.store.loss_scale,
         replicated={"second_moment": moments},
+        **extra,
     )
 
 
 class Accepted(NamedTuple):
-    """What an engine goes on from: checked, and of this rank among this number of ranks."""
+    """What an engine goes on from: checked, and of this rank among this number of ranks; `guard` is
+    what its guard does (`gradcomp.engine.guard.Guard.load`).
+    """
 
     step: int
     loss_scale: float
     parts: Parts
+    guard: dict[str, int] | None
 
 
 def accept(layouts: Layouts, entry: Mapping[str, object], given: object) -> Accepted:
@@ -89,4 +96,7 @@ def accept(layouts: Layouts, entry: Mapping[str, object], given: object) -> Acce
         )
     parts = {**own, **saved.replicated}
     layouts.store.check(parts, layouts.names)
-    return Accepted(saved.step, saved.loss_scale, parts)
+    guard = check_state(saved.extra.get("guard"))
+    if saved.world_size != comm.world_size:
+        guard = None  # steps take another time
+    return Accepted(saved.step, saved.loss_scale, parts, guard)

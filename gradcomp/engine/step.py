@@ -22,8 +22,10 @@ from gradcomp.comm.base import Channel, Communicator, Lease
 from gradcomp.comm.rounds import ring_bytes
 from gradcomp.engine import state
 from gradcomp.engine.buckets import Gradient, Source
+from gradcomp.engine.guard import Guard
 from gradcomp.engine.layouts import Layouts, Members
 from gradcomp.engine.options import Options
+from gradcomp.engine.rate import LongerSteps, divides_by_squares, shortening
 from gradcomp.engine.watch import Growth
 from gradcomp.errors import GradcompError, PeerMismatch, peers_answer
 from gradcomp.exchange.agree import (
@@ -143,6 +145,7 @@ class Step:
                 if not exchange.flagged:
                     exchange.commit()
         stats.baseline_bytes += ring_bytes(self._numel, engine.comm.world_size)
+        engine.look_at(self.number)
         engine.is_open = False
         engine.comm.release()
         engine.step += 1
@@ -204,6 +207,7 @@ class Engine:
         comm: moves the bytes; closed with the engine.
         options: see `Options`.
         chosen: what is to be said of how codec and options were chosen.
+        guarded: whether a `Guard` may take the run to a safer codec.
 
     Attributes:
         named: (name, tensor) of every source: what is the same on every rank.
@@ -229,6 +233,8 @@ class Engine:
         comm: Communicator,
         options: Options,
         chosen: str = "",
+        *,
+        guarded: bool = False,
     ) -> None:
         if not sources:
             raise ValueError("there are no parameters to average")
@@ -250,7 +256,13 @@ class Engine:
         self.codec, self.store = self.layouts.codec, self.layouts.store
         self.orders = self.layouts.orders
         self._growth = Growth(self._noisy_weights())
+        self.guard = (
+            Guard(self.codec, options.warmup_steps, self.layouts.probe)
+            if guarded and comm.world_size > 1
+            else None
+        )
         self.step = 0
+        self._longer: LongerSteps | None = None
         self.reports: list[Telemetry] = []
         self.origin: dict[str, object] = {"kind": "gradients"}
         self.replicated: Callable[[], Named] = list
@@ -281,6 +293,11 @@ class Engine:
         self.store.begin_step()
         if self.comm.world_size == 1:
             self.store.free_unused()
+        if self.guard is not None:
+            self.layouts.fallback = self.guard.fallback(self.step)
+        if self._longer is not None:
+            self._longer.steps = self.step + 1
+            self._longer.off = self.guard is not None and self.guard.level > 0
         if self.options.begins_transform(self.step):
             self.store.begin_transform()
         if self.options.loss_scale is not None:
@@ -294,6 +311,42 @@ class Engine:
             if scale != self.store.loss_scale:
                 self.store.change_loss_scale(scale)
         return Step(self)
+
+    def look_at(self, step: int) -> None:
+        """Have the guard look at a step that has ended; nothing is under way."""
+        if self.guard is None:
+            return
+        try:
+            why = self.guard.look(step, self.comm, self.timeout_s)
+        except GradcompError as error:
+            self.fail(error)
+            raise
+        if why is not None and self.comm.rank == 0:
+            codec = self.guard.fallback(step + 1)
+            logger.warning("from step %d on gradients travel by %r: %s", step + 1, codec, why)
+
+    def scale_lr_of(self, optimizer: Any) -> None:
+        """Keep the length of the optimizer's steps, if the options say so (`gradcomp.engine.rate`).
+
+        Raises:
+            ValueError: ``scale_lr=True`` without an optimizer whose steps noise shortens.
+        """
+        options = self.options
+        shortens = optimizer is not None and divides_by_squares(optimizer)
+        if options.scale_lr and not shortens:
+            raise ValueError(
+                "scale_lr=True needs optimizer=, one that divides by the root of squares (Adam,"
+                f" AdamW, RMSprop, SplitAdamW), got {type(optimizer).__name__}"
+            )
+        wanted = options.precondition is not None and options.scale_lr is not False
+        if not (shortens and wanted) or self.comm.world_size == 1:
+            return
+        factor = shortening(self.codec, self.layouts.strategy)
+        if factor != 1.0:
+            self._longer = LongerSteps(optimizer, factor, options.warmup_steps)
+            self.layouts.lr_factor = factor
+            self._chosen += "; " if self._chosen else ""
+            self._chosen += f"learning rate of {type(optimizer).__name__} x {factor:.3g} in steps"
 
     # ---- failures --------------------------------------------------------------------------------
 
@@ -374,7 +427,8 @@ class Engine:
             self.wait()
         else:
             self.pipeline.rest()
-        return state.write(self.layouts, self.origin, self.step)
+        guard = {} if self.guard is None else {"guard": self.guard.state()}
+        return state.write(self.layouts, self.origin, self.step, **guard)
 
     def load_state_dict(self, given: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Go on where `state_dict` of the same rank, world size, codec and transform was taken.
@@ -397,6 +451,8 @@ class Engine:
         self.wait()
         self.store.load(accepted.parts, self.layouts.names, accepted.loss_scale)
         self.step = accepted.step
+        if self.guard is not None:
+            self.guard.load(accepted.guard, self.step)
         self.compare_next()
         if self.options.loss_scale is None and accepted.loss_scale != 1.0:
             self.store.change_loss_scale(1.0)  # saved under a loss scaler, resumed without one
@@ -516,6 +572,8 @@ class Engine:
                 self.options.warmup_steps,
                 self.options.advanced.transform,
             )
+        if self._longer is not None:
+            self._longer.close()
         if self.error is not None or self.is_open:
             self.layouts.route.abort()  # collectives may be under way that no peer will answer
         self.pipeline.close()

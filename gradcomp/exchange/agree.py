@@ -35,6 +35,7 @@ EXCHANGE_FIELDS = (
     "exchange",
     "second_phase",
     "slice_numel",
+    "guard",
     "warmup_steps",
     "min_numel",
     "exclude",

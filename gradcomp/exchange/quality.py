@@ -190,7 +190,10 @@ class Probe:
                 else None
             )
             unit = units[at] if units is not None else None
-            measured = _measure(gradient[at].float(), encoded[at].float(), decoded[at], unit, left)
+            x = encoded[at].float()
+            if left is not None and unit is None:  # the codec itself has added residuals
+                x = decoded[at] + left / codec.decay
+            measured = _measure(gradient[at].float(), x, decoded[at], unit, left)
             clipped = math.nan
             if reach is not None:  # such codecs have one scale a group, and do not cut pieces
                 limits = (scales[groups] * reach).repeat_interleave(sizes[groups])
@@ -202,6 +205,24 @@ class Probe:
         """Return the latest samples."""
         with self._lock:
             return Quality({self._names[index]: self._rows[index] for index in sorted(self._rows)})
+
+    def error(self) -> float:
+        """Return the error of the latest samples over all parameters (root mean square, by
+        elements): Inf once residuals grow without bound, NaN without a sample.
+        """
+        with self._lock:
+            rows, warned = list(self._rows.values()), bool(self._warned)
+        if warned:
+            return math.inf
+        numel = sum(row.numel for row in rows)
+        return (
+            math.sqrt(sum(row.numel * row.error**2 for row in rows) / numel) if numel else math.nan
+        )
+
+    def forget(self) -> None:
+        """Drop all samples: they are of a codec that is no longer used."""
+        with self._lock:
+            self._rows, self._growing, self._warned = {}, {}, set()
 
     def _enter(self, index: int, step: int, numel: int, m: dict[str, Any], clipped: float) -> None:
         row = Measured(
@@ -235,13 +256,11 @@ def _norm(x: Tensor) -> float:
 
 
 def _measure(
-    g: Tensor, encoded: Tensor, q: Tensor, unit: Tensor | None, left: Tensor | None
+    g: Tensor, x: Tensor, q: Tensor, unit: Tensor | None, left: Tensor | None
 ) -> dict[str, Any]:
     size, missing = _norm(g), 0.0
     if left is not None:
         missing = _norm(left) / size if size > 0 else math.nan
-    # residuals that the codec has added itself
-    x = q + left if left is not None and unit is None else encoded
     whole, error = _norm(x), _norm(x - q)
     decoded = q if unit is None else q * unit
     other = _norm(decoded)

@@ -147,9 +147,14 @@ _CODECS: dict[str, Callable[[Codec], Codec]] = {
 }
 
 
+def codec_of(name: str, codec: Codec) -> Codec:
+    """Return what encodes means in the second phase of that name, which is not "exact"."""
+    return _CODECS[name](codec)
+
+
 def owners_feed_back(name: str, codec: Codec) -> bool:
     """Whether owners keep residuals in the second phase of that name ("" for none)."""
-    return bool(name) and name != "exact" and Encoded(_CODECS[name](codec)).error_feedback
+    return bool(name) and name != "exact" and codec_of(name, codec).error_feedback
 
 
 def second_phase(name: str, codec: Codec, world_size: int) -> SecondPhase:
@@ -159,7 +164,7 @@ def second_phase(name: str, codec: Codec, world_size: int) -> SecondPhase:
         ValueError: "exact" for a codec whose codes have no integer sums; an unknown name.
     """
     if name in _CODECS:
-        return Encoded(_CODECS[name](codec))
+        return Encoded(codec_of(name, codec))
     if name != "exact":
         raise ValueError(f"second_phase must be one of {('exact', *_CODECS)}, got {name!r}")
     sums = codec.sum_form(world_size)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from gradcomp.codecs import Block, Codec, resolve
 from gradcomp.engine.buckets import Source
@@ -21,6 +21,21 @@ FALLBACK = Block(4)
 BLOCK = 128  # the shortest rows that were measured
 
 
+class Chosen(NamedTuple):
+    """What an entry point goes by.
+
+    Attributes:
+        codec, options: those given, or for "auto" those that were chosen.
+        said: what `describe` says of them.
+        guarded: whether the run is watched (`gradcomp.engine.guard`).
+    """
+
+    codec: Codec
+    options: Options
+    said: str
+    guarded: bool
+
+
 def resolve_auto(
     codec: Codec | str,
     common: CommonOptions,
@@ -29,9 +44,8 @@ def resolve_auto(
     sources: Sequence[Source],
     world_size: int,
     table: Sequence[Measured] = TABLE,
-) -> tuple[Codec, Options, str]:
-    """Return codec, options and what `describe` says of them: those given, or for "auto" those that
-    are chosen.
+) -> Chosen:
+    """Return codec and options: those given, or for "auto" those that are chosen.
 
     A residual decay that was not given is the one that was measured for the optimizer
     (`gradcomp.plan.accuracy.decayed`).
@@ -64,7 +78,9 @@ def resolve_auto(
         known = resolve(codec)
         found = decayed(known, optimizer)
         changed = found.decay != known.decay
-        return found, mine, f"residual_decay={found.decay:g} for {name}" if changed else ""
+        said = f"residual_decay={found.decay:g} for {name}" if changed else ""
+        return Chosen(found, mine, said, bool(mine.advanced.guard))
+    guarded = mine.advanced.guard is not False and mine.advanced.transform is None
     nodes = mine.advanced.nodes
     ranks = world_size if nodes is None else len(nodes)
     for row in within(family, table):
@@ -75,7 +91,7 @@ def resolve_auto(
             # the optimizer's own warm-up included
             how = f" with {row.given()}" if row.given() else ""
             said = f"auto: {written(best)}{how} for {name}: {row.cost} ({row.training})"
-            return best, chosen, said
+            return Chosen(best, chosen, said, guarded)
     best = decayed(_not_thin(FALLBACK, mine, sources), optimizer)
     if optimizer is None:
         why = ", which is safe for every optimizer; pass optimizer= for fewer bytes"
@@ -86,7 +102,7 @@ def resolve_auto(
         )
     else:
         why = f" for {name}: not measured (this optimizer is not in the table)"
-    return best, mine, f"auto: {written(best)}{why}"
+    return Chosen(best, mine, f"auto: {written(best)}{why}", guarded)
 
 
 def warning_of(

@@ -93,7 +93,7 @@ def choose(kind, table=TABLE, model=NET, ranks=4, advanced=None, **options):
     kind = getattr(torch.optim, kind) if isinstance(kind, str) else kind
     optimizer = kind(model.parameters(), lr=0.1)
     sources = [Gradient(name, p) for name, p in model.named_parameters()]
-    return resolve_auto("auto", options, advanced, optimizer, sources, ranks, table)
+    return resolve_auto("auto", options, advanced, optimizer, sources, ranks, table)[:3]
 
 
 # ---- the table -----------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ def test_explicit_options_win(options, bits, preconditioned):
 @pytest.mark.parametrize("optimizer", [None, torch.optim.Rprop(NET.parameters())])
 def test_a_codec_that_is_named_is_left_alone(optimizer):
     for codec in ("onebit", OneBit()):
-        found, options, said = resolve_auto(codec, {"warmup_steps": 2}, None, optimizer, [], 2)
+        found, options, said, _ = resolve_auto(codec, {"warmup_steps": 2}, None, optimizer, [], 2)
         assert (repr(found), options, said) == (repr(OneBit()), Options(warmup_steps=2), "")
 
 
@@ -258,11 +258,11 @@ def test_a_codec_that_is_named_is_left_alone(optimizer):
 )
 def test_a_residual_decay_that_nobody_named_is_the_optimizers(codec):
     given = {"warmup_steps": 2, "warmup_codec": "block4"}
-    found, options, said = resolve_auto(codec, given, None, ADAM, [], 2)
+    found, options, said, _ = resolve_auto(codec, given, None, ADAM, [], 2)
     assert found.decay == options.warmup_codec.decay == DECAYS["adam"] < 1
     assert said == f"residual_decay={found.decay:g} for AdamW"
     for optimizer in (SGD, None):
-        found, _, said = resolve_auto(codec, {}, None, optimizer, [], 2)
+        found, _, said, _ = resolve_auto(codec, {}, None, optimizer, [], 2)
         assert (found.decay, found.residual_decay, said) == (1.0, 1.0, "")
 
 
@@ -271,7 +271,7 @@ def test_a_residual_decay_that_nobody_named_is_the_optimizers(codec):
     [(OneBit(residual_decay=0.5), 0.5), (OneBit(residual_decay=1.0), 1.0), (TernGrad(), 1.0)],
 )
 def test_a_residual_decay_that_is_named_counts(codec, decay):
-    found, _, said = resolve_auto(codec, {}, None, ADAM, [], 2)
+    found, _, said, _ = resolve_auto(codec, {}, None, ADAM, [], 2)
     assert found.decay == decay and found is codec and said == ""
 
 

@@ -1,0 +1,275 @@
+"""Runs whose codec was chosen by "auto" go on with a safer one where compression does not pay or
+loses too much, all ranks after the same step.
+
+Exchanges and errors are real; seconds are those of a clock that the test moves.
+"""
+
+import logging
+import math
+import threading
+
+import pytest
+import torch
+from _ranks import run_local
+from torch import nn
+
+import gradcomp
+from gradcomp import Advanced, GradientAverager, OneBit, PeerLost, PeerMismatch
+from gradcomp.engine import guard
+from gradcomp.engine.guard import COMPRESSED, LADDER, PLAIN, SETTLE
+
+TIMED = SETTLE + COMPRESSED + PLAIN  # steps after which there is a decision
+PAYS, LOSES = (1.0, 2.0), (2.0, 1.0)  # seconds of a step with the codec and in bf16
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds of this thread's rank."""
+    now = threading.local()
+    monkeypatch.setattr(guard, "perf_counter", lambda: getattr(now, "seconds", 0.0))
+    return now
+
+
+def averager_of(comm, codec="auto", guarded=None, quality_every=0, optimizer=True):
+    p = nn.Parameter(torch.zeros(40, 130))
+    averager = GradientAverager(
+        [("w", p)],
+        codec,
+        optimizer=torch.optim.AdamW([p]) if optimizer else None,
+        comm=comm,
+        advanced=Advanced(guard=guarded, quality_every=quality_every),
+    )
+    return averager, p
+
+
+def steps(clock, averager, p, count, seconds=PAYS, seen=None, sparse=False):
+    """Average `count` gradients; add the codec of every step to `seen`."""
+    engine = averager._engine
+    for _ in range(count):
+        clock.seconds = (
+            getattr(clock, "seconds", 0.0)
+            + seconds[engine.guard is not None and engine.guard.fallback(engine.step) is LADDER[-1]]
+        )
+        generator = torch.Generator().manual_seed(100 * engine.step + engine.comm.rank)
+        p.grad = torch.randn(p.shape, generator=generator)
+        if sparse:
+            p.grad *= torch.rand(p.shape, generator=generator) < 0.1
+        averager.average()
+        if seen is not None:
+            seen.append(repr(engine.layouts.fallback or engine.codec))
+    return seen
+
+
+def test_bf16_where_compression_does_not_pay(clock, caplog):
+    def run(comm):
+        averager, p = averager_of(comm)
+        mine = repr(averager._engine.codec)
+        seen = steps(clock, averager, p, TIMED + 2, LOSES, [])
+        bf16 = repr(LADDER[-1])
+        settled = SETTLE + COMPRESSED
+        assert seen == [mine] * settled + [bf16] * (PLAIN + 2), "timed in bf16, and it stays"
+        given = [
+            torch.randn(
+                p.shape, generator=torch.Generator().manual_seed(100 * (TIMED + 1) + rank)
+            ).bfloat16()
+            for rank in range(2)
+        ]
+        assert torch.equal(p.grad, (given[0].float() + given[1].float()) / 2)
+        state = averager.state_dict()
+        averager.close()
+        return state
+
+    with caplog.at_level(logging.WARNING, "gradcomp"):
+        states = run_local(2, run)
+    (said,) = [r.getMessage() for r in caplog.records if "travel" in r.getMessage()]
+    assert f"from step {TIMED} on" in said
+    assert "2000.0 ms" in said and "1000.0 ms in bf16" in said
+
+    def resumed(comm):
+        averager, p = averager_of(comm)
+        averager.load_state_dict(states[comm.rank])
+        seen = steps(clock, averager, p, 3, PAYS, [])
+        averager.close()
+        return seen
+
+    assert run_local(2, resumed) == [[repr(LADDER[-1])] * 3] * 2
+
+
+def test_it_stays_on_where_it_pays_for_most_ranks(clock, caplog):
+    def run(comm):
+        averager, p = averager_of(comm)
+        seconds = (1.0, 1.1) if comm.rank else (1.0, 0.95)
+        seen = steps(clock, averager, p, TIMED + 2, seconds, [])
+        averager.close()
+        return seen[-2:] == [repr(averager._engine.codec)] * 2
+
+    assert run_local(2, run) == [True, True]
+    assert not [r for r in caplog.records if "travel" in r.getMessage()]
+
+
+def test_timing_leaves_what_the_codec_keeps(clock):
+    """Steps in bf16 take no part in residuals: they are those of the steps before."""
+
+    def run(comm):
+        averager, p = averager_of(comm)
+        steps(clock, averager, p, SETTLE + COMPRESSED)
+        before = averager.state_dict()["ranks"][str(comm.rank)]["residual"]["w"].clone()
+        steps(clock, averager, p, PLAIN)
+        after = averager.state_dict()["ranks"][str(comm.rank)]["residual"]["w"]
+        assert before.any()
+        assert torch.equal(before, after)
+        averager.close()
+
+    run_local(2, run)
+
+
+def test_errors_lead_down_the_ladder(clock, caplog):
+    """1 bit leaves out four fifths of numbers of which a tenth are not zero: three looks later they
+    travel in 8 bits, which leave out 1 %.
+    """
+    looks = guard.IN_A_ROW * guard.EVERY
+
+    def run(comm):
+        averager, p = averager_of(comm, OneBit(residual_decay=0.25), True, quality_every=50)
+        seen = steps(clock, averager, p, looks, PAYS, [], sparse=True)
+        assert seen[-1] == repr(averager._engine.codec)
+        assert averager._engine.layouts.probe.error() > averager._engine.guard._limit
+        steps(clock, averager, p, 1, sparse=True)
+        seen = steps(clock, averager, p, looks + guard.EVERY, PAYS, [], sparse=True)
+        assert set(seen) == {repr(LADDER[0])}
+        assert averager._engine.layouts.probe.error() < 0.02
+        assert averager.quality().rows["w"].cosine > 0.999
+        averager.close()
+
+    with caplog.at_level(logging.WARNING, "gradcomp"):
+        run_local(2, run)
+    (said,) = [r.getMessage() for r in caplog.records if "travel" in r.getMessage()]
+    assert f"from step {looks + 1} on" in said
+    assert "leaves out 8" in said
+
+
+def test_residuals_that_grow_without_bound_lead_down_at_once(clock):
+    def run(comm):
+        averager, p = averager_of(comm, OneBit(), True)
+        steps(clock, averager, p, 1)
+        if comm.rank:
+            averager._engine.layouts.probe._warned.add(0)  # what a probe keeps of such a parameter
+        seen = steps(clock, averager, p, guard.EVERY + 1, PAYS, [])
+        averager.close()
+        return seen[-2:]
+
+    mine = OneBit(residual_decay=0.25)  # what AdamW's table makes of OneBit()
+    assert run_local(2, run) == [[repr(mine), repr(LADDER[0])]] * 2
+
+
+@pytest.mark.parametrize("codec, guarded", [("auto", False), (OneBit(), None)])
+def test_off(clock, codec, guarded):
+    def run(comm):
+        averager, p = averager_of(comm, codec, guarded)
+        seen = steps(clock, averager, p, TIMED + 1, LOSES, [])
+        state = averager.state_dict()
+        averager.close()
+        return len(set(seen)) == 1 and "extra" not in state and averager._engine.guard is None
+
+    assert run_local(2, run) == [True, True]
+
+
+def test_a_run_resumed_while_it_was_timed_keeps_its_codec(clock):
+    def run(comm):
+        averager, p = averager_of(comm)
+        steps(clock, averager, p, SETTLE + 2, LOSES)
+        state = averager.state_dict()
+        averager.close()
+        return state
+
+    states = run_local(2, run)
+
+    def resumed(comm):
+        averager, p = averager_of(comm)
+        averager.load_state_dict(states[comm.rank])
+        seen = steps(clock, averager, p, TIMED, LOSES, [])
+        averager.close()
+        return seen[-1] == repr(averager._engine.codec)
+
+    assert run_local(2, resumed) == [True, True]
+
+
+def test_with_other_ranks_it_is_timed_again(clock):
+    def run(comm):
+        averager, p = averager_of(comm)
+        steps(clock, averager, p, TIMED + 1, LOSES)
+        state = averager.state_dict()
+        averager.close()
+        return state
+
+    states = run_local(2, run)
+
+    def resumed(comm):
+        averager, p = averager_of(comm)
+        averager.load_state_dict(states)
+        seen = steps(clock, averager, p, TIMED + 1, PAYS, [])
+        averager.close()
+        return [one == repr(LADDER[-1]) for one in seen]
+
+    wanted = [False] * (SETTLE + COMPRESSED) + [True] * PLAIN + [False]
+    assert run_local(3, resumed) == [wanted] * 3
+
+
+def test_ranks_with_and_without(clock):
+    def run(comm):
+        averager, p = averager_of(comm, guarded=[None, False][comm.rank])
+        with pytest.raises(PeerMismatch, match="guard"):
+            steps(clock, averager, p, 1)
+        averager.close()
+
+    run_local(2, run)
+
+
+def test_a_rank_that_is_lost_before_the_decision(clock):
+    def run(comm):
+        averager, p = averager_of(comm)
+        steps(clock, averager, p, TIMED - 1)
+        if comm.rank:
+            comm.close()
+            return
+        with pytest.raises(PeerLost):
+            steps(clock, averager, p, 1)
+        with pytest.raises(PeerLost):
+            averager.average()
+        averager.close()
+
+    run_local(2, run)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"level": 3, "first": 0, "bad": 0}, {"level": 0}, {"level": 0.5, "first": 0, "bad": 0}, 7],
+)
+def test_foreign_states(wrong):
+    def run(comm):
+        averager, _ = averager_of(comm)
+        state = averager.state_dict()
+        assert state["extra"]["guard"] == {"level": 0, "first": 0, "bad": 0}
+        state["extra"]["guard"] = wrong
+        with pytest.raises(ValueError, match="guard"):
+            averager.load_state_dict(state)
+        averager.close()
+
+    run_local(2, run)
+
+
+def test_options():
+    with pytest.raises(ValueError, match="guard must be None, True or False"):
+        Advanced(guard=1.5)
+    momentum = gradcomp.optim.OneBitAdam([nn.Parameter(torch.zeros(3))], freeze_step=2).transform
+    with pytest.raises(ValueError, match="cannot be used with"):
+        Advanced(guard=True, transform=momentum)
+
+
+def test_no_sample_is_no_error():
+    def run(comm):
+        averager, _ = averager_of(comm)
+        assert math.isnan(averager._engine.layouts.probe.error())
+        averager.close()
+
+    run_local(2, run)

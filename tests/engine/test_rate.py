@@ -1,0 +1,254 @@
+"""scale_lr: Adam's steps are as long with codes as without."""
+
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from _ranks import run_local
+from torch import nn
+
+from gradcomp import (
+    Advanced,
+    Block,
+    EntropyCoded,
+    GradientAverager,
+    Identity,
+    OneBit,
+    PeerMismatch,
+    Ternary,
+    TernGrad,
+)
+from gradcomp.codecs import RngKey
+from gradcomp.engine import guard
+from gradcomp.engine.rate import LongerSteps, divides_by_squares, shortening
+from gradcomp.exchange.sizing import Strategy, choose
+from gradcomp.optim import OneBitAdam, SplitAdamW, SplitLAMB
+
+CODECS = [EntropyCoded(1.25), EntropyCoded(2.2), Ternary(), Block(4), OneBit(), TernGrad()]
+
+
+def parameter():
+    return nn.Parameter(torch.zeros(64, 128))
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda c: f"{c.name}-{getattr(c, 'bits', '')}")
+def test_the_factor_is_what_noise_takes_from_steps(codec):
+    """Encodes gradients of two ranks, noise with a small drift of either sign, and compares Adam's
+    quotient, mean over root of mean square, with that of exact means.
+    """
+    generator = torch.Generator().manual_seed(7)
+    drift = 0.1 * torch.randint(0, 2, (1 << 19,), generator=generator).mul(2).sub(1)
+    exact, coded = torch.zeros_like(drift), torch.zeros_like(drift)
+    for rank in range(2):
+        x = torch.randn(drift.shape, generator=generator) + drift
+        exact += x
+        coded += codec.decode(codec.encode(x.view(-1, 128), key=RngKey(rank=rank)))
+    before, after = (float((v * drift).mean() / v.square().mean().sqrt()) for v in (exact, coded))
+    assert shortening(codec, choose(codec, 2)) == pytest.approx(before / after, rel=0.05)
+
+
+def test_both_phases_count():
+    for codec, second in ((Ternary(), Ternary()), (Ternary(second_phase="block4"), Block(4))):
+        one = shortening(codec, Strategy("all_gather"))
+        both = shortening(codec, choose(codec, 4))
+        assert both == pytest.approx(one * shortening(second, Strategy("all_gather")), abs=2e-4)
+    exact = TernGrad(second_phase="exact")
+    assert shortening(exact, choose(exact, 4)) == shortening(exact, Strategy("all_gather"))
+
+
+def test_what_loses_nothing_has_no_factor():
+    assert shortening(Identity("bf16"), choose(Identity("bf16"), 4)) == 1
+    assert shortening(Block(8), choose(Block(8), 4)) == pytest.approx(1, abs=2e-4)
+
+
+@pytest.mark.parametrize(
+    "kind, wanted",
+    [
+        (torch.optim.Adam, True),
+        (torch.optim.AdamW, True),
+        (torch.optim.NAdam, True),
+        (torch.optim.RMSprop, True),
+        (SplitAdamW, True),
+        (torch.optim.SGD, False),
+        (torch.optim.Adamax, False),
+        (torch.optim.Adagrad, False),
+        (SplitLAMB, False),
+        (OneBitAdam, False),
+    ],
+)
+def test_optimizers(kind, wanted):
+    options = {"freeze_step": 2} if kind is OneBitAdam else {}
+    if kind in (SplitAdamW, SplitLAMB):
+        model = nn.Linear(4, 4).bfloat16()
+        assert divides_by_squares(kind(model.parameters(), lr=0.1)) is wanted
+    else:
+        assert divides_by_squares(kind([parameter()], lr=0.1, **options)) is wanted
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_a_step_has_the_rate_and_gives_it_back(decoupled):
+    """By hand: AdamW's decay stays as it is, Adam's is part of the gradient."""
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    weights = [nn.Parameter(torch.linspace(1, 2, 100)) for _ in range(2)]
+    decay = 0.1 / 1.25 if decoupled else 0.1
+    plain = kind([weights[0]], lr=0.0125, weight_decay=decay)
+    scaled = kind([weights[1]], lr=0.01, weight_decay=0.1)
+    longer = LongerSteps(scaled, 1.25, 0)
+    for step in range(3):
+        for w in weights:
+            w.grad = torch.sin(torch.arange(100.0) + step)
+        longer.steps = step + 1
+        plain.step()
+        scaled.step()
+        assert scaled.param_groups[0]["lr"] == 0.01
+        assert scaled.param_groups[0]["weight_decay"] == 0.1
+    assert torch.allclose(*weights, rtol=1e-6, atol=1e-8)
+    longer.close()
+    scaled.step()
+    assert not torch.allclose(*weights, rtol=1e-6, atol=1e-8)
+
+
+def test_it_ends_with_what_made_it():
+    p = parameter()
+    optimizer = torch.optim.AdamW([p], lr=0.1)
+    seen = []
+    longer = LongerSteps(optimizer, 2.0, 0)
+    longer.steps = 1
+    optimizer.register_step_pre_hook(lambda *_: seen.append(optimizer.param_groups[0]["lr"]))
+    optimizer.step()
+    del longer
+    optimizer.step()
+    assert seen == [0.2, 0.1]
+
+
+def test_a_step_that_raises_leaves_a_rate_that_the_next_one_mends():
+    p = parameter()
+    optimizer = torch.optim.AdamW([p], lr=0.1)
+    longer = LongerSteps(optimizer, 2.0, 0)
+    longer.steps = 1
+
+    def closure():
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError):
+        optimizer.step(closure)
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_after_a_warm_up_it_follows_the_average_of_squares():
+    """v of 5 exact squares and k noisy ones, as Adam averages them."""
+    longer = LongerSteps(torch.optim.AdamW([parameter()]), 1.5, 5)
+    for beta in (0.5, 0.95, 0.999):
+        v = 0.0
+        for step in range(1, 60):
+            v = beta * v + (1 - beta) * (1.0 if step <= 5 else 1.5**2)
+            longer.steps = step
+            wanted = math.sqrt(v / (1 - beta**step))
+            assert longer.factor({"betas": (0.9, beta)}) == pytest.approx(wanted)
+    longer.off = True
+    assert longer.factor({"betas": (0.9, 0.95)}) == 1
+
+
+def averager_of(comm, p, codec="ternary", make=torch.optim.AdamW, **options):
+    optimizer = make([p], lr=0.01)
+    return GradientAverager([("w", p)], codec, optimizer=optimizer, comm=comm, **options), optimizer
+
+
+def moved(comm, steps=120, **options):
+    """Return how far a step moves the weights, root mean square of the last ones."""
+    p = parameter()
+    averager, optimizer = averager_of(comm, p, precondition=True, **options)
+    lengths = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(1000 * step + comm.rank)
+        p.grad = torch.randn(p.shape, generator=generator) + 0.3
+        averager.average()
+        before = p.detach().clone()
+        optimizer.step()
+        lengths.append(float((before - p.detach()).mean()))
+    line = averager.describe()
+    averager.close()
+    return np.mean(lengths[-20:]), line
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_steps_are_as_long_as_without_codes(world_size):
+    """Drift of weights under AdamW: gradients are noise with a mean."""
+    (exact, _), *_ = run_local(world_size, partial(moved, warmup_steps=1000))
+    (scaled, line), *_ = run_local(world_size, moved)
+    (plain, other), *_ = run_local(world_size, partial(moved, scale_lr=False))
+    factor = shortening(Ternary(), choose(Ternary(), world_size))
+    assert f"learning rate of AdamW x {factor:.3g} in steps" in line
+    assert "learning rate" not in other
+    assert scaled == pytest.approx(plain * factor, rel=1e-3)
+    assert plain < 0.9 * exact
+    assert scaled == pytest.approx(exact, rel=0.02)
+
+
+def test_off_in_bf16(monkeypatch):
+    """Once the guard has taken a run to bf16 there is no noise to make up for."""
+    monkeypatch.setattr(guard, "perf_counter", lambda: 0.0)
+
+    def run(comm):
+        p = parameter()
+        averager, optimizer = averager_of(comm, p, precondition=True, advanced=Advanced(guard=True))
+        averager._engine.guard.level = len(guard.LADDER)
+        p.grad = torch.ones_like(p)
+        seen = []
+        optimizer.register_step_pre_hook(lambda *_: seen.append(optimizer.param_groups[0]["lr"]))
+        averager.average()
+        optimizer.step()
+        averager.close()
+        return seen
+
+    assert run_local(2, run) == [[0.01]] * 2
+
+
+@pytest.mark.parametrize(
+    "options, make",
+    [
+        ({}, torch.optim.AdamW),  # units are not shared
+        ({"precondition": True}, lambda p, lr: torch.optim.SGD(p, lr=lr)),
+        ({"precondition": True, "scale_lr": False}, torch.optim.AdamW),
+    ],
+)
+def test_not_asked_for(options, make):
+    def run(comm):
+        averager, _ = averager_of(comm, parameter(), make=make, **options)
+        line = averager.describe()
+        averager.close()
+        return "learning rate" not in line
+
+    assert run_local(2, run) == [True, True]
+
+
+def test_bad_options():
+    def run(comm):
+        p = parameter()
+        for options, why in (
+            ({"scale_lr": True}, "needs precondition=True"),
+            ({"scale_lr": "yes", "precondition": True}, "None, True or False"),
+        ):
+            with pytest.raises(ValueError, match=why):
+                averager_of(comm, p, **options)
+        for make, why in ((lambda p, lr: torch.optim.SGD(p, lr=lr), "got SGD"),):
+            with pytest.raises(ValueError, match=why):
+                averager_of(comm, p, make=make, precondition=True, scale_lr=True)
+
+    run_local(2, run)
+
+
+def test_ranks_that_scale_and_do_not():
+    def run(comm):
+        p = parameter()
+        averager, _ = averager_of(comm, p, precondition=True, scale_lr=[None, False][comm.rank])
+        p.grad = torch.ones_like(p)
+        with pytest.raises(PeerMismatch, match=r"learning rate x 1.13 \(scale_lr\)|learning rate"):
+            averager.average()
+        averager.close()
+
+    run_local(2, run)
