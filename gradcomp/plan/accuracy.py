@@ -77,6 +77,7 @@ class Measured:
         bits: per value and phase, scales included, after a warm start.
         got: what the training ended at, in the same unit as its `fp32`.
         precondition: whether with ``precondition=True``.
+        scale_lr: whether the optimizer's steps kept their length (`gradcomp.engine.rate`).
         start: share of the steps that were averaged in fp32, or by `warmup_codec`, first
             (``warmup_steps``).
         warmup_codec: of these steps; None: fp32.
@@ -90,6 +91,7 @@ class Measured:
     bits: float
     got: float
     precondition: bool = False
+    scale_lr: bool = False
     start: float = 0.0
     warmup_codec: Codec | None = None
     every: int = 1
@@ -206,6 +208,7 @@ _DIGITS = replace(
 _LARGE_RATES = "a perceptron diverges with it at a learning rate at which fp32 trains"
 _SHORT_RUNS = "runs of 600 steps lose more with it than with Block(4) (one seed)"
 _USUAL_RATE = "runs of 600 steps lose more with it at AdamW's usual rate"
+_SCALED: dict[str, Any] = {"precondition": True, "scale_lr": True}
 _SIXTH: dict[str, Any] = {"precondition": True, "start": 1 / 6, "warmup_codec": Block(4)}
 _RARE: dict[str, Any] = {"start": 1 / 10, "every": 30}
 TABLE = (
@@ -220,6 +223,8 @@ TABLE = (
     Measured(_GPT_CODE, Ternary(), 2.4, 1.8360, precondition=True),
     Measured(_GPT, EntropyCoded(2.2), 2.4, 1.3348, precondition=True, doubt=_USUAL_RATE),
     Measured(_GPT, EntropyCoded(1.25), 1.5, 1.3256, precondition=True, doubt=_USUAL_RATE),
+    Measured(_GPT_600, EntropyCoded(1.25), 1.5, 1.7093, **_SCALED),
+    Measured(_GPT_CODE, EntropyCoded(1.25), 1.5, 1.7561, **_SCALED),
     Measured(_GPT, Block(2), 2.2, 1.3700, precondition=True),
     Measured(_GPT, OneBit(), 1.4, 1.4153, **_SIXTH),
     Measured(_GPT_MOMENTUM, OneBit(), 1.4, 1.3091, **_SIXTH),
@@ -325,7 +330,8 @@ def ways(
     for row in table:
         if row.training.family == family and row.every == every:
             phase = row.phase_of(row.codec)
-            way = row.codec.name, row.codec.form, phase, row.precondition, row.start
+            how = row.precondition, row.scale_lr, row.start
+            way = row.codec.name, row.codec.form, phase, *how
             found.setdefault(way, []).append(row)
     return [
         max(rows, key=lambda row: (row.counts, row.excess(tolerances))) for rows in found.values()

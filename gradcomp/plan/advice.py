@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from gradcomp.codecs import Block, Codec, resolve
 from gradcomp.engine.buckets import Source
 from gradcomp.engine.options import Advanced, CommonOptions, Options
+from gradcomp.engine.rate import divides_by_squares
 from gradcomp.payload.order import storage_shape
 from gradcomp.payload.parameters import THIN_GROUP_NUMEL, Parameter, describe_parameters
 from gradcomp.plan.accuracy import OWN_WARM_UP, TABLE, Measured, decayed, family_of, within, written
@@ -83,9 +84,11 @@ def resolve_auto(
     guarded = mine.advanced.guard is not False and mine.advanced.transform is None
     nodes = mine.advanced.nodes
     ranks = world_size if nodes is None else len(nodes)
+    scales = mine.scale_lr is not False and optimizer is not None and divides_by_squares(optimizer)
     for row in within(family, table):
         needs_steps = row.start and family not in OWN_WARM_UP
-        chosen = _with(row, mine, common) if _as_measured(row, ranks) and not needs_steps else None
+        fits = _as_measured(row, ranks) and not needs_steps
+        chosen = _with(row, mine, common, scales) if fits else None
         if chosen is not None:
             best = decayed(_not_thin(row.codec, chosen, sources), optimizer)
             # the optimizer's own warm-up included
@@ -145,11 +148,15 @@ def _as_measured(row: Measured, ranks: int) -> bool:
     return row.phase_of(row.codec) == row.codec.resolved_second_phase(ranks)
 
 
-def _with(row: Measured, mine: Options, given: CommonOptions) -> Options | None:
+def _with(row: Measured, mine: Options, given: CommonOptions, scales: bool) -> Options | None:
     """Return the user's options with those of a row; None where they exclude each other, or the
     row was measured with others.
+
+    `scales`: preconditioned gradients come with a larger learning rate (`gradcomp.engine.rate`).
     """
     wanted: CommonOptions = {}
+    if row.scale_lr != (row.precondition and scales):
+        return None
     if row.precondition != (mine.precondition is not None):
         if not row.precondition or "precondition" in given:
             return None

@@ -12,8 +12,10 @@ import pytest
 import torch
 from _ranks import run_local
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp
+import gradcomp.ddp
 from gradcomp import Advanced, GradientAverager, OneBit, PeerLost, PeerMismatch
 from gradcomp.engine import guard
 from gradcomp.engine.guard import COMPRESSED, LADDER, PLAIN, SETTLE
@@ -273,3 +275,41 @@ def test_no_sample_is_no_error():
         averager.close()
 
     run_local(2, run)
+
+
+def ddp_with_auto():
+    """Train under DDP with "auto" past the decision; return what rank 0 to N - 1 have seen."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
+    model = DistributedDataParallel(net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    rates, codecs, losses = set(), [], []
+    with gradcomp.ddp.register(model, "auto", optimizer=optimizer, timeout_s=60) as state:
+        optimizer.register_step_pre_hook(lambda *_: rates.add(optimizer.param_groups[0]["lr"]))
+        engine, batches = state._engine, torch.Generator().manual_seed(torch.distributed.get_rank())
+        for _ in range(TIMED + 4):
+            x = torch.randn(16, 64, generator=batches)
+            optimizer.zero_grad()
+            loss = (model(x) - x).square().mean()
+            loss.backward()
+            optimizer.step()
+            codecs.append(repr(engine.layouts.fallback or engine.codec))
+            losses.append(loss.item())
+        assert optimizer.param_groups[0]["lr"] == 1e-3
+        assert state.check_replicas() == tuple(range(torch.distributed.get_world_size()))
+        return state.describe(), codecs, sorted(rates), losses[-1] < losses[0]
+
+
+def test_auto_over_every_transport(ranks):
+    """Whatever the machine makes of it, ranks agree, replicas stay equal, and it trains."""
+    one, other = ranks(2, ddp_with_auto)
+    assert one[:3] == other[:3]
+    line, codecs, rates, trains = one
+    assert trains and other[3]
+    mine, bf16 = codecs[0], repr(LADDER[-1])
+    settled = SETTLE + COMPRESSED
+    assert codecs[:settled] == [mine] * settled
+    assert codecs[settled:TIMED] == [bf16] * PLAIN
+    assert set(codecs[TIMED:]) in ({mine}, {bf16})
+    scaled = [1e-3 * float(line.split(" x ")[1].split(" ")[0])]
+    assert rates[-1:] == pytest.approx(scaled, rel=0.01)
