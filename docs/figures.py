@@ -499,6 +499,17 @@ def scaled() -> Iterator[Figure]:
             f"| {label} | {{:.4f}} | {{:.4f}} / {{:.4f}} / {{:.4f}}: {{:.4f}} | {{:+.3f}} |",
             (base, *found, statistics.fmean(found), statistics.fmean(found) - base),
         )
+    (two,) = losses(method, "entropy.jsonl", workers=2, factor=2.0)
+    base = losses("fp32", workers=2, factor=2.0)[0]
+    yield "| N = 2, 4e-3, seed 0 | {:.4f} | {:.4f} | {:+.3f} |", (base, two, two - base)
+    (longer,), (best, *_) = (
+        losses("fp32", "entropy.jsonl", factor=2.787),
+        losses("fp32", factor=2.0),
+    )
+    yield (
+        "fp32 ends at {:.4f}, {:.3f} below {:.4f} (seed 0), and 1.25 bits at {:.4f}",
+        (longer, best - longer, best, losses(method, "entropy.jsonl", factor=2.0)[0]),
+    )
     (one,) = losses(usual.format("1") + ",scale_lr", "entropy.jsonl")
     yield "1 bit (25 times fewer bytes) ends at {:.4f}", (one,)
 

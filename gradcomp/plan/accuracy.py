@@ -223,8 +223,8 @@ TABLE = (
     Measured(_GPT_CODE, Ternary(), 2.4, 1.8360, precondition=True),
     Measured(_GPT, EntropyCoded(2.2), 2.4, 1.3348, precondition=True, doubt=_USUAL_RATE),
     Measured(_GPT, EntropyCoded(1.25), 1.5, 1.3256, precondition=True, doubt=_USUAL_RATE),
-    Measured(_GPT_600, EntropyCoded(1.25), 1.5, 1.7093, **_SCALED),
-    Measured(_GPT_CODE, EntropyCoded(1.25), 1.5, 1.7561, **_SCALED),
+    Measured(_GPT_600, EntropyCoded(1.25), 1.5, 1.7335, **_SCALED),
+    Measured(_GPT_CODE, EntropyCoded(1.25), 1.5, 1.7577, **_SCALED),
     Measured(_GPT, Block(2), 2.2, 1.3700, precondition=True),
     Measured(_GPT, OneBit(), 1.4, 1.4153, **_SIXTH),
     Measured(_GPT_MOMENTUM, OneBit(), 1.4, 1.3091, **_SIXTH),
@@ -274,7 +274,7 @@ def decayed(codec: Codec, optimizer: Any) -> Codec:
 def written(codec: Codec) -> str:
     """Return a codec as it is written in code, options at their defaults left out."""
     words = [f"{codec.bits:g}"] if isinstance(codec, (Block, EntropyCoded)) else []
-    group = getattr(codec, "group", None)
+    group = codec.options().get("group")
     words += [f"group={group}"] if isinstance(group, int) else []
     words += ["rotate=True"] if codec.rotates else []
     words += [f'second_phase="{codec.second_phase}"'] if codec.second_phase else []
