@@ -501,6 +501,14 @@ def scaled() -> Iterator[Figure]:
         )
     (two,) = losses(method, "entropy.jsonl", workers=2, factor=2.0)
     base = losses("fp32", workers=2, factor=2.0)[0]
+    (long,) = losses(method, "entropy.jsonl", steps=2000, batch=0)
+    yield (
+        (
+            "| 2,000 steps, 4 sequences, 2e-3, seed 0 (fp32 at its best rate, 4e-3: 1.2942)"
+            " | 1.3438 | {:.4f} | {:+.3f} |"
+        ),
+        (long, long - 1.3438),
+    )
     yield "| N = 2, 4e-3, seed 0 | {:.4f} | {:.4f} | {:+.3f} |", (base, two, two - base)
     yield (
         "with 1.39 times the rate it ends at {:.4f}, seed 0",
@@ -512,6 +520,16 @@ def scaled() -> Iterator[Figure]:
         "fp32 ends at {:.4f}, {:.3f} below {:.4f} (seed 0), and 1.25 bits at {:.4f}",
         (longer, best - longer, best, losses(method, "entropy.jsonl", factor=2.0)[0]),
     )
+    lenet = {"workload": "lenet-demo", "optimizer": "sgd", "workers": 2, "batch": 32}
+    images: list[float] = []
+    for images_of in (
+        "fp32",
+        *(f"entropy:bits={bits},min_numel=1024,exempt=vectors" for bits in ("2.2", "1.25")),
+    ):
+        found = losses(images_of, "entropy.jsonl", **lenet)
+        images += [*found, statistics.fmean(found)]
+    text = "{:.2f} / {:.2f} / {:.2f}: {:.2f}"
+    yield f"fp32 {text}, 2.2 bits {text}, 1.25 bits {text}. On the perceptron", tuple(images)
     (one,) = losses(usual.format("1") + ",scale_lr", "entropy.jsonl")
     yield "1 bit (25 times fewer bytes) ends at {:.4f}", (one,)
 

@@ -12,6 +12,7 @@ from gradcomp.codecs import Block, Codec, resolve
 from gradcomp.engine.buckets import Source
 from gradcomp.engine.options import Advanced, CommonOptions, Options
 from gradcomp.engine.rate import divides_by_squares
+from gradcomp.optim.base import SplitOptimizer
 from gradcomp.payload.order import storage_shape
 from gradcomp.payload.parameters import THIN_GROUP_NUMEL, Parameter, describe_parameters
 from gradcomp.plan.accuracy import OWN_WARM_UP, TABLE, Measured, decayed, family_of, within, written
@@ -84,7 +85,13 @@ def resolve_auto(
     guarded = mine.advanced.guard is not False and mine.advanced.transform is None
     nodes = mine.advanced.nodes
     ranks = world_size if nodes is None else len(nodes)
-    scales = mine.scale_lr is not False and optimizer is not None and divides_by_squares(optimizer)
+    scales = (
+        optimizer is not None
+        and mine.scale_lr is not False
+        and divides_by_squares(optimizer)
+        # preconditioned averages would not go straight from payloads to weights
+        and not isinstance(optimizer, SplitOptimizer)
+    )
     for row in within(family, table):
         needs_steps = row.start and family not in OWN_WARM_UP
         fits = _as_measured(row, ranks) and not needs_steps
@@ -132,7 +139,10 @@ def warning_of(
         return None
     done, unit = worst.training, worst.training.unit
     safe = next((row for row in within(family, table) if _as_measured(row, world_size)), None)
-    more = f"; {written(safe.codec)} all but {max(0.0, safe.loss):.3f}" if safe is not None else ""
+    more = ""
+    if safe is not None:
+        how = f" with {safe.given()}" if safe.given() else ""
+        more = f"; {written(safe.codec)}{how} all but {max(0.0, safe.loss):.3f}"
     return (
         f"{codec!r} under {type(optimizer).__name__} without precondition=True: {done.who} lost"
         f" {worst.loss:.2f} {unit} over fp32's {done.fp32:.2f} after {done.steps:,} steps."

@@ -146,7 +146,8 @@ def test_the_worst_of_several_trainings_counts_and_few_seeds_do_not():
     one_seed = replace(TABLE[0].training, seeds=1)
     best = replace(TABLE[0], training=one_seed, codec=OneBit(), bits=1.0, got=1.0)
     worse = replace(TABLE[1], training=one_seed, got=9.0)
-    assert [row.codec.name for row in within("adam", (*TABLE, best, worse))] == ["block4", "block8"]
+    found = [row.codec.name for row in within("adam", (*TABLE, best, worse))]
+    assert found == ["entropy", "block4", "block8"]
 
 
 @pytest.mark.parametrize(
@@ -232,7 +233,9 @@ def test_auto_takes_entropy_coded_codes_where_steps_keep_their_length(kind):
     )
 
 
-@pytest.mark.parametrize(("kind", "why"), [(SplitLAMB, BLOCK4), (SplitSGD, "not measured")])
+@pytest.mark.parametrize(
+    ("kind", "why"), [(SplitAdamW, BLOCK4), (SplitLAMB, BLOCK4), (SplitSGD, "not measured")]
+)
 def test_split_optimizers(kind, why):
     optimizer = kind(split_parameters(copy.deepcopy(NET)), lr=0.1)
     said = resolve_auto("auto", {}, None, optimizer, [], 4)[2]
@@ -308,12 +311,13 @@ def test_thin_rows_get_blocks():
     such, rows stay.
     """
     thin = nn.Sequential(nn.Conv2d(512, 512, 3, groups=512))
-    codec, _, why = choose("AdamW", model=thin)
+    codec, _, why = choose("Adagrad", model=thin)
     assert (codec.bits, codec.group) == (4, 128)
-    assert why.startswith("auto: Block(4, group=128) for AdamW")
+    assert why.startswith("auto: Block(4, group=128) for Adagrad")
     wide = nn.Sequential(nn.Conv2d(512, 512, 3, groups=512), nn.Linear(4096, 512))
-    assert choose("AdamW", model=wide)[0].group == "row"
-    assert choose("AdamW", model=thin, exclude="0.weight")[0].group == "row"
+    assert choose("Adagrad", model=wide)[0].group == "row"
+    assert choose("Adagrad", model=thin, exclude="0.weight")[0].group == "row"
+    assert written(choose("AdamW", model=thin)[0]) == written(ENTROPY.codec)  # which has no rows
     assert written(choose("SGD", model=thin)[0]) == "Block(4, group=128)"
 
 
@@ -365,7 +369,7 @@ STRAIGHT = "; updates go straight from payloads to weights"
         (
             torch.optim.AdamW,
             {},
-            r"auto: Block\(4\) for AdamW: \+0.001 nats \(a byte.*are not fused",
+            r"auto: EntropyCoded\(1.25\) with precondition=True for AdamW: -0.0.*are not fused",
         ),
         (SplitAdamW, {}, f"auto: Block.4. for SplitAdamW.*{STRAIGHT}"),
         (SplitSGD, {}, f"auto: Block.4. for SplitSGD: not measured.*{STRAIGHT}"),
@@ -379,7 +383,7 @@ STRAIGHT = "; updates go straight from payloads to weights"
 )
 def test_register_chooses_and_says_so(gloo, kind, options, says):
     first, second = gloo(2, register_auto, kind, options)
-    assert first[:2] == second[:2] and first[1].startswith("Block(bits=4")
+    assert first[:2] == second[:2] and first[1].startswith(("Block(bits=4", "EntropyCoded"))
     assert re.search(says, first[0]), first[0]
     assert first[2] == [("INFO", first[0])] and second[2] == []
 
@@ -434,7 +438,11 @@ def with_averager(comm, codec, kind, options):
 def test_an_averager_chooses_and_says_so():
     with Listener() as said:
         (first, one), (second, other) = run_local(2, with_averager, "auto", torch.optim.AdamW, {})
-    assert first == second and "; auto: Block(4) for AdamW: +0.001 nats" in first
+    assert (
+        first == second
+        and f"; auto: {written(ENTROPY.codec)} with precondition=True for AdamW: {ENTROPY.cost}"
+        in first
+    )
     assert said == [("INFO", first)] and torch.equal(one, other)
 
 
@@ -451,7 +459,11 @@ def test_an_averager_chooses_and_says_so():
             "block2",
             torch.optim.RMSprop,
             {},
-            ["lost 0.09 nats", " precondition=True keeps all but 0.0", "; Block(4) all but 0.001"],
+            [
+                "lost 0.09 nats",
+                " precondition=True keeps all but 0.0",
+                "with precondition=True all but 0.000",
+            ],
         ),
         ("block2", torch.optim.AdamW, {"precondition": True}, []),
         ("block2", one_bit_adam, {}, []),
