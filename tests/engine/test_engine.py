@@ -48,6 +48,7 @@ COMMON = {
     "warmup_steps": 0,
     "warmup_codec": None,
     "precondition": None,
+    "scale_lr": None,
     "grad_scaler": None,
     "atomic_steps": None,
     "timeout_s": None,

@@ -6,6 +6,7 @@ Exchanges and errors are real; seconds are those of a clock that the test moves.
 
 import logging
 import math
+import re
 import threading
 
 import pytest
@@ -147,7 +148,7 @@ def test_errors_lead_down_the_ladder(clock, caplog):
         run_local(2, run)
     (said,) = [r.getMessage() for r in caplog.records if "travel" in r.getMessage()]
     assert f"from step {looks + 1} on" in said
-    assert "leaves out 8" in said
+    assert re.search(r"leaves out [89]\d%", said), said
 
 
 def test_residuals_that_grow_without_bound_lead_down_at_once(clock):

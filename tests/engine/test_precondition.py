@@ -381,6 +381,7 @@ def with_ddp(fused):
         Block(2, residual_decay=1),
         min_numel=100,
         precondition=True,
+        scale_lr=False,
         optimizer=optimizer if fused else None,
     )
     for step in range(4):

@@ -143,7 +143,7 @@ def test_the_lora_example_trains_adapters_in_two_bits(torchrun):
     options = ["--codec", "ternary", "--group", "128", "--precondition", "--base-steps", "4"]
     out = torchrun("lora_gpt.py", 2, *options, "--steps", "12", "--lr", "0.01")
     loss, ratio = re.search(r"held-out loss ([\d.]+), ([\d.]+) times fewer", out).groups()
-    assert float(loss) < 5.0 and ratio == "14.2", out  # 5.5 is chance
+    assert float(loss) < 5.3 and ratio == "14.2", out  # 5.5 is chance
 
 
 @pytest.mark.long
