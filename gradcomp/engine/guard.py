@@ -31,7 +31,8 @@ from gradcomp.memory.saved import check_mapping
 
 logger = logging.getLogger("gradcomp")
 
-LADDER: tuple[Codec, ...] = (Block(8), Identity("bf16"))
+# without residuals, which not every codec has planes for
+LADDER: tuple[Codec, ...] = (Block(8, error_feedback=False), Identity("bf16"))
 SETTLE = 3  # first steps, in which buckets are rebuilt and buffers made: not timed
 COMPRESSED, PLAIN = 5, 3  # steps; the first one in bf16 makes buffers and does not count
 EVERY = 100  # steps from one look at errors to the next
