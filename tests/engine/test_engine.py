@@ -226,10 +226,11 @@ def test_an_averager_takes_its_options():
 
 
 def test_ranks_compare_every_option_that_could_make_them_differ():
-    """What is not in `compared` is compared as the strategy (exchange, nodes), or is each rank's
-    own affair.
+    """What is not in `compared` is compared as the strategy (exchange, nodes), as part of another
+    option, or is each rank's own affair.
     """
     own = {
+        "scale_lr",  # with precondition (`Engine.precondition_of`)
         "exchange",
         "nodes",
         "grad_scaler",
