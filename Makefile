@@ -67,7 +67,7 @@ test: lint mpi
 SPREAD := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 test-together: tools mpi
-	$(BIN)/python -m pytest -rs -m 'not long and not timed' $(SPREAD) $(ONCE_MORE) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -rs --durations=60 --durations-min=2 -m 'not long and not timed' $(SPREAD) $(ONCE_MORE) $(PYTEST_ARGS)
 
 test-timed: tools
 	$(BIN)/python -m pytest -rsR -m 'timed and not long' --reruns 2 --reruns-delay 5 $(PYTEST_ARGS) || test $$? -eq 5

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -130,14 +129,14 @@ class Probe:
 
     Args:
         every: a sample at each step that is a multiple of it; 0: none.
-        names: of the parameters, by position.
+        names: of the parameters, by position; all positions of one name are one parameter.
     """
 
     def __init__(self, every: int, names: Mapping[int, str]) -> None:
         self._every, self._names = every, names
-        self._rows: dict[int, Measured] = {}
-        self._growing: dict[int, int] = {}
-        self._warned: set[int] = set()
+        self._rows: dict[str, Measured] = {}
+        self._growing: dict[str, int] = {}
+        self._warned: set[str] = set()
         self._lock = threading.Lock()
 
     def due(self, step: int) -> bool:
@@ -176,6 +175,7 @@ class Probe:
         )
         kernels.sum_decode(Payloads([payload], codec.code, torch.float32), layout.packed, decoded)
         sizes, first = torch.from_numpy(layout.group_numels.astype(np.int64)), 0
+        sums: dict[str, Sums] = {}
         for piece in whole_pieces(slots):
             if not (piece.slot.compressed and piece.numel):
                 continue
@@ -193,18 +193,19 @@ class Probe:
             x = encoded[at].float()
             if left is not None and unit is None:  # the codec itself has added residuals
                 x = decoded[at] + left / codec.decay
-            measured = _measure(gradient[at].float(), x, decoded[at], unit, left)
-            clipped = math.nan
+            one = sums.setdefault(self._names[piece.slot.index], Sums())
+            one.add(gradient[at].float(), x, decoded[at], unit, left)
             if reach is not None:  # such codecs have one scale a group, and do not cut pieces
                 limits = (scales[groups] * reach).repeat_interleave(sizes[groups])
-                beyond = measured["x"].abs() > limits.to(gradient.device)
-                clipped = int(torch.count_nonzero(beyond)) / piece.numel
-            self._enter(piece.slot.index, step, piece.numel, measured, clipped)
+                one.clipped += int(torch.count_nonzero(x.abs() > limits.to(x.device)))
+        for name, one in sums.items():
+            row = one.measured(name, step, keeps=residual is not None, clips=reach is not None)
+            self._enter(row)
 
     def report(self) -> Quality:
         """Return the latest samples."""
         with self._lock:
-            return Quality({self._names[index]: self._rows[index] for index in sorted(self._rows)})
+            return Quality({n: self._rows[n] for n in self._names.values() if n in self._rows})
 
     def error(self) -> float:
         """Return the error of the latest samples over all parameters (root mean square, by
@@ -224,54 +225,86 @@ class Probe:
         with self._lock:
             self._rows, self._growing, self._warned = {}, {}, set()
 
-    def _enter(self, index: int, step: int, numel: int, m: dict[str, Any], clipped: float) -> None:
-        row = Measured(
-            self._names[index], step, numel, m["error"], m["cosine"], m["residual"], clipped
-        )
+    def _enter(self, row: Measured) -> None:
+        name = row.name
         with self._lock:
-            before = self._rows.get(index)
-            self._rows[index] = row
+            before = self._rows.get(name)
+            self._rows[name] = row
             grows = before is not None and row.residual > GROWTH * before.residual
-            self._growing[index] = self._growing.get(index, 0) + 1 if grows else 0
-            if self._growing[index] < GROWING or row.residual < LARGE or index in self._warned:
+            self._growing[name] = self._growing.get(name, 0) + 1 if grows else 0
+            if self._growing[name] < GROWING or row.residual < LARGE or name in self._warned:
                 return
-            self._warned.add(index)
+            self._warned.add(name)
         logging.getLogger("gradcomp").warning(
             "residuals of parameter %r grow without bound: %.1f times its gradient at step %d, more"
             " in each of the last %d samples. Its codes cannot carry its gradients: a smaller"
             " group=, more bits, or exclude=%r",
             row.name,
             row.residual,
-            step,
+            row.step,
             GROWING,
             row.name,
         )
 
 
-def _norm(x: Tensor) -> float:
-    """Return the norm, summed in float64: a float32 sum differs in its sixth digit with the
-    alignment of the memory.
+@dataclass
+class Sums:
+    """What a sample adds up of one parameter, in float64: float32 sums differ in their sixth digit
+    with the alignment of the memory.
+
+    Attributes:
+        gradient, encoded, error, decoded, residual: squares.
+        product: of the decoded and the exact gradient.
+        clipped, numel: elements.
     """
-    return float(torch.linalg.vector_norm(x, dtype=torch.float64))
+
+    gradient: float = 0.0
+    encoded: float = 0.0
+    error: float = 0.0
+    decoded: float = 0.0
+    residual: float = 0.0
+    product: float = 0.0
+    clipped: int = 0
+    numel: int = 0
+
+    def add(
+        self, g: Tensor, x: Tensor, q: Tensor, unit: Tensor | None, left: Tensor | None
+    ) -> None:
+        """Add some elements.
+
+        Args:
+            g, x: ``(n,)`` of the gradient and of what was encoded.
+            q: ``(n,)``, decoded x; times `unit`, where there is one, the decoded gradient.
+            left: ``(n,)``, residuals of the next step.
+        """
+        decoded = q if unit is None else q * unit
+        self.gradient += _square(g)
+        self.encoded += _square(x)
+        self.error += _square(x - q)
+        self.decoded += _square(decoded)
+        self.residual += 0.0 if left is None else _square(left)
+        self.product += float(torch.dot(decoded.double(), g.double()))
+        self.numel += g.numel()
+
+    def measured(self, name: str, step: int, *, keeps: bool, clips: bool) -> Measured:
+        """Return the row of a parameter.
+
+        Args:
+            name, step: see `Measured`.
+            keeps, clips: whether its codec has residuals, and an outermost level.
+        """
+        sizes = math.sqrt(self.gradient) * math.sqrt(self.decoded)
+        unknown = math.nan if keeps else 0.0
+        return Measured(
+            name,
+            step,
+            self.numel,
+            error=math.sqrt(self.error / self.encoded) if self.encoded else 0.0,
+            cosine=self.product / sizes if sizes else math.nan,
+            residual=math.sqrt(self.residual / self.gradient) if self.gradient else unknown,
+            clipped=self.clipped / self.numel if clips else math.nan,
+        )
 
 
-def _measure(
-    g: Tensor, x: Tensor, q: Tensor, unit: Tensor | None, left: Tensor | None
-) -> dict[str, Any]:
-    size, missing = _norm(g), 0.0
-    if left is not None:
-        missing = _norm(left) / size if size > 0 else math.nan
-    whole, error = _norm(x), _norm(x - q)
-    decoded = q if unit is None else q * unit
-    other = _norm(decoded)
-    cosine = (
-        float(torch.dot(decoded.double(), g.double())) / (size * other)
-        if size > 0 and other > 0
-        else math.nan
-    )
-    return {
-        "x": x,
-        "error": error / whole if whole > 0 else 0.0,
-        "cosine": cosine,
-        "residual": missing,
-    }
+def _square(x: Tensor) -> float:
+    return float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2

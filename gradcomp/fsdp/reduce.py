@@ -17,6 +17,7 @@ from gradcomp.comm.torchdist import TorchCommunicator, group_rank
 from gradcomp.errors import GradcompError, peers_answer
 from gradcomp.exchange.bucket import BucketExchange
 from gradcomp.exchange.pipeline import Task
+from gradcomp.exchange.quality import Probe
 from gradcomp.exchange.sizing import BucketPlan, Strategy
 from gradcomp.exchange.stats import Stats
 from gradcomp.fsdp.parts import Part, number_of, slots_of
@@ -37,6 +38,7 @@ class ReduceScatter:
         warmup_steps: the first so many reduce-scatters belong to the warm-up.
         comm: the ranks that share the module out.
         stats: counts bytes and seconds.
+        probe: samples what codes make of gradients, after the warm-up.
         residuals: of the module, for codecs that leave some.
 
     Attributes:
@@ -56,11 +58,12 @@ class ReduceScatter:
         warmup_steps: int,
         comm: TorchCommunicator,
         stats: Stats,
+        probe: Probe,
         residuals: ModuleResiduals | None = None,
     ) -> None:
         self.module, self.name, self.parts, self.steps = module, name, list(parts), 0
         self._codecs, self._warmup_steps = codecs, warmup_steps
-        self._comm, self._stats, self._residuals = comm, stats, residuals
+        self._comm, self._stats, self._probe, self._residuals = comm, stats, probe, residuals
         self._exchanges: dict[tuple[object, ...], BucketExchange] = {}
         self.is_under_way = False
 
@@ -172,6 +175,7 @@ class ReduceScatter:
                 module=number_of(self.parts),
                 draw_rank=group_rank(),  # replicas of a shard draw other numbers
                 state=StateStore(self._residuals if codec.error_feedback else None),
+                probe=self._probe if self.steps >= self._warmup_steps else None,
             )
         return self._exchanges[kind]
 

@@ -41,6 +41,7 @@ from gradcomp.errors import GradcompError, PeerMismatch
 from gradcomp.exchange.agree import agree
 from gradcomp.exchange.gather import BufferPool
 from gradcomp.exchange.pipeline import InlinePipeline
+from gradcomp.exchange.quality import Probe, Quality
 from gradcomp.exchange.stats import Stats
 from gradcomp.exchange.telemetry import Telemetry
 from gradcomp.fsdp.parts import Part, number_of
@@ -95,6 +96,8 @@ class FsdpState:
         self.codec, self.weights, self._options = codec, weights, options
         self.stats, self.weights_stats, self.plain = Stats(), Stats(), 0
         self._residuals = ModelResiduals(residuals)
+        self._names: dict[int, str] = {}  # of the parameters, by position of each rank's chunk
+        self._probe = Probe(options.advanced.quality_every, self._names)
         self._model = weakref.ref(model)
         self._comms: dict[int, TorchCommunicator] = {}  # by process group
         self._reduces: list[ReduceScatter] = []
@@ -150,6 +153,7 @@ class FsdpState:
         for one in sharded:
             own = [names[id(p)] for p in one.parameters]
             parts = _parts(one, own, gradients)
+            self._names |= {i: part.parameter.name for part in parts for i in part.slot_indices}
             if one.group.size() == 1:  # FSDP itself sends nothing then
                 self._alone += parts
                 continue
@@ -168,6 +172,7 @@ class FsdpState:
                 options.warmup_steps,
                 comm,
                 self.stats,
+                self._probe,
                 self._residuals.add(parts) if feeds_back else None,
             )
             self._reduces.append(reduce)
@@ -245,10 +250,16 @@ class FsdpState:
         return self._poisoned_on_failure()(call)
 
     def log_to(self, target: Any, *, every: int = 10, prefix: str = "gradcomp") -> None:
-        """As `gradcomp.ddp.CompressionState.log_to`, of `stats`: a step of a report is a
-        module's, `every` counts backward passes.
+        """As `gradcomp.ddp.CompressionState.log_to`, of `stats` and `quality`: a step of a report
+        is a module's, `every` counts backward passes.
         """
-        self._reports.append(Telemetry(target, lambda: self.stats, None, every, prefix))
+        self._reports.append(Telemetry(target, lambda: self.stats, self.quality, every, prefix))
+
+    def quality(self) -> Quality:
+        """Return what codes have made of this rank's gradients at the latest sample, by whole
+        parameters: one in 100 reduce-scatters of each module.
+        """
+        return self._probe.report()
 
     def _end_backward(self) -> None:
         with self._poisoned_on_failure():

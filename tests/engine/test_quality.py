@@ -13,7 +13,7 @@ from _saved import parts_of
 from torch import nn
 
 from gradcomp import Advanced, Block, EntropyCoded, GradientAverager, OneBit, Precondition, TernGrad
-from gradcomp.exchange.quality import Measured, Quality, _measure
+from gradcomp.exchange.quality import Measured, Quality, Sums
 
 REDUCED = 1e-9  # relative: sums in float64, in an order that the library chooses
 SHAPES = {"a.weight": (20, 50), "b.weight": (30, 40), "bias": (7,)}
@@ -130,8 +130,10 @@ def test_sums_are_float64_wherever_the_values_lie():
     }
     for offset in range(16):
         placed = memory[offset : offset + n].copy_(g)
-        found = _measure(placed, placed, q, torch.ones(n), g - q)
-        assert {name: found[name] for name in exact} == pytest.approx(exact, rel=REDUCED)
+        sums = Sums()
+        sums.add(placed, placed, q, torch.ones(n), g - q)
+        found = sums.measured("w", 0, keeps=True, clips=False)
+        assert {name: getattr(found, name) for name in exact} == pytest.approx(exact, rel=REDUCED)
 
 
 def test_samples_are_taken_at_multiples_and_zero_is_none():

@@ -11,6 +11,7 @@ import re
 import time
 import tracemalloc
 import warnings
+from dataclasses import astuple
 from unittest import mock
 
 import numpy as np
@@ -1795,3 +1796,28 @@ def test_a_closed_state_ends_all_modules_under_way(gloo):
     said, left = gloo(2, lost_with_two_under_way)[0]
     assert len(said) == 4 and not left
     assert all(re.search("PeerLost: lost a peer in .* rank 1 closed", one) for one in said), said
+
+
+def sampled():
+    """Return what quality() says after one step, and the same from gradient and residual."""
+    plain, model = fresh(), wrap(fresh(), True)
+    loss_of(plain, 0, dist.get_rank()).backward()
+    with gradcomp.fsdp.register(model, OneBit(), min_numel=MIN_NUMEL) as state:
+        assert not state.quality().rows
+        run(model, [0])
+        residuals = parts_of(state.state_dict())["residual"]
+        wanted = {}
+        for name, p in plain.named_parameters():
+            if name in residuals:
+                g, left = p.grad.flatten().double(), residuals[name].flatten().double()
+                error = float(left.norm() / g.norm())
+                cosine = float(torch.cosine_similarity(g - left, g, dim=0))
+                wanted[name] = (name, 0, g.numel(), error, cosine, error)
+        return {name: astuple(row)[:-1] for name, row in state.quality().rows.items()}, wanted
+
+
+def test_quality_is_of_whole_parameters(gloo):
+    for found, wanted in gloo(2, sampled):
+        assert list(found) == list(wanted) and len(found) > 2
+        for name, row in found.items():
+            assert row == pytest.approx(wanted[name], rel=1e-4), name
