@@ -481,6 +481,8 @@ def scaled() -> Iterator[Figure]:
     method = usual.format("1.25") + ",scale_lr"
     best = {"factor": 2.0}
     code = {"workload": "gpt-1m, second text"}
+    two, two_code = best | {"workers": 2}, code | {"workers": 2}
+    ternary = f"{TERNARY},scale_lr"
     for label, settings, base in (
         ("600 steps, 2e-3", {}, GPT_600),
         (
@@ -493,15 +495,28 @@ def scaled() -> Iterator[Figure]:
             code,
             statistics.fmean(losses("fp32", workload="gpt-1m, second text")),
         ),
+        ("N = 2, 4e-3", two, statistics.fmean(losses("fp32", **two))),
+        ("source code, N = 2, 2e-3", two_code, statistics.fmean(losses("fp32", **two_code))),
+        ("600 steps, 2e-3, `Ternary()` (13 times fewer bytes)", {"method": ternary}, GPT_600),
     ):
-        found = losses(method, "entropy.jsonl", **settings)
+        found = losses(**{"method": method, "file": "entropy.jsonl"} | settings)
         yield (
             f"| {label} | {{:.4f}} | {{:.4f}} / {{:.4f}} / {{:.4f}}: {{:.4f}} | {{:+.3f}} |",
             (base, *found, statistics.fmean(found), statistics.fmean(found) - base),
         )
-    (two,) = losses(method, "entropy.jsonl", workers=2, factor=2.0)
-    base = losses("fp32", workers=2, factor=2.0)[0]
-    (long,) = losses(method, "entropy.jsonl", steps=2000, batch=0)
+    rare = {"steps": 2000, "batch": 0}
+    local = "entropy:bits=1.25,every=30,warmup_steps=200,exempt=vectors"
+    for label, one in (
+        ("`EntropyCoded(1.25)`, residuals kept whole", local),
+        ("the same, no residuals", f"{local},decay=0"),
+    ):
+        (found_one,) = losses(one, "entropy.jsonl", **rare)
+        more = "; fp32 every step 1.3438" if one == local else ""
+        yield (
+            f"| {label} | 60 | {{:.4f}} (seed 0{more}) | {{:+.3f}} |",
+            (found_one, found_one - 1.3438),
+        )
+    (long,) = losses(method, "entropy.jsonl", **rare)
     yield (
         (
             "| 2,000 steps, 4 sequences, 2e-3, seed 0 (fp32 at its best rate, 4e-3: 1.2942)"
@@ -509,7 +524,6 @@ def scaled() -> Iterator[Figure]:
         ),
         (long, long - 1.3438),
     )
-    yield "| N = 2, 4e-3, seed 0 | {:.4f} | {:.4f} | {:+.3f} |", (base, two, two - base)
     yield (
         "with 1.39 times the rate it ends at {:.4f}, seed 0",
         tuple(losses("fp32", "entropy.jsonl", factor=1.3934)),

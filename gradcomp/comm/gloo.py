@@ -25,8 +25,9 @@ from typing import Any
 from torch import Tensor
 
 from gradcomp.comm.base import Channel, RankGone, Work, first_line
+from gradcomp.comm.peers import find_lost, here
 from gradcomp.comm.store import Notes, meet
-from gradcomp.comm.torch_private import make_gloo, store_below
+from gradcomp.comm.torch_private import make_gloo, store_below, store_is_gone
 from gradcomp.errors import GradcompError, peers_answer
 
 SLICE_S = 0.5  # longest wait that does not look whether this rank or a peer has given up
@@ -54,14 +55,24 @@ class Groups:
             not connected yet.
         job: the default process group. What goes wrong on some groups of a job is also why others
             are closed.
+        one_host: all ranks are on this host.
     """
 
     def __init__(
-        self, store: Any, rank: int, world_size: int, timeout_s: float, job: object
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        job: object,
+        *,
+        one_host: bool,
     ) -> None:
         self._store, self._timeout_s = store, timeout_s
         self._rank, self._world_size = rank, world_size
         self._made: dict[Channel, Any] = {}
+        self._one_host = one_host
+        self._cards: list[bytes] = []  # where the ranks are
         self._lock = threading.Lock()
         self._job = weakref.ref(job)
         self.notes = Notes(store, rank)
@@ -93,6 +104,17 @@ class Groups:
         job = self._job()
         if job is not None:
             _failed.setdefault(job, self.broken)
+
+    def find_lost(self) -> RankGone | None:
+        """Look which rank is not at work any more; peers find in a note what this one has found."""
+        found = find_lost(self._cards, self._rank)
+        if found is None:
+            return None
+        rank, what = found
+        if store_is_gone(self._store) and self._world_size > 2:
+            what += "; the ranks' store went with it, so another rank may have ended before"
+        self.notes.give_up(what, rank=rank)
+        return RankGone(rank, what=what)
 
     def give_up(self, reason: str) -> None:
         """End every wait on these groups within a second: here, and by a note on the peers."""
@@ -150,7 +172,7 @@ class Groups:
         _check_descriptors(len(channels), self._world_size)
         if channels is not DATA:  # for data the ranks have just met
             what, look = "begun to agree on anything", self.notes.look_for_cause
-            self._meet("meeting", self._timeout_s, what, look)
+            self._meet("meeting", b"", self._timeout_s, what, look)
         for channel in channels:
             prefix = store_below(self._store, channel.name.lower())
             ranks = self._rank, self._world_size
@@ -163,7 +185,13 @@ class Groups:
                 ) from error
         # a rank that leaves before the others are connected would look like a failure to them
         # who is connected may close at once
-        self._meet(f"connected {channels[0]:d}", CONNECT_S, "connected", self.notes.look)
+        self._cards = self._meet(
+            f"connected {channels[0]:d}",
+            here(self._one_host),
+            CONNECT_S,
+            "connected",
+            self.notes.look,
+        )
         job = self._job()
         if job is not None:  # all ranks are there again
             _failed.pop(job, None)
@@ -171,17 +199,18 @@ class Groups:
     def _meet(
         self,
         prefix: str,
+        mine: bytes,
         timeout_s: float,
         what: str,
         look: Callable[[float], tuple[int, str] | None],
-    ) -> None:
+    ) -> list[bytes]:
         def look_for_notes() -> None:
             gone = look(0.0)
             if gone is not None:
                 raise RankGone(gone[0], what=gone[1])
 
         store = store_below(self._store, prefix)
-        meet(store, self._rank, self._world_size, b"", timeout_s, what, look_for_notes)
+        return meet(store, self._rank, self._world_size, mine, timeout_s, what, look_for_notes)
 
 
 class _GlooWork(Work):
@@ -227,12 +256,16 @@ class _GlooWork(Work):
             # with what the other had sent before: how, the next wait says
             if not ended and self._ends_yet():
                 return
-            lost = RankGone(gone[0], what=gone[1] if late else f"{gone[1]} [{text}]")
-            groups.lose(str(lost))
-            raise lost from error
+            left = RankGone(gone[0], what=gone[1] if late else f"{gone[1]} [{text}]")
+            groups.lose(str(left))
+            raise left from error
         if groups.broken and not ended:
             raise ConnectionError(f"this rank has given up: {groups.broken}") from error
         if ended or last:
+            lost = groups.find_lost()
+            if lost is not None:
+                groups.lose(str(lost))
+                raise lost from error
             why = _silent(error, timeout_s) if late else _broke(error)
             groups.lose(why)
             raise (TimeoutError if late else ConnectionError)(why) from error

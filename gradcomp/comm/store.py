@@ -137,32 +137,38 @@ class Notes:
         self._found: dict[str, tuple[int, str]] = {}
         self._written = False
 
-    def give_up(self, reason: str) -> None:
-        """Leave a note that this rank has given up, unless it or another rank has left one."""
-        self._leave("note", reason[:REASON_LENGTH])
+    def give_up(self, reason: str, rank: int | None = None) -> None:
+        """Leave a note that this rank has given up, unless it or another rank has left one.
+
+        Args:
+            reason: why; with `rank`, what is known of that rank.
+            rank: the one that was lost, in whose name the note is.
+        """
+        if rank is None:
+            self._leave("note", self._rank, gave_up(reason[:REASON_LENGTH]))
+        else:
+            self._leave("note", rank, reason)
 
     def close(self) -> None:
         """Leave a note that this rank has closed, unless it or another rank has left one."""
-        self._leave("closed", "")
+        self._leave("closed", self._rank, CLOSED)
 
     def look(self, patience_s: float) -> tuple[int, str] | None:
         """Return (rank, what it did) of a peer that has given up; None if unknown in time."""
-        found = self._find("note", patience_s)
-        return None if found is None else (found[0], gave_up(found[1]))
+        return self._find("note", patience_s)
 
     def look_for_cause(self, patience_s: float) -> tuple[int, str] | None:
         """As `look`, after a connection broke: a peer that has closed comes first, since others
         gave up because of it.
         """
-        found = self._find("closed", patience_s)
-        return self.look(patience_s) if found is None else (found[0], CLOSED)
+        return self._find("closed", patience_s) or self.look(patience_s)
 
-    def _leave(self, key: str, reason: str) -> None:
+    def _leave(self, key: str, rank: int, what: str) -> None:
         with self._lock:
             left, self._written = self._written, True
         # torch logs a page for each write to one that is
         if not left and not store_is_gone(self._store):
-            call = _Call(self._store, lambda: self._write(key, reason))
+            call = _Call(self._store, lambda: self._write(key, rank, what))
             call.join(0.0 if _is_silent() else WRITE_S)
 
     def _find(self, key: str, patience_s: float) -> tuple[int, str] | None:
@@ -176,15 +182,15 @@ class Notes:
             reading.join(0.0 if reading.is_late() else patience_s)
         return self._found.get(key)
 
-    def _write(self, key: str, reason: str) -> None:
+    def _write(self, key: str, rank: int, what: str) -> None:
         if self._store.add(f"count of {key}", 1) == 1:
-            self._store.set(key, json.dumps([self._rank, reason]).encode())
+            self._store.set(key, json.dumps([rank, what]).encode())
 
     def _read(self, key: str) -> None:
         if self._store.check([key]):
-            rank, reason = json.loads(bytes(self._store.get(key)))
+            rank, what = json.loads(bytes(self._store.get(key)))
             if rank != self._rank:
-                self._found[key] = int(rank), str(reason)
+                self._found[key] = int(rank), str(what)
 
 
 class _Call:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradcomp.comm import torch_private as private
+from gradcomp.comm.addresses import host_identity
 from gradcomp.comm.base import Channel, Communicator, Counts, Message, Work, first_line
 from gradcomp.comm.gloo import Groups
 from gradcomp.comm.mailbox import Mailbox
@@ -33,8 +34,8 @@ from gradcomp.errors import PeerMismatch, peers_answer
 logger = logging.getLogger("gradcomp")
 
 PATIENCE = 2.0  # a process group that waits so many times longer than gradcomp is worth a warning
-# timeout_s, and what makes the keys of this communicator its own: stores outlive groups
-_CARD = struct.Struct("<d8s")
+# timeout_s, what makes the keys of this communicator its own (stores outlive groups), the host
+_CARD = struct.Struct("<d8s16s")
 # rank, world size, whether the communicator is made of the process group
 _RANK = struct.Struct("<IIB")
 
@@ -76,6 +77,9 @@ class TorchCommunicator(Communicator):
     waits of its peers then end within about a second in PeerLost with rank and reason. Torch's own
     collectives (buffers, bucket rebuilds) wait as long as ``init_process_group(timeout=...)`` says;
     a warning says so where that is far longer than `timeout_s`.
+
+    After a failure ranks look which process has ended, is stopped or cannot be reached
+    (`gradcomp.comm.peers`), and PeerLost names it.
 
     On N ranks it takes 3 (N + 3) file descriptors, N + 3 more with the control channel, and about
     twice that under ``exchange="hierarchical"``. ``ulimit -n 1024`` lasts to 300 ranks or so;
@@ -121,7 +125,8 @@ class TorchCommunicator(Communicator):
         self._mailbox: Mailbox | None = None
         store = _store(members, "communicator")
         what, seconds = "called register, or made its communicator", setup_timeout_s(timeout_s)
-        mine = _CARD.pack(timeout_s, secrets.token_bytes(8))
+        host = hashlib.blake2b(host_identity().encode(), digest_size=16).digest()
+        mine = _CARD.pack(timeout_s, secrets.token_bytes(8), host)
         everyone = meet(store, self.rank, self.world_size, mine, seconds, what)
         first_s = _CARD.unpack(everyone[0])[0]
         for rank, theirs in enumerate(everyone):
@@ -131,7 +136,10 @@ class TorchCommunicator(Communicator):
                 raise PeerMismatch("timeout_s", rank, first_s, theirs_s)
         prefix = hashlib.blake2b(b"".join(everyone), digest_size=16).hexdigest()
         inner = private.store_below(store, prefix)
-        self._groups = Groups(inner, self.rank, self.world_size, timeout_s, dist.group.WORLD)
+        one_host = all(_CARD.unpack(theirs)[2] == host for theirs in everyone)
+        self._groups = Groups(
+            inner, self.rank, self.world_size, timeout_s, dist.group.WORLD, one_host=one_host
+        )
         self._end = weakref.finalize(self, self._groups.drop)
         if self.world_size > 1:
             self._groups.connect(Channel.FIRST)

@@ -1,0 +1,129 @@
+"""Which rank of a group has ended, is stopped, or cannot be reached, once a collective has failed.
+
+Every process has a socket that listens, from which nothing is ever accepted. Connecting to it is up
+to the kernel: it answers for a process that computes, sleeps or is stopped, and refuses at once
+where the process has ended. So no thread has to run, and a busy rank is not taken for a lost one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import json
+import os
+import select
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gradcomp.comm.addresses import host_identity, listen
+
+PATIENCE_S = 1.0  # longest wait for a peer's kernel
+BACKLOG = 128  # probes that may wait for ever, as nobody accepts them
+
+
+class Peer(NamedTuple):
+    """Where a rank can be found.
+
+    Attributes:
+        address: (host, port) of its socket; None: it has none.
+        pid, host: of the process.
+        identity: the same for processes that see each other's numbers in /proc.
+    """
+
+    address: tuple[str, int] | None
+    pid: int
+    host: str
+    identity: str
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} on {self.host}"
+
+
+def here(one_host: bool) -> bytes:
+    """Return what `find_lost` of the other ranks has to know of this process.
+
+    Args:
+        one_host: all ranks are on this host.
+    """
+    try:
+        address: Any = _socket(one_host).getsockname()[:2]
+    except OSError:  # no address at which peers could find it: it is never named
+        address = None
+    return json.dumps([address, os.getpid(), socket.gethostname(), _identity()]).encode()
+
+
+def find_lost(cards: Sequence[bytes], rank: int) -> tuple[int, str] | None:
+    """Return one rank that is not at work, and what is known of it; None: there is none, or several
+    between which this cannot decide.
+
+    Args:
+        cards: what `here` has returned on every rank.
+        rank: of this process.
+    """
+    peers = {n: Peer(*json.loads(card)) for n, card in enumerate(cards) if n != rank}
+    refused, silent = _probe({n: p.address for n, p in peers.items() if p.address is not None})
+    stopped = {n for n, p in peers.items() if p.identity == _identity() and _is_stopped(p.pid)}
+    # a rank that has ended may be one that gave up because of a stopped one
+    for found, what in (
+        (stopped, "is stopped (SIGSTOP, or a debugger)"),
+        (refused, "has ended: killed, out of memory, or by itself; read its output"),
+        (silent, "cannot be reached"),
+    ):
+        if found:
+            lost = min(found)
+            return (lost, f"({peers[lost]}) {what}") if len(found) == 1 else None
+    return None
+
+
+@functools.cache
+def _socket(one_host: bool) -> socket.socket:
+    """Return this process's socket, open as long as the process is."""
+    found = listen(one_host, BACKLOG)
+
+    def forget() -> None:  # a child would keep it open after the end of this process
+        found.close()
+        _socket.cache_clear()
+
+    os.register_at_fork(after_in_child=forget)
+    return found
+
+
+def _identity() -> str:
+    try:
+        return f"{host_identity()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not Linux
+        return ""
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] in ("T", "t")
+
+
+def _probe(addresses: Mapping[int, Sequence[Any]]) -> tuple[set[int], set[int]]:
+    """Return the ranks whose hosts refuse a connection, and those that nobody answers for."""
+    status = dict.fromkeys(addresses, errno.EINPROGRESS)
+    with contextlib.ExitStack() as stack:
+        poll, deadline, waiting = select.poll(), time.monotonic() + PATIENCE_S, {}
+        for rank, (host, port) in addresses.items():
+            kind = socket.AF_INET6 if ":" in host else socket.AF_INET
+            one = stack.enter_context(socket.socket(kind))
+            one.setblocking(False)
+            status[rank] = one.connect_ex((host, port))
+            if status[rank] == errno.EINPROGRESS:
+                waiting[one.fileno()] = rank, one
+                poll.register(one, select.POLLOUT)
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for number, _ in poll.poll(1e3 * left):
+                rank, one = waiting.pop(number)
+                poll.unregister(one)
+                status[rank] = one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    refused = {rank for rank, found in status.items() if found == errno.ECONNREFUSED}
+    return refused, {rank for rank, found in status.items() if found} - refused

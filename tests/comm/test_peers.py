@@ -1,0 +1,109 @@
+"""Which rank is lost: processes that work, are busy, stopped, ended, or cannot be reached."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from gradcomp.comm import peers
+
+CHILD = """
+import sys, time
+from gradcomp.comm.peers import here
+print(here(True).decode(), flush=True)
+while sys.argv[1:]:  # never lets another thread run
+    pass
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def start():
+    """Return start(*words), which starts a process and returns it and what it tells its peers."""
+    started = []
+
+    def start(*words):
+        command = [sys.executable, "-c", CHILD, *words]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE))
+        return started[-1], started[-1].stdout.readline()
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def stop(process):
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+
+
+def test_the_lost_rank_is_named(start):
+    mine = peers.here(True)
+    (_, busy), (stopped, second), (ended, third) = start("busy"), start(), start()
+    everyone = [mine, busy, second, third]
+    assert peers.find_lost(everyone, 0) is None
+    ended.kill()
+    ended.wait()
+    text = f"(pid {ended.pid} on {os.uname().nodename}) has ended: killed, out of memory, or by"
+    assert peers.find_lost(everyone, 0) == (3, f"{text} itself; read its output")
+    assert peers.find_lost([third, *everyone[:3]], 1)[0] == 0, "whichever rank it is"
+    stop(stopped)  # rank 3 may have given up because of it
+    rank, what = peers.find_lost(everyone, 0)
+    assert rank == 2 and what.endswith("is stopped (SIGSTOP, or a debugger)")
+    stopped.send_signal(signal.SIGCONT)
+
+
+def test_no_rank_is_named_where_several_may_be(start):
+    pairs = [start(), start()]
+    for process, _ in pairs:
+        process.kill()
+        process.wait()
+    assert peers.find_lost([peers.here(True), *(card for _, card in pairs)], 0) is None
+
+
+@pytest.fixture
+def nobody():
+    """Return an address whose host does not answer, as one without power: a socket that has more
+    connections waiting than it takes.
+    """
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):
+            one = stack.enter_context(socket.socket())
+            one.setblocking(False)
+            one.connect_ex(server.getsockname())
+        time.sleep(0.1)
+        yield server.getsockname()
+
+
+def test_a_host_that_does_not_answer(nobody, monkeypatch):
+    monkeypatch.setattr(peers, "PATIENCE_S", 0.3)
+    away = json.dumps([nobody, 7, "away", "elsewhere"]).encode()
+    begun = time.monotonic()
+    found = peers.find_lost([peers.here(True), away, peers.here(True)], 0)
+    assert found == (1, "(pid 7 on away) cannot be reached") and time.monotonic() - begun < 10
+    assert peers.find_lost([peers.here(True), away, away], 0) is None, "it may be this host"
+
+
+def test_a_process_without_an_address_is_not_named():
+    card = json.dumps([None, 2**22 + 1, "host", peers._identity()]).encode()
+    assert peers.find_lost([peers.here(True), card], 0) is None
+
+
+def test_a_fork_does_not_answer_for_its_parent():
+    """Workers of a DataLoader may outlive a rank that was killed."""
+    forks = CHILD.replace("time.sleep(600)", "import os; os.fork() or input()")
+    command = [sys.executable, "-c", forks]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        card = parent.stdout.readline()
+        parent.kill()
+        parent.wait()
+        assert peers.find_lost([peers.here(True), card], 0)[0] == 1
+        # the child ends with its input
