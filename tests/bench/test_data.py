@@ -175,8 +175,8 @@ def test_digits_are_split_by_class_and_say_that_they_are_upsampled():
 @pytest.mark.slow
 def test_digits_are_read_again_as_they_were(tmp_path):
     whole = load(None)
-    save(whole, tmp_path / "digits.npz")
-    again = load(tmp_path / "digits.npz")
+    save(whole, tmp_path / "digits.pt")
+    again = load(tmp_path / "digits.pt")
     assert (again.name, again.note) == (whole.name, whole.note)
     assert torch.equal(again.train_images, whole.train_images)
     assert torch.equal(again.test_labels, whole.test_labels)

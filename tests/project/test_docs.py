@@ -235,8 +235,8 @@ def parsers():
     found = {name: module.parse for name, module in flat.items()}
     for name, module in bench("accuracy", "train", "report", "paper").items():
         found[name] = module.parser().parse_args
-    for name, module in bench("ratio", "plan").items():
-        found[name] = module.build_parser().parse_args
+    found["ratio"] = bench("ratio")["ratio"].build_parser().parse_args
+    found["plan"] = importlib.import_module("gradcomp.plan.cli").build_parser().parse_args
     return found | {"gradcomp.doctor": doctor.parse, "gradcomp.plan": found["plan"]}
 
 
