@@ -158,8 +158,8 @@ def predict_steps(
     codecs: Sequence[str], ranks: int, alone: Sequence[Result]
 ) -> dict[str, float | None]:
     """Return the seconds of a step that the planner predicts for each codec, with each rank on a
-    machine of its own; the codecs' own seconds are measured here, those of a step without an
-    exchange are in `alone`, what the ranks measured.
+    machine of its own. The codecs' seconds are measured here; `alone` has what the ranks measured
+    without an exchange.
     """
     methods = [method for name in codecs if (method := planned(name, ranks)) is not None]
     threads = torch.get_num_threads()

@@ -131,7 +131,9 @@ def sweep() -> None:
 
 
 def _run(command: str, *, check: bool = True) -> str:
-    """Run a command whose words have no spaces; return its output. `NoHosts`: it failed."""
+    """Return the output of a command whose words have no spaces; `check` raises `NoHosts` if it
+    fails.
+    """
     found = subprocess.run(command.split(), capture_output=True, text=True, check=False)
     if check and found.returncode:
         raise NoHosts(f"{command}: {found.stderr.strip()}")

@@ -100,8 +100,8 @@ class Method:
     # options of `gradcomp.DiLoCo`, outer_lr and outer_momentum; empty: no local steps
     local: dict[str, Any] = field(default_factory=dict)
     sharded: bool = False  # FSDP2 in place of DDP
-    weights: Codec | None = None  # of FSDP2, and whether they are kept for backward
-    keep: bool = False
+    weights: Codec | None = None  # what packs FSDP2's weights
+    keep: bool = False  # whether gathered weights are kept for backward
 
     @property
     def without_ddp(self) -> bool:

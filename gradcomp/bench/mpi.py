@@ -71,8 +71,11 @@ class Mpiexec(contextlib.ExitStack):
         if hosts is None:
             return list(words)
         self._write_agent(hosts)
-        through = THROUGH_AGENT[self._mpi.flavour].format(agent=self._agent, interface=INTERFACE)
-        return [*hosts.command(0), *words, *through.split()]
+        words += [
+            word.format(agent=self._agent, interface=INTERFACE)
+            for word in THROUGH_AGENT[self._mpi.flavour].split()
+        ]
+        return [*hosts.command(0), *words]
 
     def environment(self, interface: str) -> dict[str, str]:
         """Return the variables that restrict the MPI to TCP over `interface`; {} without hosts."""

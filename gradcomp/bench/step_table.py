@@ -108,9 +108,9 @@ WITHOUT_EXCHANGE = ("step, ms", "p95", "CPU, ms", "hidden", "peak, MB")  # cells
 
 
 def table_of(rows: Sequence[Row], measure: str, target: float | None) -> Table:
-    """Return the rows of `row_of`, or ``{"method": ..., "failed": ...}``, as a table; ratios are to
-    fp32. `measure` is the head of its column, `target` what the last column has the seconds to;
-    "" and None leave them out.
+    """Return rows from `row_of`, or ``{"method": ..., "failed": ...}``, as a table; ratios are to
+    fp32. The measure's column has the head `measure` ("" for no such column), the last column the
+    seconds until `target` was reached (None for no such column).
     """
     good = [row for row in rows if not row.get("failed")]
     fp32: Row = next((row for row in good if row["method"] == "fp32"), {})

@@ -121,10 +121,10 @@ def test_a_kernel_that_differs_between_tiers_is_not_timed(monkeypatch):
 
 
 def test_codec_runs_small(tmp_path, capsys):
-    argv = ["--sizes", "1000,4096", "--dtypes", "bfloat16", "--threads", "1,2", "--repeat", "1"]
+    argv = ["--sizes", "1000", "--dtypes", "bfloat16", "--threads", "1,2", "--repeat", "1"]
     found = run("codec", argv, tmp_path)
     assert "x memcpy" in capsys.readouterr().out
-    assert len(found["rows"]) == 2 * 2 * len(native.tiers()) * len(KERNELS)
+    assert len(found["rows"]) == 2 * len(native.tiers()) * len(KERNELS)
     assert all(r["ratio"] > 0 and r["gb_per_s"] > 0 for r in found["rows"])
     assert found["check"] == [] and found["terngrad_encode_over"]["torch"] > 0
 
