@@ -51,16 +51,25 @@ class ImageData:
 
 
 def load(folder: Path | None) -> ImageData:
-    """Load the IDX files in ``folder``, what `save` wrote there, or the digits that scikit-learn
-    carries when it is None.
+    """Load the four files of a folder, `TRAIN_FILES` and `TEST_FILES`, each plain or with .gz; the
+    file NAME.pt of `save`; or the digits that scikit-learn carries for None.
 
     Raises:
         FileNotFoundError: the folder or one of its four files does not exist.
-        ValueError: a file is not what its name says; the message names the file and the check.
+        ValueError: a file is not what its name says, or images and labels do not match; the message
+            names the file and the check.
     """
-    if folder is not None and folder.suffix == ".pt":
+    if folder is None:
+        return load_digits()
+    if folder.suffix == ".pt":
         return ImageData(**torch.load(folder, weights_only=True))
-    return load_digits() if folder is None else load_idx_folder(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"--data {folder}: no such folder; give the folder that holds {TRAIN_FILES[0]}[.gz]"
+        )
+    train, test = _read_pair(folder, TRAIN_FILES), _read_pair(folder, TEST_FILES)
+    counts = f"{len(train[1])} images for training, {len(test[1])} for test"
+    return _standardised(folder.resolve().name, f"IDX files in {folder}: {counts}", train, test)
 
 
 def save(data: ImageData, file: Path) -> None:
@@ -90,22 +99,6 @@ def load_digits() -> ImageData:
     )
     parts = [(images[chosen], labels[chosen]) for chosen in (train, test)]
     return _standardised("digits", note, *parts)
-
-
-def load_idx_folder(folder: Path) -> ImageData:
-    """Load the four files of a folder, `TRAIN_FILES` and `TEST_FILES`, each plain or with .gz.
-
-    Raises:
-        FileNotFoundError: the folder or a file is missing; the message lists what was looked for.
-        ValueError: a file is broken, or images and labels do not match.
-    """
-    if not folder.is_dir():
-        raise FileNotFoundError(
-            f"--data {folder}: no such folder; give the folder that holds {TRAIN_FILES[0]}[.gz]"
-        )
-    train, test = _read_pair(folder, TRAIN_FILES), _read_pair(folder, TEST_FILES)
-    counts = f"{len(train[1])} images for training, {len(test[1])} for test"
-    return _standardised(folder.resolve().name, f"IDX files in {folder}: {counts}", train, test)
 
 
 def read_idx(path: Path) -> NDArray[np.uint8]:
