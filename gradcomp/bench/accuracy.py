@@ -42,8 +42,8 @@ examples:
 """
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return what reads the command line."""
+def read_options(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the options."""
     batch = "samples of a worker's minibatch (default: those of the workload)"
     within = "nats or points that local steps may cost; the longest that cost less are printed"
     options: dict[str, Option] = {
@@ -60,12 +60,12 @@ def parser() -> argparse.ArgumentParser:
     out = command_line("accuracy", __doc__, EPILOG, options, ("seeds", "jobs"))
     text = "folder with prose.txt.gz, fashion-mnist/ and cifar10_jpeg.npz"
     out.add_argument("--data", type=Path, required=True, metavar="DIR", help=text)
-    return out
+    return out.parse_args(argv)
 
 
 def main(argv: list[str]) -> int:
     """Run `python -m gradcomp.bench accuracy` with these words; return the exit status."""
-    args = parser().parse_args(argv)
+    args = read_options(argv)
     steps, batch = args.steps or 0, args.batch or 0
     tasks = [
         Task(workload, optimizer, method, workers, steps, factor, seed, batch)

@@ -107,7 +107,7 @@ def _time(comm: Any, averages: list[Any], nbytes: int, repeat: int) -> Any:
     return np.max([np.frombuffer(one).reshape(own.shape) for one in everyone], axis=0)
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def read_options(argv: list[str] | None) -> argparse.Namespace:
     """Return the options."""
     over = "gloo,mpi" if importlib.util.find_spec("mpi4py") else "gloo"
     codecs = f"codecs, a list out of {' and '.join(CODECS)}"
@@ -133,7 +133,7 @@ example:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
-    args = parse(argv)
+    args = read_options(argv)
     rows: list[dict[str, Any]] = []
     try:
         with contextlib.ExitStack() as made:

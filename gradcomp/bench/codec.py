@@ -260,7 +260,7 @@ def verdicts(rows: list[Row], gain: float) -> list[Verdict]:
     return [*out, Verdict("terngrad encode over torch", gain, TORCH_GAIN, at_least=True)]
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def read_options(argv: list[str] | None) -> argparse.Namespace:
     """Return the options."""
     tiers = "kernel tiers to time, a list; all: every tier that this machine has"
     dtypes = f"dtypes of the gradients, a list of {', '.join(DTYPES)}"
@@ -289,7 +289,7 @@ example:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
-    args = parse(argv)
+    args = read_options(argv)
     rows = run(args)
     gain = gain_over_torch(min(max(args.sizes), 1 << 24), args.repeat)
     texts = []

@@ -60,7 +60,7 @@ EPILOG = """examples:
 """
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
+def read_options(argv: Sequence[str]) -> argparse.Namespace:
     """Return the options, `codecs` as a list; wrong values end the program with status 2."""
     data = "folder with the IDX files of MNIST or Fashion-MNIST, plain or .gz (default:"
     data += " scikit-learn's digits, upsampled to 28x28)"
@@ -99,7 +99,7 @@ def main(argv: list[str]) -> int:
     """Run the demo with these options; return the exit status: 1 where a rank failed, 2 where the
     data cannot be read or an option is wrong.
     """
-    args = parse(argv)
+    args = read_options(argv)
     console = Console(highlight=False)
     trainings = f"{len(args.codecs)} codecs x {_seeds(args.seeds)} x {args.steps} steps"
     console.print(f"[bold]gradcomp demo[/bold]: LeNet, {args.ranks} ranks, {trainings}")

@@ -226,7 +226,7 @@ def verdicts(rows: list[Row]) -> list[Verdict]:
     return [*out, Verdict("bytes a weight, SGD", memory, SGD_NBYTES)]
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def read_options(argv: list[str] | None) -> argparse.Namespace:
     """Return the options."""
     options = {
         "numel": (1 << 26, "", "weights of the model", count),
@@ -249,7 +249,7 @@ example:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
-    args = parse(argv)
+    args = read_options(argv)
     verify()
     rows = measure(args.numel, args.threads, args.repeat)
     texts: list[tuple[str, ...]] = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,8 +51,8 @@ TABLES = {
 }
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return what reads the command line."""
+def read_options(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the options."""
     names = "\n".join(f"  {name:<16}{table.about}" for name, table in TABLES.items())
     example = "python -m gradcomp.bench paper terngrad-lenet --data DIR"
     epilog = f"tables:\n{names}\n\nexample:\n  {example}"
@@ -62,12 +63,12 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("table", choices=TABLES, help="table to make again, listed below")
     text = "folder with mnist/ and cifar10_jpeg.npz"
     out.add_argument("--data", type=Path, required=True, metavar="DIR", help=text)
-    return out
+    return out.parse_args(argv)
 
 
 def main(argv: list[str]) -> int:
     """Run `python -m gradcomp.bench paper` with these words; return the exit status."""
-    args = parser().parse_args(argv)
+    args = read_options(argv)
     table = TABLES[args.table]
     steps, folder = args.steps or table.steps, args.out or Path(f"paper-{args.table}")
     tasks = [

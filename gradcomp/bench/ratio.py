@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -152,15 +152,15 @@ def _count_rank(emit: Emit) -> None:
         )
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the command line of the benchmark."""
+def read_options(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the options."""
     epilog = "example:\n  python -m gradcomp.bench ratio --models LeNet,ResNet-50 --plot r.png"
     text = "models to count bytes of, as a list"
     options = {"models": (",".join(MODELS), "", text, words(*MODELS))}
     parser = command_line("ratio", __doc__, epilog, options, ("check", "json", "plot"))
     text = "train LeNet over gloo, which takes seconds, and require the same bytes (default: yes)"
     parser.add_argument("--verify", action=argparse.BooleanOptionalAction, default=True, help=text)
-    return parser
+    return parser.parse_args(argv)
 
 
 def main(argv: list[str]) -> int:
@@ -169,7 +169,7 @@ def main(argv: list[str]) -> int:
     Returns:
         0 done, 1 a check or the comparison with gloo failed, 2 wrong options.
     """
-    args = build_parser().parse_args(argv)
+    args = read_options(argv)
     console = Console()
     checks = verify() if args.verify else []
     rows = count(args.models)

@@ -46,8 +46,8 @@ class Section(NamedTuple):
     panels: list[plots.Panel]  # pictures
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return what reads the command line."""
+def read_options(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the options."""
     page = "page to write; Markdown, with tables only, if it ends in .md"
     page += " (default: FOLDER/report.html)"
     beside = "also write the rows of each file as NAME.csv and its pictures as NAME.png"
@@ -59,14 +59,14 @@ def parser() -> argparse.ArgumentParser:
     out = command_line("report", __doc__, epilog, options)
     text = "folder with JSON files of bench train and bench accuracy"
     out.add_argument("folder", type=Path, metavar="FOLDER", help=text)
-    return out
+    return out.parse_args(argv)
 
 
 def main(argv: list[str]) -> int:
     """Run `python -m gradcomp.bench report` with these words; return the exit status: 1 if
     nothing could be shown, 2 if there is no file.
     """
-    args = parser().parse_args(argv)
+    args = read_options(argv)
     files = sorted(args.folder.glob("*.json")) if args.folder.is_dir() else []
     if not files:
         why = f"no .json files in {args.folder}: write some with --json of bench train"

@@ -17,6 +17,7 @@ import math
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -80,8 +81,8 @@ class Case:
     rows: list[dict[str, Any]] = field(default_factory=list)
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return what reads the command line."""
+def read_options(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the options."""
     hosts = "numbers of hosts to make on this machine, measured in turn; 0 stands for loopback"
     link = "rates of every host's link, measured in turn: 100mbit, 1gbit, or none for no limit"
     over = "transport of compressed bytes: gloo, or the MPI of mpi4py, whose mpiexec starts ranks"
@@ -110,14 +111,14 @@ def parser() -> argparse.ArgumentParser:
         "hang": (60.0, "S", "seconds of silence after which a method counts as hung"),
         "json": (Path, "FILE", json),
     }
-    return command_line("train", __doc__, EPILOG, options)
+    return command_line("train", __doc__, EPILOG, options).parse_args(argv)
 
 
 def main(argv: list[str]) -> int:
     """Run `python -m gradcomp.bench train` with these words; return the exit status: 1 where a
     method failed.
     """
-    args = parser().parse_args(argv)
+    args = read_options(argv)
     launch = importlib.import_module("gradcomp.launch")
     job = launch.environment()
     launched = int(job["WORLD_SIZE"]) if int(job["WORLD_SIZE"]) > 1 else 0

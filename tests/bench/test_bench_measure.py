@@ -133,7 +133,7 @@ def test_codec_runs_small(tmp_path, capsys):
 def test_two_threads_are_judged_where_two_cores_are_free(monkeypatch, capsys, load, threads):
     monkeypatch.setattr(codec.os, "cpu_count", lambda: 2)
     monkeypatch.setattr(codec.os, "getloadavg", lambda: (load, 0.0, 0.0))
-    assert codec.parse(["--check"]).threads == threads
+    assert codec.read_options(["--check"]).threads == threads
     assert ("1.0 cores are free" in capsys.readouterr().out) == (threads == [1])
 
 
