@@ -1,5 +1,5 @@
 """Dispatch ``python -m gradcomp.bench NAME ...`` to ``gradcomp.bench.NAME.main(argv)``, imported
-only when it is named.
+only when it is named; ``plan`` is the planner's.
 """
 
 from __future__ import annotations
@@ -22,38 +22,36 @@ BENCHMARKS = {
     "ratio": "bytes per step for real models, every codec and exchange, 2 to 64 ranks",
     "plan": "does compression pay, and on how many nodes (python -m gradcomp.plan)",
 }
-USAGE = "usage: python -m gradcomp.bench NAME [options]      (NAME --help lists its options)"
+NAMES = "\n".join(f"  {name:<10}{text}" for name, text in BENCHMARKS.items())
+HELP = f"""usage: python -m gradcomp.bench NAME [options]      (NAME --help lists its options)
 
+{NAMES}
 
-def describe() -> str:
-    """Return the help text: one line a benchmark."""
-    names = "\n".join(f"  {name:<10}{text}" for name, text in BENCHMARKS.items())
-    return (
-        f"{USAGE}\n\n{names}\n\nexample:\n  python -m gradcomp.bench demo --short\n\n"
-        "All of them take --json FILE or write one, and need: pip install 'gradcomp[bench]'"
-    )
+example:
+  python -m gradcomp.bench demo --short
+
+All of them take --json FILE or write one, and need: pip install 'gradcomp[bench]'"""
 
 
 def main(argv: list[str]) -> int:
-    """Run the benchmark named by ``argv[0]`` with the rest of ``argv``.
-
-    Args:
-        argv: the words after ``python -m gradcomp.bench``.
+    """Run the benchmark named by ``argv[0]`` with the rest of ``argv``, the words after ``python -m
+    gradcomp.bench``.
 
     Returns:
         The exit status: 0 done, 1 a check failed, 2 wrong usage or something needed is not
         installed, 130 interrupted by Ctrl-C.
     """
     if not argv or argv[0] in ("-h", "--help", "help"):
-        print(describe())
+        print(HELP)
         return 0 if argv else 2
     name, rest = argv[0], argv[1:]
     if name not in BENCHMARKS:
         there = f"there are {', '.join(BENCHMARKS)}{suggestion(name, BENCHMARKS)}"
         print(f"gradcomp.bench: no benchmark named {name!r}; {there}", file=sys.stderr)
         return 2
+    where = "gradcomp.plan.cli" if name == "plan" else f"gradcomp.bench.{name}"
     try:
-        module = importlib.import_module(f"gradcomp.bench.{name}")
+        module = importlib.import_module(where)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == "gradcomp":
             raise

@@ -1,6 +1,4 @@
-"""What benchmarks have in common when they show and write results: a table for a terminal, and the
-machine and versions at the head of a file.
-"""
+"""Tables for a terminal, and result files with the machine and versions at their head."""
 
 from __future__ import annotations
 
@@ -9,6 +7,7 @@ import datetime
 import json
 import os
 import platform
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,13 @@ from gradcomp.version import __version__
 
 def about() -> dict[str, object]:
     """Return the head of a results file: "gradcomp" (its version), "date" and "machine"."""
+    processor = platform.processor()
+    with contextlib.suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text()
+        if found := re.search(r"^model name\s*:\s*(.*)", text, re.MULTILINE):
+            processor = found[1]
     machine = {
-        "processor": _processor(),
+        "processor": processor,
         "cores": os.cpu_count(),
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -44,28 +48,17 @@ def save_json(file: Path | None, **found: Any) -> None:
 def table(
     heads: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1, **settings: Any
 ) -> Table:
-    """Return a table for a terminal.
+    """Return a table for a terminal; a short row leaves its last columns empty.
 
-    Args:
-        heads: of the columns.
-        rows: cells; a short row leaves its last columns empty.
-        left: number of columns aligned to the left; the others are aligned to the right.
-        **settings: for `rich.table.Table`.
+    The first `left` columns are aligned to the left, the others, whose figures are never cut, to
+    the right. `settings` are for `rich.table.Table`.
     """
     out = Table(box=box.SIMPLE_HEAD, **settings)
     for number, head in enumerate(heads):
-        figures = number >= left  # these are never cut
+        figures = number >= left
         out.add_column(
             head, justify="right" if figures else "left", no_wrap=figures, overflow="fold"
         )
     for row in rows:
         out.add_row(*row)
     return out
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor()

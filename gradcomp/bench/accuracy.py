@@ -22,12 +22,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from gradcomp.arguments import Parser
 from gradcomp.bench import plots
 from gradcomp.bench.about import save_json, table
 from gradcomp.bench.methods import DEFAULT, GRAMMAR, parse
 from gradcomp.bench.optimizers import OPTIMIZERS
-from gradcomp.bench.options import Option, add_options
+from gradcomp.bench.options import Option, command_line
 from gradcomp.bench.ranks import RankFailed
 from gradcomp.bench.sweep import Result, append, finished, key_of, run_all
 from gradcomp.bench.trainer import Task
@@ -43,11 +42,9 @@ examples:
 """
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return what reads the command line."""
-    out = Parser(prog="python -m gradcomp.bench accuracy", description=__doc__, epilog=EPILOG)
-    text = "folder with prose.txt.gz, fashion-mnist/ and cifar10_jpeg.npz"
-    out.add_argument("--data", type=Path, required=True, metavar="DIR", help=text)
+def read_options(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the options."""
+    batch = "samples of a worker's minibatch (default: those of the workload)"
     within = "nats or points that local steps may cost; the longest that cost less are printed"
     options: dict[str, Option] = {
         "workloads": (["gpt-1m"], WORKLOADS, "models and data to train"),
@@ -55,33 +52,29 @@ def parser() -> argparse.ArgumentParser:
         "methods": (list(DEFAULT), "METHOD", "ways of exchanging gradients, listed below"),
         "workers": ([4], "N", "numbers of workers that average their gradients"),
         "steps": (int, "N", "optimizer steps of each training (default: those of the workload)"),
-        "batch": (int, "N", "samples of a worker's minibatch (default: those of the workload)"),
+        "batch": (int, "N", batch),
         "factors": ([1.0], "X", "factors of the workload's rate, which is a usual one for fp32"),
         "within": (WITHIN, "X", within),
+        "out": (Path("accuracy"), "DIR", "folder for runs.jsonl, accuracy.json, accuracy.png"),
     }
-    options["out"] = Path("accuracy"), "DIR", "folder for runs.jsonl, accuracy.json, accuracy.png"
-    add_options(out, options, ("seeds", "jobs"))
-    return out
+    out = command_line("accuracy", __doc__, EPILOG, options, ("seeds", "jobs"))
+    text = "folder with prose.txt.gz, fashion-mnist/ and cifar10_jpeg.npz"
+    out.add_argument("--data", type=Path, required=True, metavar="DIR", help=text)
+    return out.parse_args(argv)
 
 
 def main(argv: list[str]) -> int:
     """Run `python -m gradcomp.bench accuracy` with these words; return the exit status."""
-    args = parser().parse_args(argv)
-    grid = itertools.product(
-        range(args.seeds),
-        dict.fromkeys(args.workloads),
-        args.optimizers,
-        args.workers,
-        args.methods,
-        args.factors,
-    )
+    args = read_options(argv)
+    steps, batch = args.steps or 0, args.batch or 0
     tasks = [
-        Task(workload, optimizer, method, workers, args.steps or 0, factor, seed, args.batch or 0)
-        for seed, workload, optimizer, workers, method, factor in grid
+        Task(workload, optimizer, method, workers, steps, factor, seed, batch)
+        for seed in range(args.seeds)
+        for workload, optimizer, workers, method, factor in itertools.product(
+            dict.fromkeys(args.workloads), args.optimizers, args.workers, args.methods, args.factors
+        )
     ]
-    given = {
-        name: value for name, value in vars(args).items() if name not in ("data", "out", "jobs")
-    }
+    given = {key: value for key, value in vars(args).items() if key not in ("data", "out", "jobs")}
     return run_and_show("accuracy", tasks, args.data, args.out / "accuracy.json", args.jobs, given)
 
 
@@ -93,42 +86,32 @@ def run_and_show(
     processes: int,
     arguments: dict[str, Any],
 ) -> int:
-    """Run what is not in ``runs.jsonl`` beside `file` yet; print tables, write `file` and its
-    picture; return the exit status: 1 where a rank failed, 2 where a task is impossible.
+    """Run what is not in ``runs.jsonl`` beside `file` yet, `processes` runs at a time (with 0 steps
+    as many as the workload has); print tables, write `file`, NAME.json, and its picture.
 
-    Args:
-        benchmark: whose name is before errors.
-        tasks: to run; with 0 steps as many as the workload has.
-        data: folder of all workloads.
-        file: NAME.json; its folder is made.
-        processes: runs at a time.
-        arguments: for the head of the file.
+    Returns:
+        The exit status: 1 where a rank failed, 2 where a task is impossible.
     """
+    lines = file.parent / "runs.jsonl"
     try:
         names = dict.fromkeys(task.workload for task in tasks)
         workloads = {name: find(name, data) for name in names}
         runs = [_completed(task, workloads[task.workload], data) for task in tasks]
-        lines = file.parent / "runs.jsonl"
         results = finished(lines, runs)
-    except (ValueError, FileNotFoundError) as error:
-        print(f"gradcomp.bench {benchmark}: {error}", file=sys.stderr)
-        return 2
-    file.parent.mkdir(parents=True, exist_ok=True)
-    left = [task for task in runs if task not in results]
-    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        left = [task for task in runs if task not in results]
         for task, ranks, seconds in run_all(left, processes, done=list(results)):
             results[task] = _line(task, ranks[0], seconds)
             append(lines, results[task])
-    except RankFailed as error:
+    except (ValueError, FileNotFoundError, RankFailed) as error:
         print(f"gradcomp.bench {benchmark}: {error}", file=sys.stderr)
-        return 1
+        return 1 if isinstance(error, RankFailed) else 2
     rows = summarize([results[task] for task in runs])
     measures = {name: workload.measure for name, workload in workloads.items()}
     save_json(file, benchmark="accuracy", arguments=arguments, measures=measures, rows=rows)
-    found = tables(rows, measures)
+    console, found = Console(), tables(rows, measures)
     panels = [(title, partial(draw_curves, here), plots.HEIGHT) for title, here, _ in found]
     plots.write(file.with_suffix(".png"), panels)
-    console = Console()
     for title, _, shown in found:
         console.print(title, shown, sep="\n", highlight=False)
     for line in longest(rows, workloads, arguments.get("within", WITHIN)):
@@ -138,11 +121,7 @@ def run_and_show(
 
 
 def _completed(task: Task, workload: Workload, data: Path) -> Task:
-    """Return a task with everything that a run of this benchmark has.
-
-    Raises:
-        ValueError: the workload cannot be trained so, or there is no such method.
-    """
+    """Return a task with everything that a run of this benchmark has; refuse impossible ones."""
     workload.check(task.optimizer, task.workers)
     parse(task.method)
     steps = task.steps or workload.settings.steps
@@ -152,7 +131,7 @@ def _completed(task: Task, workload: Workload, data: Path) -> Task:
 
 
 def _line(task: Task, first: Result, seconds: float) -> Result:
-    """Return what is kept of a run: curve, measure at the end and bytes of rank 0."""
+    """Return what is kept of a run, all of rank 0."""
     sent = first["total_nbytes"]
     values = first["parameters"] * first["steps_done"] * 2 * (task.workers - 1) / task.workers
     return {
@@ -178,6 +157,7 @@ def summarize(results: Sequence[Result]) -> list[Result]:
     rows = []
     for key, runs in groups.items():
         ended = [float(run["measure"]) for run in runs if run["measure"] is not None]
+        points = zip(*(run["curve"] for run in runs), strict=False)  # one that diverged is shorter
         rows.append(
             {
                 **dict(zip((*CASE, "method", "factor"), key, strict=True)),
@@ -186,16 +166,14 @@ def summarize(results: Sequence[Result]) -> list[Result]:
                 "diverged": len(runs) - len(ended),
                 "mean": statistics.fmean(ended) if ended else None,
                 "deviation": statistics.stdev(ended) if len(ended) > 1 else None,
-                "curve": _mean_curve(runs),
+                "curve": [(at[0][0], statistics.fmean(run[2] for run in at)) for at in points],
             }
         )
     by_case = {(*_case(row), row["method"]): row["mean"] for row in rows if row["factor"] == 1.0}
     for row in rows:
         for base in ("fp32", "bf16"):
-            other = by_case.get((*_case(row), base))
-            row[f"to_{base}"] = (
-                None if other is None or row["mean"] is None else row["mean"] - other
-            )
+            mean, other = row["mean"], by_case.get((*_case(row), base))
+            row[f"to_{base}"] = None if other is None or mean is None else mean - other
     return rows
 
 
@@ -203,40 +181,30 @@ def _case(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(row[name] for name in CASE)
 
 
-def _mean_curve(runs: Sequence[Result]) -> list[tuple[int, float]]:
-    curves = [run["curve"] for run in runs]
-    length = min(map(len, curves))
-    return [(curves[0][i][0], statistics.fmean(c[i][2] for c in curves)) for i in range(length)]
-
-
 def tables(
     rows: Sequence[Result], measures: Mapping[str, str]
 ) -> list[tuple[str, list[Result], Table]]:
-    """Return a title, rows and a table for every workload, optimizer, number of workers and of
-    steps.
-
-    Args:
-        rows: from `summarize`.
-        measures: what is measured of a workload, for the titles.
+    """Return a title, rows of `summarize` and their table for every workload, optimizer, number of
+    workers and of steps; `measures` is what is measured of a workload, for the titles.
     """
     cases: dict[tuple[Any, ...], list[Result]] = {}
     for row in rows:
         cases.setdefault(_case(row), []).append(row)
+    heads = ("method", "rate", "bits", "mean", "±", "to fp32", "to bf16", "seeds")
     out = []
     for (workload, optimizer, workers, steps), here in cases.items():
         title = f"{workload} under {optimizer}, {workers} workers, {steps} steps"
         title += f": {measures[workload]}" if workload in measures else ""
-        heads = ("method", "rate", "bits", "mean", "±", "to fp32", "to bf16", "seeds")
         out.append((title, here, table(heads, map(_cells, here))))
     return out
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    kinds = {"mean": "#.4g", "deviation": "#.2g", "to_fp32": "+.3f", "to_bf16": "+.3f"}
+    kinds = {"bits": ".2f", "mean": "#.4g", "deviation": "#.2g", "to_fp32": "+.3f"}
+    kinds["to_bf16"] = kinds["to_fp32"]
     figures = ("-" if row[key] is None else f"{row[key]:{kind}}" for key, kind in kinds.items())
     seeds = str(row["seeds"]) + (f", {row['diverged']} diverged" if row["diverged"] else "")
-    bits = "-" if row["bits"] is None else f"{row['bits']:.2f}"
-    return row["method"], f"x {row['factor']:g}", bits, *figures, seeds
+    return row["method"], f"x {row['factor']:g}", *figures, seeds
 
 
 def draw_curves(rows: Sequence[Mapping[str, Any]], figure: Any) -> None:
@@ -273,10 +241,10 @@ def longest(
         )
     lines = []
     for (workload, optimizer, workers, steps, _, method), costs in families.items():
-        near = max((h for h, cost in costs.items() if cost <= within), default=None)
+        near = max((h for h, cost in costs.items() if cost <= within), default="none")
         told = ", ".join(f"{h} costs {cost:.3f}" for h, cost in sorted(costs.items()))
         lines.append(
             f"{method}, {workload} under {optimizer}, {workers} workers, {steps} steps: largest H"
-            f" within {within:g} of fp32 every step: {near or 'none'} ({told})"
+            f" within {within:g} of fp32 every step: {near} ({told})"
         )
     return lines

@@ -1,4 +1,4 @@
-"""python -m gradcomp.bench allreduce: packed averages beside the library's own fp32 all_reduce.
+"""Time packed averages beside the library's own fp32 all_reduce.
 
 Times are those of the slowest rank, medians over repetitions, fp32 and packed in turn within one
 run, after a warm-up of each. algbw = bytes of the fp32 tensor / seconds, busbw = algbw * 2 (N - 1)
@@ -12,7 +12,6 @@ import contextlib
 import importlib.util
 import itertools
 import sys
-import time
 from functools import partial
 from typing import Any
 
@@ -22,11 +21,12 @@ import torch.distributed as dist
 from rich.console import Console
 
 import gradcomp
-from gradcomp.arguments import Parser, count, counts, words
+from gradcomp.arguments import count, counts, words
 from gradcomp.bench.about import save_json, table
 from gradcomp.bench.mpi import Mpiexec
-from gradcomp.bench.options import add_options
+from gradcomp.bench.options import command_line
 from gradcomp.bench.ranks import Emit, Place, RankFailed, run
+from gradcomp.bench.timing import turns
 from gradcomp.codecs import resolve
 from gradcomp.plan.nbytes import predict_bytes
 
@@ -51,7 +51,7 @@ def sizes(text: str) -> list[int]:
 
 
 def run_rank(emit: Emit, over: str, settings: dict[str, Any]) -> None:
-    """Time every codec at every size; rank 0 emits the rows."""
+    """Time every codec at every size; rank 0 emits the rows (fp32's have no `sent_nbytes`)."""
     torch.set_num_threads(settings["threads"])
     comm: Any
     library: Any = dist.all_reduce
@@ -68,61 +68,63 @@ def run_rank(emit: Emit, over: str, settings: dict[str, Any]) -> None:
     averages = {"fp32": library}
     for codec in settings["codecs"]:
         averages[codec] = partial(gradcomp.all_reduce, codec=codec, comm=comm, timeout_s=TIMEOUT_S)
+    ranks = comm.world_size
     for nbytes in settings["sizes"]:
         repeat = max(5, min(settings["repeat"], settings["repeat"] * (8 << 20) // nbytes))
-        mine = torch.randn(nbytes // 4, generator=torch.Generator().manual_seed(1000 + comm.rank))
-        tensor, taken = mine.clone(), np.zeros((1 + repeat, len(averages)))
-        for times in taken:
-            for place, average in enumerate(averages.values()):
-                tensor.copy_(mine)
-                comm.all_gather_bytes(b"ready", TIMEOUT_S)
-                begun = time.perf_counter()
-                average(tensor)
-                times[place] = time.perf_counter() - begun
-        everyone = comm.all_gather_bytes(taken.tobytes(), TIMEOUT_S)
-        slowest = np.max([np.frombuffer(t).reshape(taken.shape) for t in everyone], axis=0)[1:]
-        comm.kept.clear()
+        slowest = _time(comm, list(averages.values()), nbytes, repeat)
         for codec, seconds in zip(averages, slowest.T, strict=True):
+            median_s, sent, shapes = float(np.median(seconds)), 0, [("x", (nbytes // 4,))]
+            if codec != "fp32":
+                sent = predict_bytes(resolve(codec), shapes, ranks, min_numel=0).sent
+            row = {
+                "transport": over,
+                "world_size": ranks,
+                "codec": codec,
+                "nbytes": nbytes,
+                "seconds": median_s,
+                "over_fp32": float(np.median(seconds / slowest[:, 0])),
+                "sent_nbytes": sent,
+                "algbw": nbytes / median_s / 1e9,
+                "busbw": nbytes / median_s / 1e9 * 2 * (ranks - 1) / ranks,
+            }
             if comm.rank == 0:
-                emit(row_of(over, comm.world_size, codec, nbytes, seconds, slowest[:, 0]))
+                emit(row)
     comm.close()
 
 
-def row_of(over: str, ranks: int, codec: str, nbytes: int, seconds: Any, fp32: Any) -> Any:
-    """Return a row of the repetitions' seconds; fp32 has no `sent_nbytes`."""
-    shapes = [("x", (nbytes // 4,))]
-    median_s = float(np.median(seconds))
-    sent = 0 if codec == "fp32" else predict_bytes(resolve(codec), shapes, ranks, min_numel=0).sent
-    return {
-        "transport": over,
-        "world_size": ranks,
-        "codec": codec,
-        "nbytes": nbytes,
-        "seconds": median_s,
-        "over_fp32": float(np.median(seconds / fp32)),
-        "sent_nbytes": sent,
-        "algbw": nbytes / median_s / 1e9,
-        "busbw": nbytes / median_s / 1e9 * 2 * (ranks - 1) / ranks,
-    }
+def _time(comm: Any, averages: list[Any], nbytes: int, repeat: int) -> Any:
+    """Return the slowest rank's seconds of every average in every repetition."""
+    mine = torch.randn(nbytes // 4, generator=torch.Generator().manual_seed(1000 + comm.rank))
+    tensor = mine.clone()
+
+    def ready() -> None:
+        tensor.copy_(mine)
+        comm.all_gather_bytes(b"ready", TIMEOUT_S)
+
+    own = turns([partial(average, tensor) for average in averages], repeat, before=ready)
+    everyone = comm.all_gather_bytes(own.tobytes(), TIMEOUT_S)
+    comm.kept.clear()
+    return np.max([np.frombuffer(one).reshape(own.shape) for one in everyone], axis=0)
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = Parser(
-        prog="python -m gradcomp.bench allreduce",
-        description="Time packed averages beside the library's own fp32 all_reduce.",
-        epilog="--over mpi needs the extra mpi (pip install '.[mpi]').\n\nexample:\n"
-        "  python -m gradcomp.bench allreduce --over gloo --ranks 2 --sizes 1M,16M",
-    )
+def read_options(argv: list[str] | None) -> argparse.Namespace:
+    """Return the options."""
     over = "gloo,mpi" if importlib.util.find_spec("mpi4py") else "gloo"
-    add, choices = parser.add_value, " and ".join(CODECS)
-    add("over", words("gloo", "mpi"), over, "transports, a list out of gloo and mpi")
-    add("ranks", counts, "2,4", "numbers of ranks, a list")
-    add("sizes", sizes, SIZES, "bytes of the fp32 tensor, a list")
-    add("codecs", words(*CODECS), ",".join(CODECS), f"codecs, a list out of {choices}")
-    add("threads", count, 1, "kernel threads of each rank")
-    add("repeat", count, 40, "repetitions up to 8M; fewer of larger sizes, at least 5")
-    add_options(parser, {}, ["json"])
+    codecs = f"codecs, a list out of {' and '.join(CODECS)}"
+    options = {
+        "over": (over, "", "transports, a list out of gloo and mpi", words("gloo", "mpi")),
+        "ranks": ("2,4", "", "numbers of ranks, a list", counts),
+        "sizes": (SIZES, "", "bytes of the fp32 tensor, a list", sizes),
+        "codecs": (",".join(CODECS), "", codecs, words(*CODECS)),
+        "threads": (1, "", "kernel threads of each rank", count),
+        "repeat": (40, "", "repetitions up to 8M; fewer of larger sizes, at least 5", count),
+    }
+    epilog = """--over mpi needs the extra mpi (pip install '.[mpi]').
+
+example:
+  python -m gradcomp.bench allreduce --over gloo --ranks 2 --sizes 1M,16M
+"""
+    parser = command_line("allreduce", __doc__, epilog, options, ["json"])
     args = parser.parse_args(argv)
     if min(args.ranks) < 2:
         parser.error(f"--ranks takes at least 2 ranks, got {min(args.ranks)}")
@@ -131,8 +133,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
-    args = parse(argv)
-    settings = {key: getattr(args, key) for key in ("sizes", "codecs", "repeat", "threads")}
+    args = read_options(argv)
     rows: list[dict[str, Any]] = []
     try:
         with contextlib.ExitStack() as made:
@@ -140,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
             for over, ranks in itertools.product(args.over, args.ranks):
                 place = Place(ranks, mpi=mpi if over == "mpi" else None)
                 with Console(stderr=True).status(f"{over}, N = {ranks}"):
-                    run(place, run_rank, over, settings, on_message=rows.append)
+                    run(place, run_rank, over, vars(args), on_message=rows.append)
     except (ValueError, RankFailed) as error:
         print(f"gradcomp.bench allreduce: {error}", file=sys.stderr)
         return 1 if isinstance(error, RankFailed) else 2

@@ -1,4 +1,4 @@
-"""python -m gradcomp.bench codec: speed of every kernel, beside memcpy in the same run.
+"""Check every kernel, then time it beside memcpy in the same run.
 
 ratio = seconds of the kernel / seconds of memcpy of the same number of fp32 elements, measured in
 turn within one run; the median over repetitions is shown. GB/s = numel * 4 bytes / seconds / 1e9,
@@ -13,7 +13,7 @@ import itertools
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,13 +21,22 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from gradcomp.arguments import Parser, counts, words
-from gradcomp.bench import plots, timing
+from gradcomp import Block, OneBit, Ternary, TernGrad
+from gradcomp.arguments import counts, words
+from gradcomp.bench import timing
 from gradcomp.bench.about import table
-from gradcomp.bench.kernels import Case, cases
+from gradcomp.bench.options import command_line
 from gradcomp.bench.timing import MEMCPY_NBYTES, Verdict, memcpy_of, turns, using
-from gradcomp.kernels import native
+from gradcomp.codecs import KINDS, Codec, RngKey
+from gradcomp.codecs.lanes import Lanes
+from gradcomp.kernels import CPU, NO_RESIDUALS, Code, Payloads, Residuals, host, native, of
+from gradcomp.payload.form import lanes_form
+from gradcomp.payload.layout import PayloadLayout
+from gradcomp.payload.pieces import Slot, whole_pieces
 
+KERNELS = of(CPU)
+KEY = RngKey(seed=1, rank=1, step=5)
+GROUP = 512  # a usual row, for the codecs whose groups are rows: one flat tensor has none
 DTYPES = ("float32", "bfloat16", "float16")
 
 # With one thread a kernel may take MARGIN * (bytes that it moves / 8 + ARITHMETIC) memcpys. Kernels
@@ -47,6 +56,138 @@ UNJUDGED = ("ternary sum to lanes 4", "lanes decode", "crc32c of a payload")
 THREAD_GAIN = {"terngrad encode": 1.1, "terngrad decode 4 own": 1.1, "entropy encode": 1.1}
 FREE_CORES = 1.5  # with fewer, a second thread waits for other programs
 TORCH_GAIN = 10.0  # torch operations move about 60 bytes an element, terngrad encode 4.25
+
+
+# ---- kernels: how each is run, what it writes, and what it moves ---------------------------------
+
+
+@dataclass
+class Case:
+    """One kernel: `run` writes `results`, and reads and writes `nbytes` of memory an element."""
+
+    name: str
+    run: Callable[[], object]
+    nbytes: float
+    results: list[Tensor]
+    restart: Callable[[], object] = lambda: None  # undoes what a run changes for the next one
+
+    def is_right(self) -> bool:
+        """Whether this tier writes the bytes that the portable one writes."""
+        self.restart()
+        self.run()
+        found = [result.clone() for result in self.results]
+        with using(native.tiers()[0]):
+            self.restart()
+            self.run()
+        pairs = zip(found, self.results, strict=True)
+        return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
+
+
+def cases(numel: int, dtype: torch.dtype) -> list[Case]:
+    """Return the kernels for tensors of `numel` elements of `dtype`."""
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype)
+    found = _ternary_cases(x)
+    for kind in KINDS:
+        found += _cases_of(_grouped(kind), x)
+    found.append(_one_tensor(x))
+    for codec in (OneBit(group=GROUP), Block(2, group=GROUP), Ternary(group=GROUP)):
+        encode = _cases_of(codec.with_decay(0.25), x)[0]
+        encode.name += ", decay"
+        found.append(encode)
+    return found
+
+
+def _cases_of(codec: Codec, x: Tensor) -> list[Case]:
+    """Return encode and decode of one payload of a codec."""
+    layout, out = _layout(codec, x.numel()), torch.empty_like(x)
+    payload, residuals = torch.zeros(layout.nbytes, dtype=torch.uint8), NO_RESIDUALS
+    moved, written = x.element_size() + layout.nbytes / x.numel(), [payload]
+    if codec.error_feedback:
+        new = torch.zeros(x.numel())
+        residuals = Residuals(_residual(x), new, lambda dropped: None)
+        written.append(new)
+    _place_scales(codec, layout, x, payload)
+    encode = partial(codec.encode_body, KERNELS, x, layout, payload, KEY, residuals)
+    source = Payloads([payload], codec.code, x.dtype)
+    decode = partial(KERNELS.sum_decode, source, layout.packed, out)
+    encode()
+    return [
+        Case(f"{codec.name} encode", encode, moved + 8 * codec.error_feedback, written),
+        Case(f"{codec.name} decode 1", decode, moved, [out]),
+    ]
+
+
+def _ternary_cases(x: Tensor) -> list[Case]:
+    """Return the kernels that TernGrad has for scales, for payloads of four ranks, and for sums."""
+    codec, size = TernGrad(clip_sigma=None), x.element_size()
+    layout, out = _layout(codec, x.numel()), torch.empty_like(x)
+    blocks, scales = codec.scratch(KERNELS, layout), torch.empty(1)
+    sent = [torch.empty(layout.nbytes, dtype=torch.uint8) for _ in range(4)]
+    for rank, payload in enumerate(sent):
+        _place_scales(codec, layout, x, payload)
+        codec.encode_body(KERNELS, x, layout, payload, RngKey(seed=1, rank=rank, step=5))
+    shared = Payloads(sent, Code("ternary", shared=True), x.dtype)
+    own = Payloads(sent, Code("ternary", shared=False), x.dtype)
+    lanes, code = PayloadLayout(lanes_form(4), layout.pieces), Lanes(4).code
+    bits, summed = lanes.form.bits, torch.zeros(lanes.nbytes, dtype=torch.uint8)
+    _place_scales(codec, layout, x, summed)
+    sums = Payloads([summed], code, x.dtype)
+    measure = partial(TernGrad().measure, KERNELS, x, layout, blocks, scales)
+    add = partial(host.sum_lanes, shared.tensors, layout.packed, lanes.packed, code, summed)
+    add()
+    crc, raw = torch.zeros(1, dtype=torch.int64), sent[0].numpy()
+    found = [
+        Case("absmax + moments", measure, size, [blocks, scales]),
+        Case("ternary sum to lanes 4", add, 1 + bits / 8, [summed]),
+        Case("crc32c of a payload", lambda: crc.fill_(host.crc32c(raw)), 0.25, [crc]),
+    ]
+    for name, source, packed, moved in (
+        ("terngrad decode 4 shared", shared, layout.packed, 1),
+        ("terngrad decode 4 own", own, layout.packed, 1),
+        ("lanes decode", sums, lanes.packed, bits / 8),
+    ):
+        decode = partial(KERNELS.sum_decode, source, packed, out)
+        found.append(Case(name, decode, size + moved, [out]))
+    return found
+
+
+def _one_tensor(x: Tensor) -> Case:
+    """Return what one call of a user costs: header, checksum, the residual replaced in place."""
+    codec, old = OneBit(group=GROUP), _residual(x)
+    kept, payload = old.clone(), torch.zeros(_layout(codec, x.numel()).nbytes, dtype=torch.uint8)
+    run = partial(codec.encode, x, residual=kept, key=KEY, out=payload)
+    moved = x.element_size() + payload.numel() / x.numel() + 12  # reads, saves, writes the residual
+    return Case("onebit encode, one tensor", run, moved, [payload, kept], lambda: kept.copy_(old))
+
+
+def _residual(x: Tensor) -> Tensor:
+    return torch.randn(x.numel(), generator=torch.Generator().manual_seed(1))
+
+
+def _place_scales(codec: Codec, layout: PayloadLayout, x: Tensor, payload: Tensor) -> None:
+    """Write the scales of codes into a payload where the codec measures them before it encodes."""
+    if codec.measures:
+        scales = torch.empty(layout.group_count)
+        codec.measure(KERNELS, x, layout, codec.scratch(KERNELS, layout), scales)
+        codec.place_scales(layout, scales, payload)
+
+
+def _grouped(codec: Codec) -> Codec:
+    """Return the codec with groups of `GROUP` if its groups are rows, with one scale otherwise."""
+    if isinstance(codec, Block):
+        return Block(codec.bits, group=GROUP)
+    if isinstance(codec, TernGrad):
+        return TernGrad(clip_sigma=None)
+    return type(codec)(group=GROUP) if isinstance(codec, OneBit | Ternary) else codec
+
+
+def _layout(codec: Codec, numel: int) -> PayloadLayout:
+    slot = Slot(0, numel, codec.group_numel((numel,)), True, 0)
+    pieces, whole = whole_pieces([slot]), codec.whole_groups
+    return PayloadLayout(codec.form, pieces, segmented=False, whole_groups=whole)
+
+
+# ---- the benchmark -------------------------------------------------------------------------------
 
 
 @dataclass
@@ -74,20 +215,19 @@ def measure(
     return float(np.median(taken / other)), gb_per_s, float(taken.min())
 
 
-def torch_ternary(x: Tensor, scale: float) -> Tensor:
-    """Encode as PyTorch users would: the same codes in torch operations (other random numbers)."""
-    nonzero = torch.rand_like(x) < x.abs() / scale
-    codes = (torch.sign(x) * nonzero + 1).to(torch.uint8).view(-1, 4)
-    return codes[:, 0] | codes[:, 1] << 2 | codes[:, 2] << 4 | codes[:, 3] << 6
-
-
 def gain_over_torch(numel: int, repetitions: int) -> float:
     """Return how many times faster the kernel encodes than torch operations, one thread each."""
-    numel = max(4, numel // 4 * 4)
+    numel, scale = max(4, numel // 4 * 4), 2.5
     x = torch.randn(numel)
+
+    def in_torch() -> Tensor:  # the same codes, with other random numbers
+        nonzero = torch.rand_like(x) < x.abs() / scale
+        codes = (torch.sign(x) * nonzero + 1).to(torch.uint8).view(-1, 4)
+        return codes[:, 0] | codes[:, 1] << 2 | codes[:, 2] << 4 | codes[:, 3] << 6
+
     encode = next(case for case in cases(numel, torch.float32) if case.name == "terngrad encode")
     with using(native.tier(), 1):
-        return 1 / measure(encode, lambda: torch_ternary(x, 2.5), numel, repetitions)[0]
+        return 1 / measure(encode, in_torch, numel, repetitions)[0]
 
 
 def run(args: argparse.Namespace) -> list[Row]:
@@ -120,38 +260,22 @@ def verdicts(rows: list[Row], gain: float) -> list[Verdict]:
     return [*out, Verdict("terngrad encode over torch", gain, TORCH_GAIN, at_least=True)]
 
 
-def show(rows: list[Row], gain: float) -> None:
-    """Print the measurements."""
-    texts = []
-    for r in rows:
-        figures = f"{r.numel:,}", str(r.threads), f"{r.ratio:.2f}", f"{r.gb_per_s:.2f}"
-        texts.append((r.kernel, r.tier, r.dtype, *figures))
-    heads = ["kernel", "tier", "dtype", "elements", "threads", "x memcpy", "GB/s of fp32"]
-    title = "Kernels beside memcpy of the same fp32 elements (median)"
-    Console().print(table(heads, texts, left=3, title=title))
-    print(f"terngrad encode, one thread: {gain:.0f}x the same codec in torch operations")
+def read_options(argv: list[str] | None) -> argparse.Namespace:
+    """Return the options."""
+    tiers = "kernel tiers to time, a list; all: every tier that this machine has"
+    dtypes = f"dtypes of the gradients, a list of {', '.join(DTYPES)}"
+    options = {
+        "sizes": ("65536,4194304,67108864", "", "elements of the tensors, a list", counts),
+        "dtypes": ("float32", "", dtypes, words(*DTYPES)),
+        "tiers": ("all", "", tiers, words(*native.tiers(), "all")),
+        "threads": ("1", "", "numbers of threads to time with, a list", counts),
+    }
+    epilog = """--check takes 64 Mi float32 elements, the tier in use, 1 and 2 threads, and 4 GB.
 
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = Parser(
-        prog="python -m gradcomp.bench codec",
-        description="Check every kernel, then time it beside memcpy in the same run.",
-        epilog=(
-            "--check takes 64 Mi float32 elements, the tier in use, 1 and 2 threads, and 4 GB.\n\n"
-            "example:\n  python -m gradcomp.bench codec --sizes 4194304 --dtypes float32,bfloat16"
-            " --threads 1,2"
-        ),
-    )
-    text = "elements of the tensors, a list"
-    parser.add_value("sizes", counts, "65536,4194304,67108864", text)
-    text = f"dtypes of the gradients, a list of {', '.join(DTYPES)}"
-    parser.add_value("dtypes", words(*DTYPES), "float32", text)
-    text = "kernel tiers to time, a list; all: every tier that this machine has"
-    parser.add_value("tiers", words(*native.tiers(), "all"), "all", text)
-    parser.add_value("threads", counts, "1", "numbers of threads to time with, a list")
-    timing.add_options(parser)
-    args = parser.parse_args(argv)
+example:
+  python -m gradcomp.bench codec --sizes 4194304 --dtypes float32,bfloat16 --threads 1,2
+"""
+    args = command_line("codec", __doc__, epilog, options, timing.OPTIONS).parse_args(argv)
     if "all" in args.tiers:
         args.tiers = native.tiers()
     if args.check:
@@ -165,21 +289,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
-    args = parse(argv)
+    args = read_options(argv)
     rows = run(args)
     gain = gain_over_torch(min(max(args.sizes), 1 << 24), args.repeat)
-    show(rows, gain)
-    if args.plot:
-        numel, dtype, threads = max(args.sizes), args.dtypes[0], args.threads[0]
-        bars: dict[str, dict[str, float]] = {}
-        for r in rows:
-            if (r.numel, r.dtype, r.threads) == (numel, dtype, threads):
-                bars.setdefault(r.kernel, {})[r.tier] = r.ratio
-
-        def draw(figure: Any) -> None:
-            plots.bars(figure.subplots(), bars, stacked=False, xlabel="time / memcpy's")
-
-        plots.write(args.plot, [(f"{numel:,} elements, {dtype}", draw, 0.25 * len(bars) + 1)])
+    texts = []
+    for r in rows:
+        figures = f"{r.numel:,}", str(r.threads), f"{r.ratio:.2f}", f"{r.gb_per_s:.2f}"
+        texts.append((r.kernel, r.tier, r.dtype, *figures))
+    heads = ["kernel", "tier", "dtype", "elements", "threads", "x memcpy", "GB/s of fp32"]
+    title = "Kernels beside memcpy of the same fp32 elements (median)"
+    Console().print(table(heads, texts, left=3, title=title))
+    print(f"terngrad encode, one thread: {gain:.0f}x the same codec in torch operations")
     judged = verdicts(rows, gain) if args.check else []
     found = {"rows": [asdict(r) for r in rows], "terngrad_encode_over": {"torch": gain}}
     return timing.finish(args, judged, **found)

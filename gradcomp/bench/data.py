@@ -25,8 +25,6 @@ NUM_CLASSES = 10
 TRAIN_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte")
 TEST_FILES = ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 _UNSIGNED_BYTE = 0x08
-_TENSORS = ("train_images", "train_labels", "test_images", "test_labels")
-_DIGITS_TEST_SHARE = 0.25
 _DIGITS_MAX = 16.0
 
 
@@ -53,67 +51,18 @@ class ImageData:
 
 
 def load(folder: Path | None) -> ImageData:
-    """Load the IDX files in ``folder``, what `save` wrote there, or the digits that scikit-learn
-    carries when it is None.
+    """Load the four files of a folder, `TRAIN_FILES` and `TEST_FILES`, each plain or with .gz; the
+    file NAME.pt of `save`; or the digits that scikit-learn carries for None.
 
     Raises:
         FileNotFoundError: the folder or one of its four files does not exist.
-        ValueError: a file is not what its name says; the message names the file and the check.
+        ValueError: a file is not what its name says, or images and labels do not match; the message
+            names the file and the check.
     """
-    if folder is not None and folder.suffix == ".npz":
-        with np.load(folder) as kept:
-            tensors = {name: torch.from_numpy(kept[name]) for name in _TENSORS}
-            return ImageData(str(kept["name"]), str(kept["note"]), **tensors)
-    return load_digits() if folder is None else load_idx_folder(folder)
-
-
-def save(data: ImageData, file: Path) -> None:
-    """Write images to NAME.npz, which `load` reads: quicker than importing scikit-learn."""
-    tensors = {name: getattr(data, name).numpy() for name in _TENSORS}
-    np.savez(file, name=data.name, note=data.note, **tensors)
-
-
-def load_digits() -> ImageData:
-    """Load scikit-learn's 1797 digits of 8x8 pixels, upsampled to 28x28, a fixed quarter of each
-    class held out.
-
-    Returns:
-        1347 training and 450 test images, the same ones in every process and run.
-    """
-    from sklearn.datasets import load_digits as sklearn_digits
-    from sklearn.model_selection import train_test_split
-
-    bunch = sklearn_digits()
-    train, test = train_test_split(
-        np.arange(len(bunch.target)),
-        test_size=_DIGITS_TEST_SHARE,
-        random_state=0,
-        stratify=bunch.target,
-    )
-    small = torch.as_tensor(bunch.images, dtype=torch.float32).unsqueeze(1) / _DIGITS_MAX
-    images = torch.nn.functional.interpolate(
-        small, size=(IMAGE_SIZE, IMAGE_SIZE), mode="bilinear", align_corners=False
-    )
-    labels = torch.as_tensor(bunch.target, dtype=torch.int64)
-    note = (
-        f"scikit-learn digits, 8x8 images upsampled to 28x28 (bilinear): {len(train)} for training,"
-        f" {len(test)} for test; --data DIR takes MNIST or Fashion-MNIST"
-    )
-    parts = [(images[chosen], labels[chosen]) for chosen in (train, test)]
-    return _standardised("digits", note, *parts)
-
-
-def load_idx_folder(folder: Path) -> ImageData:
-    """Load the four MNIST-style files (plain or .gz) of a folder.
-
-    Args:
-        folder: holds train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte,
-            t10k-labels-idx1-ubyte, each as it is or with .gz.
-
-    Raises:
-        FileNotFoundError: the folder or a file is missing; the message lists what was looked for.
-        ValueError: a file is broken, or images and labels do not match.
-    """
+    if folder is None:
+        return load_digits()
+    if folder.suffix == ".pt":
+        return ImageData(**torch.load(folder, weights_only=True))
     if not folder.is_dir():
         raise FileNotFoundError(
             f"--data {folder}: no such folder; give the folder that holds {TRAIN_FILES[0]}[.gz]"
@@ -123,14 +72,38 @@ def load_idx_folder(folder: Path) -> ImageData:
     return _standardised(folder.resolve().name, f"IDX files in {folder}: {counts}", train, test)
 
 
+def save(data: ImageData, file: Path) -> None:
+    """Write images to NAME.pt, which `load` reads: quicker than importing scikit-learn."""
+    torch.save(vars(data), file)
+
+
+def load_digits() -> ImageData:
+    """Load scikit-learn's 1797 digits of 8x8 pixels, upsampled to 28x28: 1347 for training and a
+    quarter of each class, 450, for test, the same ones in every process and run.
+    """
+    from sklearn.datasets import load_digits as sklearn_digits
+    from sklearn.model_selection import train_test_split
+
+    bunch = sklearn_digits()
+    labels = torch.as_tensor(bunch.target, dtype=torch.int64)
+    train, test = train_test_split(
+        np.arange(len(labels)), test_size=0.25, random_state=0, stratify=bunch.target
+    )
+    small = torch.as_tensor(bunch.images, dtype=torch.float32).unsqueeze(1) / _DIGITS_MAX
+    images = torch.nn.functional.interpolate(
+        small, size=(IMAGE_SIZE, IMAGE_SIZE), mode="bilinear", align_corners=False
+    )
+    note = (
+        f"scikit-learn digits, 8x8 images upsampled to 28x28 (bilinear): {len(train)} for training,"
+        f" {len(test)} for test; --data DIR takes MNIST or Fashion-MNIST"
+    )
+    parts = [(images[chosen], labels[chosen]) for chosen in (train, test)]
+    return _standardised("digits", note, *parts)
+
+
 def read_idx(path: Path) -> NDArray[np.uint8]:
-    """Read one IDX file of unsigned bytes, gzip-compressed if its name ends in .gz.
-
-    Args:
-        path: the file.
-
-    Returns:
-        An array of the dimensions that the header gives.
+    """Read one IDX file of unsigned bytes, gzip-compressed if its name ends in .gz, into an array
+    of the dimensions that the header gives.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -169,17 +142,17 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
     return np.frombuffer(raw, dtype=np.uint8, offset=header_nbytes).reshape(dims)
 
 
-def _find(folder: Path, stem: str) -> Path:
-    for candidate in (folder / stem, folder / f"{stem}.gz"):
-        if candidate.is_file():
-            return candidate
-    raise FileNotFoundError(
-        f"{folder} holds neither {stem} nor {stem}.gz; it must hold the four files of MNIST's names"
-    )
-
-
 def _read_pair(folder: Path, stems: tuple[str, str]) -> tuple[Tensor, Tensor]:
-    images_path, labels_path = _find(folder, stems[0]), _find(folder, stems[1])
+    paths = []
+    for stem in stems:
+        found = [file for file in (folder / stem, folder / f"{stem}.gz") if file.is_file()]
+        if not found:
+            raise FileNotFoundError(
+                f"{folder} holds neither {stem} nor {stem}.gz; it must hold the four files of"
+                " MNIST's names"
+            )
+        paths.append(found[0])
+    images_path, labels_path = paths
     images, labels = read_idx(images_path), read_idx(labels_path)
     if images.ndim != 3 or images.shape[1:] != (IMAGE_SIZE, IMAGE_SIZE):
         raise ValueError(

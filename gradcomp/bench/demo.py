@@ -12,7 +12,6 @@ import contextlib
 import itertools
 import json
 import platform
-import statistics
 import sys
 import tempfile
 import time
@@ -20,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean, median, stdev
 from typing import Any
 
 import torch
@@ -27,13 +27,12 @@ from rich.console import Console
 from rich.table import Table
 
 import gradcomp
-from gradcomp.arguments import Parser
 from gradcomp.bench import plots, trainer
 from gradcomp.bench.about import table
 from gradcomp.bench.data import ImageData, load, save
 from gradcomp.bench.methods import NONE
 from gradcomp.bench.models import LeNet
-from gradcomp.bench.options import add_options
+from gradcomp.bench.options import command_line
 from gradcomp.bench.predict import planned, predict
 from gradcomp.bench.ranks import RankFailed, cores_of, warm_context
 from gradcomp.bench.sweep import Result, run_all
@@ -61,9 +60,8 @@ EPILOG = """examples:
 """
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
+def read_options(argv: Sequence[str]) -> argparse.Namespace:
     """Return the options, `codecs` as a list; wrong values end the program with status 2."""
-    parser = Parser(prog="python -m gradcomp.bench demo", description=__doc__, epilog=EPILOG)
     data = "folder with the IDX files of MNIST or Fashion-MNIST, plain or .gz (default:"
     data += " scikit-learn's digits, upsampled to 28x28)"
     short = f"train one seed for {SHORT_STEPS} steps: a check that everything works"
@@ -79,7 +77,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "phases": (False, "", phases),
         "out": (Path(), "DIR", "folder for demo.json and demo.png"),
     }
-    add_options(parser, options, ["seeds"])
+    parser = command_line("demo", __doc__, EPILOG, options, ["seeds"])
     args = parser.parse_args(argv)
     codecs = [name.strip() for name in args.codecs.split(",") if name.strip()]
     if set(codecs) - set(CODECS) or not codecs or len(set(codecs)) != len(codecs):
@@ -98,21 +96,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """Run the demo.
-
-    Args:
-        argv: options, see ``--help``.
-
-    Returns:
-        0 done, 1 a rank failed, 2 the data cannot be read or an option is wrong.
+    """Run the demo with these options; return the exit status: 1 where a rank failed, 2 where the
+    data cannot be read or an option is wrong.
     """
-    args = parse(argv)
-    console = Console()
-    seeds = f"{args.seeds} seed{'s' if args.seeds > 1 else ''}"
-    trainings = f"{len(args.codecs)} codecs x {seeds} x {args.steps} steps"
-    console.print(
-        f"[bold]gradcomp demo[/bold]: LeNet, {args.ranks} ranks, {trainings}", highlight=False
-    )
+    args = read_options(argv)
+    console = Console(highlight=False)
+    trainings = f"{len(args.codecs)} codecs x {_seeds(args.seeds)} x {args.steps} steps"
+    console.print(f"[bold]gradcomp demo[/bold]: LeNet, {args.ranks} ranks, {trainings}")
     start = time.perf_counter()
     warm_context(trainer.__name__)  # imports while this process reads the data
     try:
@@ -123,34 +113,28 @@ def main(argv: list[str]) -> int:
     except (OSError, ValueError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 2
-    console.print(f"data: {data.note}", markup=False, highlight=False)
+    console.print(f"data: {data.note}", markup=False)
     try:
-        alone, results = train_all(args, data)
+        results = train_all(args, data)
     except RankFailed as error:
         print(f"demo: a rank failed: {error}", file=sys.stderr)
         return 1
-    report = summarise(args, data, results, predict_steps(args.codecs, args.ranks, alone))
+    predicted = predict_steps(args.codecs, args.ranks, results.pop((NONE, 0)))
+    report = summarise(args, data, results, predicted)
     report["wall_s"] = round(time.perf_counter() - start, 1)
-    (args.out / "demo.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    plots.write(args.out / "demo.png", [(_title(report), partial(draw, report), plots.HEIGHT)])
+    file, picture = args.out / "demo.json", args.out / "demo.png"
+    file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    plots.write(picture, [(_title(report), partial(draw, report), plots.HEIGHT)])
     if args.phases:
         console.print(build_phases(report))
     console.print(build_table(report))
-    console.print(
-        f"wrote {args.out / 'demo.json'} and {args.out / 'demo.png'} in {report['wall_s']:.0f} s",
-        highlight=False,
-    )
+    console.print(f"wrote {file} and {picture} in {report['wall_s']:.0f} s")
     return 0
 
 
-def train_all(
-    args: argparse.Namespace, data: ImageData
-) -> tuple[list[Result], dict[tuple[str, int], list[Result]]]:
-    """Train without an exchange, and every seed with every codec, ranks on this machine.
-
-    Returns:
-        Results of the ranks as `gradcomp.bench.trainer.train` gives them: without an exchange, and
-        by codec and seed.
+def train_all(args: argparse.Namespace, data: ImageData) -> dict[tuple[str, int], list[Result]]:
+    """Train without an exchange, and every seed with every codec, ranks on this machine; return
+    what every rank measured, by method and seed.
 
     Raises:
         RankFailed: a rank failed.
@@ -158,37 +142,24 @@ def train_all(
     with contextlib.ExitStack() as stack:
         folder = str(args.data)
         if args.data is None:  # scikit-learn takes a rank seconds to import
-            folder = stack.enter_context(tempfile.TemporaryDirectory()) + "/digits.npz"
+            folder = stack.enter_context(tempfile.TemporaryDirectory()) + "/digits.pt"
             save(data, Path(folder))
-        batch, points = args.batch // args.ranks, min(CURVE_POINTS, args.steps)
-        base = Task(
-            "lenet-demo",
-            "sgd",
-            NONE,
-            args.ranks,
-            ALONE_STEPS,
-            factor=args.lr / LR,
-            batch=batch,
-            data=folder,
-        )
+        base = Task("lenet-demo", "sgd", NONE, args.ranks, ALONE_STEPS, args.lr / LR, data=folder)
+        base = replace(base, batch=args.batch // args.ranks)
+        points = min(CURVE_POINTS, args.steps)
         tasks = [base] + [
             replace(base, method=codec, seed=seed, steps=args.steps, points=points)
             for seed, codec in itertools.product(range(args.seeds), args.codecs)
         ]
-        found = {(t.method, t.seed): ranks for t, ranks, _ in run_all(tasks, 1, spread=True)}
-    return found.pop((NONE, 0)), found
+        return {(t.method, t.seed): ranks for t, ranks, _ in run_all(tasks, 1, spread=True)}
 
 
 def predict_steps(
     codecs: Sequence[str], ranks: int, alone: Sequence[Result]
 ) -> dict[str, float | None]:
     """Return the seconds of a step that the planner predicts for each codec, with each rank on a
-    machine of its own; the codecs' own seconds are measured here.
-
-    Args:
-        codecs: names.
-        ranks: number of machines.
-        alone: results of the ranks without an exchange.
+    machine of its own. The codecs' seconds are measured here; `alone` has what the ranks measured
+    without an exchange.
     """
     methods = [method for name in codecs if (method := planned(name, ranks)) is not None]
     threads = torch.get_num_threads()
@@ -207,46 +178,35 @@ def summarise(
     results: Mapping[tuple[str, int], Sequence[Result]],
     predicted: Mapping[str, float | None],
 ) -> dict[str, Any]:
-    """Reduce the runs to means and spreads, in the form that demo.json has.
+    """Return what demo.json has, from what the ranks measured, by codec and seed.
 
-    Args:
-        args: options of the demo.
-        data: what was trained on.
-        results: of the ranks, by codec and seed.
-        predicted: seconds of a step by codec.
-
-    Returns:
-        Plain values only: settings, versions, and one entry a codec. Bytes are a step and rank
-        (mean over ranks and seeds), seconds a step, accuracies percent, spread the standard
-        deviation over seeds (0 for one seed).
+    Bytes are a step and rank (mean over ranks and seeds), seconds a step, accuracies percent,
+    spread the standard deviation over seeds (0 for one seed).
     """
     codecs: dict[str, Any] = {}
     for codec in args.codecs:
         runs = [results[codec, seed] for seed in range(args.seeds)]
-        accuracies = [run[0]["measure"] for run in runs]
-        sent = [statistics.fmean(one["total_nbytes"] for one in run) / args.steps for run in runs]
-        ring = ring_bytes(runs[0][0]["parameters"], args.ranks)
+        firsts = [run[0] for run in runs]
+        accuracies = [first["measure"] for first in firsts]
+        sent = [fmean(one["total_nbytes"] for one in run) / args.steps for run in runs]
+        ring = ring_bytes(firsts[0]["parameters"], args.ranks)
         phases = {
-            phase: statistics.fmean(
-                sum(run[0]["phases"].get(key, 0.0) for key in keys) for run in runs
-            )
+            phase: fmean(sum(first["phases"].get(key, 0.0) for key in keys) for first in firsts)
             for phase, keys in PHASES.items()
-            if runs[0][0]["phases"]
+            if firsts[0]["phases"]
         }
         codecs[codec] = {
-            "accuracy_mean": statistics.fmean(accuracies),
-            "accuracy_spread": statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0,
+            "accuracy_mean": fmean(accuracies),
+            "accuracy_spread": stdev(accuracies) if len(accuracies) > 1 else 0.0,
             "accuracies": accuracies,
-            "bytes_sent_per_step": statistics.fmean(sent),
+            "bytes_sent_per_step": fmean(sent),
             "baseline_bytes_per_step": ring,
-            "compression_ratio": ring / statistics.fmean(sent),
-            "seconds_per_step": statistics.fmean(
-                statistics.median(run[0]["seconds"]) for run in runs
-            ),
+            "compression_ratio": ring / fmean(sent),
+            "seconds_per_step": fmean(median(first["seconds"]) for first in firsts),
             "phase_seconds_per_step": phases,
             "curves": [
-                [[step, step * nbytes, accuracy] for step, _, accuracy in run[0]["curve"]]
-                for run, nbytes in zip(runs, sent, strict=True)
+                [[step, step * nbytes, accuracy] for step, _, accuracy in first["curve"]]
+                for first, nbytes in zip(firsts, sent, strict=True)
             ],
             "predicted_seconds_per_step": predicted[codec],
         }
@@ -261,12 +221,8 @@ def summarise(
         "torch": torch.__version__,
         "gradcomp": gradcomp.__version__,
     }
-    return {
-        "data": {"name": data.name, "note": data.note},
-        "settings": settings,
-        "versions": versions,
-        "codecs": codecs,
-    }
+    about = {"name": data.name, "note": data.note}
+    return {"data": about, "settings": settings, "versions": versions, "codecs": codecs}
 
 
 def build_table(report: dict[str, Any]) -> Table:
@@ -307,27 +263,25 @@ def build_phases(report: dict[str, Any]) -> Table:
     return table(("codec", "step", *PHASES), rows, title=title, caption=caption)
 
 
+def _seeds(count: int) -> str:
+    return f"{count} seed{'s' if count > 1 else ''}"
+
+
 def _title(report: dict[str, Any]) -> str:
     settings = report["settings"]
-    seeds = f"{settings['seeds']} seed{'s' if settings['seeds'] > 1 else ''}"
     where = f"LeNet on {report['data']['name']}, {settings['ranks']} ranks"
-    return f"{where}, {settings['steps']} steps, {seeds}"
+    return f"{where}, {settings['steps']} steps, {_seeds(settings['seeds'])}"
 
 
 def draw(report: dict[str, Any], figure: Any) -> None:
-    """Draw test accuracy over the bytes that one rank has sent: mean and range over seeds.
-
-    Args:
-        report: from `summarise`.
-        figure: of matplotlib.
-    """
+    """Draw test accuracy over the bytes that one rank has sent: mean and range over seeds."""
     curves, ranges = {}, []
     for name, row in report["codecs"].items():
         points = list(zip(*row["curves"], strict=True))  # of all seeds, by step
-        megabytes = [statistics.fmean(nbytes for _, nbytes, _ in at) / 1e6 for at in points]
+        megabytes = [fmean(nbytes for _, nbytes, _ in at) / 1e6 for at in points]
         scores = [[score for *_, score in at] for at in points]
         label = f"{name}: {row['accuracy_mean']:.1f} % after {megabytes[-1]:,.0f} MB"
-        curves[label] = megabytes, [statistics.fmean(at) for at in scores]
+        curves[label] = megabytes, [fmean(at) for at in scores]
         ranges.append(([min(at) for at in scores], [max(at) for at in scores]))
     axes = figure.subplots()
     label = "bytes sent by each rank so far (MB, log scale)"

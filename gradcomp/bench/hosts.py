@@ -1,8 +1,7 @@
 """Hosts on one machine: network namespaces joined by a bridge, with links of a given rate.
 
-Every run makes its own namespaces, one of them with the bridge, so the machine's network does not
-change and two runs do not disturb each other. Namespaces are removed at the end. Their names hold
-the id of the process that made them: the next run finds and removes those of a killed one.
+Every run makes namespaces of its own, one of them with the bridge, and removes them at the end.
+Their names hold the id of the process that made them: the next run removes those of a killed one.
 """
 
 from __future__ import annotations
@@ -35,24 +34,18 @@ def unavailable() -> str:
     missing = [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]
     if missing:
         return f"{', '.join(missing)} not found: install iproute2 and util-linux, {instead}"
-    name = f"{PREFIX}-{os.getpid()}-probe"
+    probe = f"{PREFIX}-{os.getpid()}-probe"
     try:
-        _run(f"ip netns add {name}")
+        _run(f"ip netns add {probe}")
     except NoHosts as error:
         return f"no network namespaces here ({error}): allow them, {instead}"
-    _run(f"ip netns delete {name}", check=False)
+    _run(f"ip netns delete {probe}", check=False)
     return ""
 
 
 class Hosts(contextlib.ExitStack):
-    """`count` hosts while a ``with`` block runs.
-
-    Args:
-        count: number of hosts.
-        link: of every host, in both directions; an infinite rate is not shaped.
-
-    Attributes:
-        latency_s: seconds of latency of a link, 0 where the kernel cannot delay packets.
+    """`count` hosts while a ``with`` block runs, each with a link, whose infinite rate is not
+    shaped; `latency_s` is that of a link, 0 where the kernel cannot delay packets.
 
     Raises (on entry):
         NoHosts: hosts cannot be made here.
@@ -93,15 +86,14 @@ class Hosts(contextlib.ExitStack):
         return f"10.77.{number // 250}.{number % 250 + 1}"
 
     def _join(self, number: int) -> None:
-        name, port = self._add(f"host{number}"), f"port{number}"
-        peer = f"peer name {port} netns {self._switch}"
-        _run(f"ip link add {INTERFACE} netns {name} type veth {peer}")
-        _run(f"ip -n {self._switch} link set {port} master bridge up")
+        name, port, switch = self._add(f"host{number}"), f"port{number}", self._switch
+        _run(f"ip link add {INTERFACE} netns {name} type veth peer name {port} netns {switch}")
+        _run(f"ip -n {switch} link set {port} master bridge up")
         _run(f"ip -n {name} addr add {self.address(number)}/16 dev {INTERFACE}")
         _run(f"ip -n {name} link set {INTERFACE} up")
         _run(f"ip -n {name} link set lo up")
         self._shape(name, INTERFACE)
-        self._shape(self._switch, port)
+        self._shape(switch, port)
 
     def _shape(self, namespace: str, interface: str) -> None:
         """Limit the rate of what leaves an interface, and delay it by half the latency: the two
@@ -139,10 +131,8 @@ def sweep() -> None:
 
 
 def _run(command: str, *, check: bool = True) -> str:
-    """Run a command whose words have no spaces; return its output.
-
-    Raises:
-        NoHosts: it failed, unless `check` is off.
+    """Return the output of a command whose words have no spaces; `check` raises `NoHosts` if it
+    fails.
     """
     found = subprocess.run(command.split(), capture_output=True, text=True, check=False)
     if check and found.returncode:

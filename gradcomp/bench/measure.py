@@ -1,16 +1,14 @@
 """Measure on the ranks at hand what the planner needs: computing, codecs and collectives.
 
-Ranks of one machine share its cores, its caches and its memory, so everything is timed with all of
-them at work: a barrier, then every rank does the same, and the slowest rank's seconds count. A
-figure is a median of repeats. None of them has an exchange and a training step at once;
-`gradcomp.bench.train` compares what is predicted from them with such steps.
+Ranks of one machine share its cores, caches and memory, so everything is timed with all of them at
+work: a barrier, then every rank does the same, and the slowest rank's seconds count. A figure is a
+median of repeats. None of them has an exchange and a training step at once.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,10 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import ArrayLike
 
-from gradcomp.bench.models import LeNet
 from gradcomp.bench.predict import planned
 from gradcomp.bench.ranks import TIMEOUT_S, Emit, Place, run
+from gradcomp.bench.timing import turns
 from gradcomp.bench.trainer import Task, train, use_cores
 from gradcomp.comm.base import Channel, Communicator
 from gradcomp.comm.mpi import MpiCommunicator
@@ -46,38 +45,21 @@ KINDS = ("max", "all_to_all", "all_gather", "all_reduce", "all_reduce_bf16")
 
 @dataclass(frozen=True)
 class Measured:
-    """What the ranks at hand can do; seconds with all of them at work.
-
-    Attributes:
-        ranks: their number.
-        batch: samples of a rank and step.
-        t_frame: forward and backward of a sample of LeNet.
-        forward_share: of it.
-        t_update: SGD with momentum on LeNet's weights.
-        t_post: AdaGrad on all of LeNet's gradients, which owners share out where it is on the
-            aggregate.
-        rates: of the codecs.
-        transport: seconds of collectives.
-        cores: of this machine, per rank.
-    """
+    """What the ranks at hand can do; seconds with all of them at work."""
 
     ranks: int
-    batch: int
-    t_frame: float
-    forward_share: float
-    t_update: float
-    t_post: float
-    rates: Rates
-    transport: Transport
-    cores: float
+    batch: int  # samples of a rank and step
+    t_frame: float  # forward and backward of a sample of LeNet
+    forward_share: float  # of it
+    t_update: float  # SGD with momentum on LeNet's weights
+    t_post: float  # AdaGrad on all of LeNet's gradients, which owners share on the aggregate
+    rates: Rates  # of the codecs
+    transport: Transport  # seconds of collectives
+    cores: float  # of this machine, per rank
 
     def workload(self, model: Model, *, minibatch: float | None = None) -> Workload:
         """Return a model's work on these ranks: LeNet's as measured, another one's in proportion to
-        FLOPs and values.
-
-        Args:
-            model: to train.
-            minibatch: over all nodes; None: as measured.
+        FLOPs and values; `minibatch` is over all nodes, None: as measured.
         """
         lenet = find_model("LeNet")
         return Workload(
@@ -120,30 +102,27 @@ def measure_here(ranks: int | None) -> Measured:
 def measure(
     emit: Emit, methods: Sequence[Method] = ASKED, steps: int = STEPS, largest: int = LARGEST
 ) -> None:
-    """Emit a `Measured` of these ranks, the same on every rank. Collective.
-
-    Args:
-        emit: called once.
-        methods: whose codecs are measured.
-        steps: of training.
-        largest: values of the largest bucket.
+    """Emit a `Measured` of these ranks, the same on every rank, from `steps` steps of training and
+    buckets of up to `largest` values. Collective.
     """
     world = dist.get_world_size()
-    task = Task("lenet-noise", "sgd", "none", world, steps)
-    own = train(lambda message: None, task)
-    seconds = {name: np.array(own[f"{name}seconds"]) for name in ("", "forward_", "update_")}
-    computing = slowest(list(seconds[""] - seconds["update_"]))
+    own = train(lambda message: None, Task("lenet-noise", "sgd", "none", world, steps))
+    update = np.array(own["update_seconds"])
+    computing = slowest(own["seconds"] - update)
+    numel = own["parameters"]
+    gradients, adagrad = torch.full((numel,), 0.01), Transforming(AggregateAdagrad(), {0: numel})
+    post = _together(lambda: adagrad.run(gradients, [(0, 0, numel)]), len(update))
     comm = TorchCommunicator(timeout_s=TIMEOUT_S)
-    rates, transport = measure_exchange(comm, methods, largest)
+    rates, transport = _measure_exchange(comm, methods, largest)
     comm.close()
     emit(
         Measured(
             ranks=world,
             batch=BATCH,
             t_frame=computing / BATCH,
-            forward_share=slowest(list(seconds["forward_"])) / computing,
-            t_update=slowest(list(seconds["update_"])),
-            t_post=slowest(_time_adagrad(len(own["seconds"]))),
+            forward_share=slowest(own["forward_seconds"]) / computing,
+            t_update=slowest(update),
+            t_post=slowest(post),
             rates=rates,
             transport=transport,
             cores=(os.cpu_count() or 1) / world,
@@ -151,20 +130,10 @@ def measure(
     )
 
 
-def _time_adagrad(repeats: int) -> list[float]:
-    numel = sum(p.numel() for p in LeNet().parameters())
-    gradients, adagrad = torch.full((numel,), 0.01), Transforming(AggregateAdagrad(), {0: numel})
-    return time_together(lambda: adagrad.run(gradients, [(0, 0, numel)]), repeats)
-
-
 def measure_methods(emit: Emit, names: Sequence[str], numel: int, over: str) -> None:
-    """Emit from rank 0 what codecs and moving bytes cost ranks on their shares of the cores.
-
-    Args:
-        emit: gets rates and transport.
-        names: of methods of the bench.
-        numel: values of the largest bucket: those that no cache holds take longer.
-        over: transport of compressed bytes, "gloo" or "mpi".
+    """Emit from rank 0 the rates of methods and the transport of ranks on their shares of the
+    cores, over gloo or mpi. The largest bucket has `numel` values: those that no cache holds take
+    longer.
     """
     use_cores()
     emit(None)  # from here on silence counts
@@ -172,37 +141,40 @@ def measure_methods(emit: Emit, names: Sequence[str], numel: int, over: str) -> 
     comm = (MpiCommunicator if mpi else TorchCommunicator)(timeout_s=TIMEOUT_S)
     found = [method for name in names if (method := planned(name, world, over_mpi=mpi))]
     largest = min(max(numel, CALIBRATED[0]), CALIBRATED[1]) // 512 * 512
-    measured = measure_exchange(comm, found, largest)
+    measured = _measure_exchange(comm, found, largest)
     comm.close()
     if dist.get_rank() == 0:
         emit(measured)
 
 
-def measure_exchange(
+def _measure_exchange(
     comm: Communicator, methods: Sequence[Method], largest: int
 ) -> tuple[Rates, Transport]:
-    """Return seconds of codecs and of moving bytes, the same on every rank. Collective.
-
-    Args:
-        comm: the ranks of the default process group.
-        methods: whose codecs are measured.
-        largest: values of the largest bucket, a multiple of 512.
+    """Return seconds of codecs and of moving bytes, the same on every rank; the largest bucket has
+    `largest` values, a multiple of 512. Collective.
     """
     unique = list({method.name: method for method in methods}.values())
     rates = calibrate(unique, sizes=(1 << 13, largest), repeats=7, before=dist.barrier)
-    return _slowest_rates(rates), measure_transport(
-        comm, (1 << 12, 1 << 16, largest // 2, largest * 4)
-    )
+    alphas: dict[str, float] = {}
+    betas: dict[str, float] = {}
+    for kind in KINDS:
+        sent, seconds = [], []
+        for nbytes in (1 << 12, 1 << 16, largest // 2, largest * 4):
+            action, count = _collective(comm, kind, nbytes)
+            sent.append(float(count))
+            seconds.append(slowest(_together(action, REPEATS)))
+        alphas[kind], betas[kind] = fit_alpha_beta(sent, seconds)
+    return _slowest_rates(rates), Transport(alphas, betas)
 
 
-def slowest(seconds: Sequence[float]) -> float:
+def slowest(seconds: ArrayLike) -> float:
     """Return the median over repeats of the slowest rank's seconds. Collective."""
     return float(np.median(_largest(seconds)))
 
 
-def _largest(values: Sequence[float]) -> list[float]:
+def _largest(values: ArrayLike) -> list[float]:
     """Return the largest of every rank's values, one by one. Collective."""
-    largest = torch.tensor(values, dtype=torch.float64)
+    largest = torch.as_tensor(np.array(values, dtype=np.float64))
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return largest.tolist()
 
@@ -222,31 +194,9 @@ def _slowest_rates(own: Rates) -> Rates:
     )
 
 
-def time_together(action: Callable[[], Any], repeats: int) -> list[float]:
-    """Return seconds of an action that all ranks begin at once, two warm-ups left out."""
-    taken = []
-    for _ in range(repeats + 2):
-        dist.barrier()
-        begun = time.perf_counter()
-        action()
-        taken.append(time.perf_counter() - begun)
-    return taken[2:]
-
-
-def measure_transport(comm: Communicator, sizes: Sequence[int]) -> Transport:
-    """Return alpha and beta of every collective: least relative squares over several `sizes`
-    (bytes that a rank sends). Collective.
-    """
-    alphas: dict[str, float] = {}
-    betas: dict[str, float] = {}
-    for kind in KINDS:
-        sent, seconds = [], []
-        for nbytes in sizes:
-            action, count = _collective(comm, kind, nbytes)
-            sent.append(float(count))
-            seconds.append(slowest(time_together(action, REPEATS)))
-        alphas[kind], betas[kind] = fit_alpha_beta(sent, seconds)
-    return Transport(alphas, betas)
+def _together(action: Callable[[], Any], repeats: int) -> Any:
+    """Return seconds of an action that all ranks begin at once, a second warm-up left out."""
+    return turns([action], repeats + 1, before=dist.barrier)[1:, 0]
 
 
 def fit_alpha_beta(nbytes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:

@@ -9,6 +9,7 @@ a model exchange by it.
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,11 +37,8 @@ FSDP2 = "fsdp2"  # fully_shard in place of DDP: alone, or fsdp2:CODEC[,weights=C
 DEFAULT = ("fp32", "bf16", "ternary", "block2", "block4", "onebit")
 POWERSGD_START = 2  # exchanges in fp32 first, the fewest that it takes with error feedback
 
+FP16 = default_hooks.fp16_compress_hook
 Hook = Callable[[DistributedDataParallel], Any]  # returns what has `stats` and `close`, or None
-
-
-def _fp32(model: DistributedDataParallel) -> None:
-    """DDP's own all_reduce."""
 
 
 def _noop(model: DistributedDataParallel) -> None:
@@ -66,18 +64,11 @@ def _bf16(model: DistributedDataParallel) -> None:
     model.register_comm_hook(None, hook)
 
 
-def _fp16(model: DistributedDataParallel) -> None:
-    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-
-
-def _powersgd(rank: int) -> Hook:
-    def register(model: DistributedDataParallel) -> None:
-        state = powerSGD_hook.PowerSGDState(
-            None, matrix_approximation_rank=rank, start_powerSGD_iter=POWERSGD_START
-        )
-        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-
-    return register
+def _powersgd(model: DistributedDataParallel, rank: int) -> None:
+    state = powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=rank, start_powerSGD_iter=POWERSGD_START
+    )
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
 # whether a tensor travels in fp32, by name and shape
@@ -92,40 +83,25 @@ PRESETS: dict[str, Callable[[str, nn.Parameter], bool]] = {
 
 @dataclass(frozen=True)
 class Method:
-    """One way to average.
+    """One way to average."""
 
-    Attributes:
-        name: as it was given.
-        codec: what packs gradients; None: `hook` sends them as they are.
-        hook: registers with DDP what averages in place of a codec; None: the model alone.
-        bits: a value that `hook` sends, where it is known.
-        exempt: which tensors travel in fp32: a key of `PRESETS`.
-        options: common options of `gradcomp.ddp.register`.
-        advanced: fields of `gradcomp.Advanced`.
-        momentum: "" averages gradients; "frozen" (1-bit Adam) and "renewed" (0/1 Adam) average
-            momenta after a warm-up of `warmup_steps` steps.
-        feedback: whether residuals are kept; otherwise they are zero again after every step.
-        double: half minibatches in turns (`gradcomp.onebit_sgd.DoubleBuffer`) in place of DDP.
-        local: options of `gradcomp.DiLoCo`, ``outer_lr`` and ``outer_momentum``; empty: gradients
-            are averaged every step.
-        sharded: FSDP2 in place of DDP.
-        weights, keep: codec of FSDP2's weights, and whether they are kept for backward.
-    """
-
-    name: str
-    codec: Codec | None = None
+    name: str  # as it was given
+    codec: Codec | None = None  # what packs gradients; None: `hook` sends them as they are
+    # registers with DDP what averages in place of a codec; None: the model alone
     hook: Hook | None = None
-    bits: int = 0
-    exempt: str = "none"
-    options: dict[str, Any] = field(default_factory=dict)
-    advanced: dict[str, Any] = field(default_factory=dict)
+    bits: int = 0  # a value that `hook` sends, where it is known
+    exempt: str = "none"  # which tensors travel in fp32: a key of `PRESETS`
+    options: dict[str, Any] = field(default_factory=dict)  # common ones of `gradcomp.ddp.register`
+    # "" averages gradients; "frozen" (1-bit Adam) and "renewed" (0/1 Adam) average momenta after
+    # the first `warmup_steps`
     momentum: str = ""
-    feedback: bool = True
-    double: bool = False
+    feedback: bool = True  # keep residuals; otherwise they are zero again after every step
+    double: bool = False  # `gradcomp.onebit_sgd.DoubleBuffer` in place of DDP
+    # options of `gradcomp.DiLoCo`, outer_lr and outer_momentum; empty: no local steps
     local: dict[str, Any] = field(default_factory=dict)
-    sharded: bool = False
-    weights: Codec | None = None
-    keep: bool = False
+    sharded: bool = False  # FSDP2 in place of DDP
+    weights: Codec | None = None  # what packs FSDP2's weights
+    keep: bool = False  # whether gathered weights are kept for backward
 
     @property
     def without_ddp(self) -> bool:
@@ -139,8 +115,6 @@ class Method:
             options.pop("warmup_steps", None)
         if self.exempt != "none":
             options["exclude"] = [n for n, p in named if PRESETS[self.exempt](n, p)]
-        if self.advanced:
-            options["advanced"] = Advanced(**self.advanced)
         return options
 
 
@@ -149,11 +123,12 @@ METHODS: dict[str, Method] = {
     for method in (
         Method(NONE),
         Method(NOOP, None, _noop),
-        Method("fp32", Identity(), _fp32, 32),  # a codec where DDP is not what averages
+        # DDP's own all_reduce; a codec where DDP is not what averages
+        Method("fp32", Identity(), lambda model: None, 32),
         Method("bf16", None, _bf16, 16),
-        Method("fp16", None, _fp16, 16),
-        Method("powersgd1", None, _powersgd(1)),
-        Method("powersgd4", None, _powersgd(4)),
+        Method("fp16", None, lambda model: model.register_comm_hook(None, FP16), 16),
+        Method("powersgd1", None, partial(_powersgd, rank=1)),
+        Method("powersgd4", None, partial(_powersgd, rank=4)),
         Method("ternary", Ternary()),
         Method("terngrad", TernGrad()),
         Method("terngrad-requantize", TernGrad(scale="own", second_phase="requantize")),
@@ -217,7 +192,7 @@ def parse(text: str) -> Method:
         if not colon or "=" in rest:
             raise ValueError(f"no method named {name!r}; {KNOWN}{removal(name)}")
         return Method(text, None, _own_hook(text))
-    method = replace(METHODS[name], name=text, options={}, advanced={}, local={})
+    method = replace(METHODS[name], name=text, options={}, local={})
     for word in filter(None, rest.split(",")):
         key, _, value = word.partition("=")
         if key not in OPTIONS:
@@ -233,7 +208,7 @@ Change = Callable[[Method, str], dict[str, Any]]
 
 
 def _in(place: str, key: str, kind: Callable[[str], Any]) -> Change:
-    """Return what adds a value to a dictionary of the method, `options`, `advanced` or `local`."""
+    """Return what adds a value to a dictionary of the method, `options` or `local`."""
     return lambda method, value: {place: getattr(method, place) | {key: kind(value)}}
 
 
@@ -287,61 +262,46 @@ OPTIONS: dict[str, Change] = {
     "decay": _of_codec("decay", "residual_decay", float),
     "group": _of_codec("group", "group", lambda value: int(value) if value.isdecimal() else value),
     "min_numel": _in("options", "min_numel", int),
-    "slice_numel": _in("advanced", "slice_numel", int),
+    "slice_numel": _in("options", "advanced", lambda value: Advanced(slice_numel=int(value))),
     "exchange": _in("options", "exchange", str),
     "precondition": _in("options", "precondition", lambda value: True),
     "scale_lr": _in("options", "scale_lr", lambda value: True),
     "momentum": _one_of("momentum", {"": "frozen", "frozen": "frozen", "renewed": "renewed"}),
     "double": lambda method, value: {"double": True},
     "feedback": _one_of("feedback", {"off": False}),
-    "every": _in("local", "every", int),
-    "fragments": _in("local", "fragments", int),
-    "delay": _in("local", "delay", int),
-    "alpha": _in("local", "alpha", float),
-    "outer_lr": _in("local", "outer_lr", float),
-    "outer_momentum": _in("local", "outer_momentum", float),
+    **{key: _in("local", key, int) for key in ("every", "fragments", "delay")},
+    **{key: _in("local", key, float) for key in ("alpha", "outer_lr", "outer_momentum")},
 }
 
 
 def _check(method: Method) -> None:
     """Refuse options that exclude each other."""
     text, codec, options, momentum = method.name, method.codec, method.options, method.momentum
-    warm, forgets = options.get("warmup_steps"), not method.feedback
-    hooked = method.hook is not None or codec is None
-    own = f"{text.partition(':')[0]} takes no options but those of local steps (every=H)"
-    refused = (
-        (
-            forgets and (codec is None or not codec.error_feedback),
-            "feedback=off is for codecs that have feedback",
+    name, local, warm = text.partition(":")[0], method.local, options.get("warmup_steps")
+    without, forgets, starts = codec is None, not method.feedback, "warmup_codec" in options
+    feeds_back = codec is not None and codec.error_feedback
+    refused = {
+        "feedback=off is for codecs that have feedback": forgets and not feeds_back,
+        "start= packs the first steps and needs warmup_steps=N": starts and not warm,
+        "momentum needs a codec and a warm-up, warmup_steps=N": momentum and (without or not warm),
+        "gradients and momenta take turns in a renewed warm-up, so start= cannot pack it": (
+            momentum == "renewed" and starts
         ),
-        (
-            "warmup_codec" in options and not warm,
-            "start= packs the first steps and needs warmup_steps=N",
+        "momenta that travel do not wait for half a minibatch": momentum and method.double,
+        "a step that is forgotten has neither momentum nor second moments": (
+            forgets and (momentum or options.get("precondition"))
         ),
-        (
-            momentum and (codec is None or not warm),
-            "momentum needs a codec and a warm-up, warmup_steps=N",
+        "double buffering has neither local steps nor feedback=off": (
+            method.double and (local or forgets)
         ),
-        (
-            momentum == "renewed" and "warmup_codec" in options,
-            "gradients and momenta take turns in a renewed warm-up, so start= cannot pack it",
+        "local steps need a codec and every=H, and exclude momentum and feedback=off": (
+            local and (without or "every" not in local or momentum or forgets)
         ),
-        (momentum and method.double, "momenta that travel do not wait for half a minibatch"),
-        (
-            forgets and (momentum or options.get("precondition")),
-            "a step that is forgotten has neither momentum nor second moments",
+        f"{name} takes no options but those of local steps (every=H)": (
+            (method.hook is not None or without) and not local and ":" in text
         ),
-        (
-            method.double and (method.local or forgets),
-            "double buffering has neither local steps nor feedback=off",
-        ),
-        (
-            method.local and (codec is None or "every" not in method.local or momentum or forgets),
-            "local steps need a codec and every=H, and exclude momentum and feedback=off",
-        ),
-        (hooked and not method.local and ":" in text, own),
-    )
-    for wrong, why in refused:
+    }
+    for why, wrong in refused.items():
         if wrong:
             raise ValueError(f"{text}: {why}")
 
@@ -355,11 +315,7 @@ def _renamed(text: str) -> str:
 
 
 def _sharded(text: str) -> Method:
-    """Return FSDP2 with torch's own reduce-scatter and all_gather, or with codecs.
-
-    Raises:
-        ValueError: there is no such codec, or it has residuals that a shard cannot have.
-    """
+    """Return FSDP2 with torch's own reduce-scatter and all_gather, or with codecs."""
     _, colon, rest = text.partition(":")
     if not colon:
         return Method(text, sharded=True)
@@ -384,11 +340,7 @@ def _sharded(text: str) -> Method:
 
 
 def _own_hook(name: str) -> Hook:
-    """Return the function that ``module:factory`` names.
-
-    Raises:
-        ValueError: the module or the function does not exist.
-    """
+    """Return the function that ``module:factory`` names."""
     module, _, word = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), word)
@@ -401,44 +353,37 @@ def _own_hook(name: str) -> Hook:
 
 @dataclass(frozen=True)
 class Ready:
-    """A model that exchanges by a method.
-
-    Attributes:
-        method: of it.
-        model: to call.
-        optimizers: that train it.
-        state: what has `stats` and `close`, or None.
-        double: exchanges half a minibatch behind the other, with steps of its own.
-        local: exchanges now and then, after a step.
-    """
+    """A model that exchanges by a method, and the optimizers that train it."""
 
     method: Method
-    model: nn.Module
+    model: nn.Module  # to call
     optimizers: list[torch.optim.Optimizer]
-    state: Any = None
-    double: DoubleBuffer | None = None
-    local: DiLoCo | None = None
+    state: Any = None  # what has `stats` and `close`
+    double: DoubleBuffer | None = None  # exchanges half a minibatch behind the other
+    local: DiLoCo | None = None  # exchanges now and then, after a step
+
+
+Make = Callable[[nn.Module], list[torch.optim.Optimizer]]
 
 
 def wrap(
     model: nn.Module,
     method: Method,
-    make: Callable[[nn.Module], list[torch.optim.Optimizer]],
+    make: Make,
     comm: Communicator | None = None,
     *,
     min_numel: int | None = None,
 ) -> Ready:
-    """Make a model exchange by a method.
+    """Make a model on the CPU, the same on every rank, exchange by a method.
 
     Args:
-        model: on the CPU, the same on every rank.
-        method: how.
         make: returns the optimizers of a model; momenta that travel are those of their relatives.
         comm: what codecs send over; None: torch's default process group.
         min_numel: smallest tensor that is compressed, unless the method says; None: the default.
     """
-    named = list(model.named_parameters())
-    options = ({} if min_numel is None else {"min_numel": min_numel}) | method.options_for(named)
+    options = method.options_for(list(model.named_parameters()))
+    if min_numel is not None:
+        options.setdefault("min_numel", min_numel)
     if method.sharded:
         if comm is not None:
             raise ValueError(
@@ -464,41 +409,28 @@ def wrap(
         assert method.hook is not None
         return Ready(method, wrapped, optimizers, method.hook(wrapped))
     if method.momentum:
-        optimizers = exchanging_momentum(
-            optimizers, method.momentum, method.options["warmup_steps"]
-        )
-        options["optimizer"] = optimizers[0]
-    if options.get("scale_lr"):
+        warm_up = method.options["warmup_steps"]
+        optimizers = exchanging_momentum(optimizers, method.momentum, warm_up)
+    if method.momentum or options.get("scale_lr"):
         options["optimizer"] = optimizers[0]
     state = gradcomp.ddp.register(wrapped, codec, comm=comm, **options)
     return Ready(method, wrapped, optimizers, state)
 
 
-# arguments of `DiLoCo` by the words of a method
-DILOCO = {
-    "fragments": "fragments",
-    "delay": "fragment_sync_delay",
-    "alpha": "fragment_update_alpha",
-}
-
-
 def _outer(local: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of `DiLoCo` for the options of local steps."""
     rate, momentum = local.get("outer_lr", LR), local.get("outer_momentum", MOMENTUM)
+    names = {"delay": "fragment_sync_delay", "alpha": "fragment_update_alpha"}
+    names |= {"every": "sync_every", "fragments": "fragments"}
     return {
-        "sync_every": local["every"],
         "outer_optimizer": lambda anchors: torch.optim.SGD(
             anchors, lr=rate, momentum=momentum, nesterov=momentum > 0
         ),
-        **{name: local[key] for key, name in DILOCO.items() if key in local},
+        **{name: local[key] for key, name in names.items() if key in local},
     }
 
 
-def _shard(
-    model: nn.Module,
-    method: Method,
-    make: Callable[[nn.Module], list[torch.optim.Optimizer]],
-) -> Ready:
+def _shard(model: nn.Module, method: Method, make: Make) -> Ready:
     """Shard a model, its lists' and sequences' members as modules of their own, each of which
     asks for the next one's weights early.
     """

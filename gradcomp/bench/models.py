@@ -1,6 +1,4 @@
-"""The models that the benchmarks train. The parameter lists of published ones are in
-`gradcomp.plan.models`.
-"""
+"""The models that benchmarks and examples train."""
 
 from __future__ import annotations
 
@@ -28,13 +26,8 @@ class LeNet(nn.Module):
         self.fc2 = nn.Linear(500, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return class scores.
-
-        Args:
-            images: `(batch, 1, 28, 28)` float32.
-
-        Returns:
-            `(batch, 10)` float32, not normalised.
+        """Return class scores, `(batch, 10)` float32 and not normalised, of images, `(batch, 1, 28,
+        28)` float32.
         """
         x = nn.functional.max_pool2d(self.conv1(images).relu(), 2)
         x = nn.functional.max_pool2d(self.conv2(x).relu(), 2)
@@ -74,13 +67,8 @@ class ByteGPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if deep else 0.02)
 
     def forward(self, text: Tensor) -> Tensor:
-        """Return scores of the next byte.
-
-        Args:
-            text: `(batch, length)` int64 in 0..255, `length` at most the context.
-
-        Returns:
-            `(batch, length, 256)` float32, not normalised.
+        """Return scores of the next byte, `(batch, length, 256)` float32 and not normalised, of a
+        text, `(batch, length)` int64 in 0..255, `length` at most the context.
         """
         x = self.embedding(text) + self.position.weight[: text.shape[1]]
         for block in self.blocks:
@@ -110,11 +98,8 @@ class _Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        q, k, v = (
-            self.qkv(x)
-            .view(batch, length, 3, self.heads, width // self.heads)
-            .permute(2, 0, 3, 1, 4)
-        )
+        split = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = split.permute(2, 0, 3, 1, 4)
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, width))
         return out
@@ -135,20 +120,13 @@ class SmallResNet(nn.Module):
         self.stem = nn.Sequential(
             nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
         )
-        pairs = [(width, width), (width, width)]
-        for narrow, wide in itertools.pairwise(widths):
-            pairs += [(narrow, wide), (wide, wide)]
+        pairs = itertools.pairwise([width] + [wide for wide in widths for _ in range(2)])
         self.blocks = nn.Sequential(*(_Residual(i, o) for i, o in pairs))
         self.head = nn.Linear(widths[-1], classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return class scores.
-
-        Args:
-            images: `(batch, 3, 32, 32)` float32.
-
-        Returns:
-            `(batch, classes)` float32, not normalised.
+        """Return class scores, `(batch, classes)` float32 and not normalised, of images, `(batch,
+        3, 32, 32)` float32.
         """
         scores: Tensor = self.head(self.blocks(self.stem(images)).mean((2, 3)))
         return scores
@@ -158,16 +136,13 @@ class _Residual(nn.Module):
     def __init__(self, narrow: int, wide: int) -> None:
         super().__init__()
         stride = 1 if narrow == wide else 2
-        self.conv1, self.norm1 = (
-            nn.Conv2d(narrow, wide, 3, stride, 1, bias=False),
-            nn.BatchNorm2d(wide),
-        )
+        self.conv1 = nn.Conv2d(narrow, wide, 3, stride, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(wide)
         self.conv2, self.norm2 = nn.Conv2d(wide, wide, 3, 1, 1, bias=False), nn.BatchNorm2d(wide)
         self.past: nn.Module = nn.Identity()
         if stride == 2:
-            self.past = nn.Sequential(
-                nn.Conv2d(narrow, wide, 1, 2, bias=False), nn.BatchNorm2d(wide)
-            )
+            shrink = nn.Conv2d(narrow, wide, 1, 2, bias=False)
+            self.past = nn.Sequential(shrink, nn.BatchNorm2d(wide))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm2(self.conv2(self.norm1(self.conv1(x)).relu()))

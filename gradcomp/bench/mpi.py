@@ -1,8 +1,8 @@
 """mpiexec for the ranks of a bench, on this machine or across its hosts (`gradcomp.bench.hosts`).
 
-The MPI is that of this interpreter's mpi4py. A host is a network namespace of this machine, so a
-script that enters it replaces ssh. By default the MPI would find all ranks on one machine and use
-shared memory; environment variables restrict it to TCP over the interface of the hosts.
+A host is a network namespace of this machine, so a script that enters it replaces ssh. The MPI,
+that of this interpreter's mpi4py, would find all ranks on one machine and use shared memory;
+environment variables restrict it to TCP over the interface of the hosts.
 """
 
 from __future__ import annotations
@@ -36,13 +36,8 @@ THROUGH_AGENT = {
 
 
 class Mpiexec(contextlib.ExitStack):
-    """Starts the ranks of a method while a ``with`` block runs.
-
-    Args:
-        hosts: one rank on each; None: all on this machine.
-
-    Raises (on entry):
-        ValueError: there is no MPI here, or it is one that cannot be started on hosts.
+    """Starts the ranks of a method, one on each host or all on this machine, while a ``with`` block
+    runs; on entry a ValueError says that there is no MPI here, or that it cannot start on hosts.
     """
 
     def __init__(self, hosts: Hosts | None) -> None:
@@ -69,9 +64,7 @@ class Mpiexec(contextlib.ExitStack):
         return self
 
     def command(self, ranks: int, *, on_hosts: bool) -> list[str]:
-        """Return the words that run a program on every rank: each on its host, or all on this
-        machine.
-        """
+        """Return the words that run a program on every rank: each on its host, or all here."""
         hosts = self._hosts if on_hosts else None
         places = [self._launch.Host(hosts.address(n), 1) for n in range(ranks)] if hosts else []
         words = self._launch.command(self._mpi, ranks, hosts=places, as_root=os.geteuid() == 0)
@@ -97,10 +90,10 @@ class Mpiexec(contextlib.ExitStack):
         }
 
     def _write_agent(self, hosts: Hosts) -> None:
-        cases = "".join(
+        lines = [
             f'{hosts.address(n)}) exec {shlex.join(hosts.command(n))} sh -c "$*" ;;\n'
             for n in range(hosts.count)
-        )
-        unknown = '*) echo "no host $address" >&2; exit 1 ;;\nesac\n'
-        self._agent.write_text(AGENT + cases + unknown, encoding="utf-8")
+        ]
+        lines.append('*) echo "no host $address" >&2; exit 1 ;;\nesac\n')
+        self._agent.write_text(AGENT + "".join(lines), encoding="utf-8")
         self._agent.chmod(0o700)

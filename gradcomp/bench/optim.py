@@ -1,5 +1,4 @@
-"""python -m gradcomp.bench optim: seconds a step and bytes a weight of the split optimizers, beside
-torch's in one run.
+"""Time a step of every split optimizer beside torch's in the same run, and count bytes a weight.
 
 Every contender holds its own weights, gradients and state of `numel` elements; split ones bf16
 weights, trails and bf16 gradients, torch's fp32. In each repetition all of one optimizer's
@@ -13,7 +12,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,9 +21,10 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 
-from gradcomp.arguments import Parser, count
-from gradcomp.bench import plots, timing
+from gradcomp.arguments import count
+from gradcomp.bench import timing
 from gradcomp.bench.about import table
+from gradcomp.bench.options import command_line
 from gradcomp.bench.timing import MEMCPY_NBYTES, Verdict, memcpy_of, turns, using
 from gradcomp.codecs import RngKey, TernGrad
 from gradcomp.kernels import CPU, Payloads, native, of
@@ -87,14 +86,6 @@ class Contender:
     state: Sequence[Tensor]
     gradients: Sequence[Tensor]
 
-    def nbytes(self, numel: int) -> tuple[float, float, float]:
-        """Return the bytes a weight of weights, state and gradients."""
-
-        def of(tensors: Sequence[Tensor]) -> float:
-            return sum(t.untyped_storage().nbytes() for t in tensors) / numel
-
-        return of(self.weights), of(self.state), of(self.gradients)
-
 
 def contender(name: str, optimizer: Any) -> Contender:
     """Return an optimizer as a contender, once it has its state."""
@@ -113,14 +104,13 @@ def split_optimizer(name: str, weights: Sequence[Tensor]) -> tuple[nn.ParameterL
     return holder, kind(split_parameters(holder), **options)
 
 
-def ours(name: str, numel: int, tensors: int = 1) -> Contender:
+def ours(name: str, numel: int, tensors: int = 1, label: str = "split") -> Contender:
     """Return a split optimizer with bf16 gradients."""
-    holder, optimizer = split_optimizer(
-        name, [torch.randn(numel // tensors) for _ in range(tensors)]
-    )
+    weights = [torch.randn(numel // tensors) for _ in range(tensors)]
+    holder, optimizer = split_optimizer(name, weights)
     for p in holder:
         p.grad = torch.randn(p.numel()).bfloat16()
-    return contender("split", optimizer)
+    return contender(label, optimizer)
 
 
 def theirs(name: str, numel: int, kind: str) -> Contender:
@@ -198,9 +188,8 @@ def contests(numel: int) -> Iterator[tuple[str, list[Contender]]]:
             others = [theirs(name, numel, kind) for kind in ("foreach", "fused")]
             yield name, [ours(name, numel), *others, *([unfused(numel)] if name == "SGD" else [])]
     for tensors in (LAMB_TENSORS, 1):
-        adamw = replace(ours("AdamW", numel, tensors), name="split AdamW")
         name = f"LAMB, {tensors} tensor{'s' * (tensors > 1)}"
-        yield name, [ours("LAMB", numel, tensors), adamw]
+        yield name, [ours("LAMB", numel, tensors), ours("AdamW", numel, tensors, "split AdamW")]
     yield "SGD from payloads", from_payloads(numel)
 
 
@@ -215,23 +204,14 @@ def measure(numel: int, threads: int, repetitions: int) -> list[Row]:
             memcpys, ratios = np.median(taken / taken[:, :1], axis=0), taken[:, 1:2] / taken
             for number, c in enumerate(contenders, 1):
                 figures = float(ms[number]), float(memcpys[number])
+                weights, state, gradients = (
+                    sum(t.untyped_storage().nbytes() for t in tensors) / numel
+                    for tensors in (c.weights, c.state, c.gradients)
+                )
                 ratio = float(np.median(ratios[:, number]))
-                rows.append(Row(name, c.name, *figures, *c.nbytes(numel), ratio=ratio))
+                rows.append(Row(name, c.name, *figures, weights, state, gradients, ratio))
             del c, contenders[:]  # the next ones need the memory
     return rows
-
-
-def show(rows: list[Row], numel: int, threads: int) -> None:
-    """Print the measurements."""
-    texts: list[tuple[str, ...]] = []
-    for r in rows:
-        parts = (r.weight_bytes, r.state_bytes, r.gradient_bytes)
-        name = "" if any(r.optimizer == text[0] for text in texts) else r.optimizer
-        nbytes = [f"{part:.1f}" for part in (*parts, sum(parts))]
-        texts.append((name, r.contender, f"{r.ms:.1f}", f"{r.memcpys:.2f}", *nbytes))
-    heads = ["optimizer", "", "ms", "x memcpy", "weights", "state", "gradient", "sum"]
-    title = f"{numel:,} weights, {threads} thread(s): one step, and bytes a weight"
-    Console().print(table(heads, texts, left=2, title=title))
 
 
 def verdicts(rows: list[Row]) -> list[Verdict]:
@@ -246,34 +226,18 @@ def verdicts(rows: list[Row]) -> list[Verdict]:
     return [*out, Verdict("bytes a weight, SGD", memory, SGD_NBYTES)]
 
 
-def draw(rows: list[Row], figure: Any) -> None:
-    """Draw milliseconds and bytes a weight beside one another."""
-    named = {f"{r.optimizer}: {r.contender}": r for r in rows}
-    nbytes = {
-        name: {part: getattr(r, f"{part}_bytes") for part in ("weight", "state", "gradient")}
-        for name, r in named.items()
+def read_options(argv: list[str] | None) -> argparse.Namespace:
+    """Return the options."""
+    options = {
+        "numel": (1 << 26, "", "weights of the model", count),
+        "threads": (1, "", "threads of torch and of the kernels", count),
     }
-    left, right = figure.subplots(1, 2)
-    plots.bars(left, {name: {"one step": r.ms} for name, r in named.items()}, xlabel="milliseconds")
-    plots.bars(right, nbytes, xlabel="bytes a weight", yticklabels=[])
+    epilog = """--check takes 64 Mi weights, 1 thread and 5 GB of memory.
 
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = Parser(
-        prog="python -m gradcomp.bench optim",
-        description=(
-            "Time a step of every split optimizer beside torch's in the same run, and count bytes a"
-            " weight."
-        ),
-        epilog=(
-            "--check takes 64 Mi weights, 1 thread and 5 GB of memory.\n\n"
-            "example:\n  python -m gradcomp.bench optim --numel 4194304 --threads 2"
-        ),
-    )
-    parser.add_value("numel", count, 1 << 26, "weights of the model")
-    parser.add_value("threads", count, 1, "threads of torch and of the kernels")
-    timing.add_options(parser)
+example:
+  python -m gradcomp.bench optim --numel 4194304 --threads 2
+"""
+    parser = command_line("optim", __doc__, epilog, options, timing.OPTIONS)
     args = parser.parse_args(argv)
     if args.numel < LAMB_TENSORS:
         parser.error(f"--numel must be at least {LAMB_TENSORS}, got {args.numel}")
@@ -285,13 +249,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
-    args = parse(argv)
+    args = read_options(argv)
     verify()
     rows = measure(args.numel, args.threads, args.repeat)
-    show(rows, args.numel, args.threads)
-    if args.plot:
-        panel = (f"{args.numel:,} weights", partial(draw, rows), 0.3 * len(rows) + 1)
-        plots.write(args.plot, [panel])
+    texts: list[tuple[str, ...]] = []
+    for r in rows:
+        parts = (r.weight_bytes, r.state_bytes, r.gradient_bytes)
+        name = "" if any(r.optimizer == text[0] for text in texts) else r.optimizer
+        nbytes = [f"{part:.1f}" for part in (*parts, sum(parts))]
+        texts.append((name, r.contender, f"{r.ms:.1f}", f"{r.memcpys:.2f}", *nbytes))
+    heads = ["optimizer", "", "ms", "x memcpy", "weights", "state", "gradient", "sum"]
+    title = f"{args.numel:,} weights, {args.threads} thread(s): one step, and bytes a weight"
+    Console().print(table(heads, texts, left=2, title=title))
     judged = verdicts(rows) if args.check else []
     found = {"numel": args.numel, "threads": args.threads, "rows": [asdict(r) for r in rows]}
     return timing.finish(args, judged, **found)

@@ -60,12 +60,8 @@ EXCHANGING: dict[tuple[type[Optimizer], str], Callable[..., Optimizer]] = {
 
 
 def exchanging_momentum(optimizers: list[Optimizer], kind: str, warm_up: int) -> list[Optimizer]:
-    """Return the relative of AdamW or LAMB whose momentum travels, with the same settings.
-
-    Args:
-        optimizers: of a model; one.
-        kind: "frozen" or "renewed", what becomes of the variance.
-        warm_up: steps before that.
+    """Return the relative of AdamW or LAMB, a model's only optimizer, whose momentum travels, with
+    the same settings and a variance that is `kind`, "frozen" or "renewed", after `warm_up` steps.
 
     Raises:
         ValueError: there is no such relative of the optimizer.

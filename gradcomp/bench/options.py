@@ -1,38 +1,48 @@
-"""Options of the benchmarks: one row each, and those that several benchmarks have in common."""
+"""Command lines of the benchmarks: one row an option, and those that several have in common."""
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-# default (or only its type), metavar (or the choices), help without the default
-Option = tuple[Any, str | Iterable[str], str]
+from gradcomp.arguments import Parser, count
+
+# default (or only its type), metavar (or the choices), help without the default, and what reads a
+# value where that is not the default's type
+Option = tuple[Any, ...]
 COMMON: dict[str, Option] = {
     "seeds": (3, "N", "trainings per method, with seeds 0 to N - 1"),
     "jobs": (os.cpu_count() or 1, "N", "trainings at a time, each on one core"),
+    "repeat": (9, "N", "repetitions of each measurement; shown is the median", count),
+    "check": (False, "", "judge the limits: print pass or FAIL; exit with status 1 if one fails"),
     "json": (Path, "FILE", "write the measurements to this file"),
     "plot": (Path, "FILE", "draw the measurements into this file (PNG, SVG or PDF)"),
 }
 
 
-def add_options(
-    parser: argparse.ArgumentParser, options: Mapping[str, Option], common: Iterable[str] = ()
-) -> None:
-    """Add options to a parser, and after them those of `COMMON` that are named.
+def command_line(
+    name: str,
+    description: str | None,
+    epilog: str,
+    options: Mapping[str, Option],
+    common: Iterable[str] = (),
+) -> Parser:
+    """Return what reads the words after ``python -m gradcomp.bench NAME``.
 
     A list as default makes an option that takes several values. False makes a switch. A type in
     place of a default makes an option that may be missing (None): its help says what that means.
 
     Args:
-        parser: of the benchmark.
-        options: default, metavar or choices, and help of each, by name without dashes.
+        name: of the benchmark.
+        description, epilog: for the help, before and after the options.
+        options: rows, by name without dashes.
         common: names of rows of `COMMON`.
     """
-    rows = {**options, **{name: COMMON[name] for name in common}}
-    for name, (default, values, text) in rows.items():
+    parser = Parser(prog=f"python -m gradcomp.bench {name}", description=description, epilog=epilog)
+    rows = {**options, **{shared: COMMON[shared] for shared in common}}
+    for option, (default, values, text, *reader) in rows.items():
         settings: dict[str, Any] = {"help": text}
         if default is False:
             settings["action"] = "store_true"
@@ -41,9 +51,10 @@ def add_options(
         else:
             many = default if isinstance(default, list) else [default]
             settings |= {"nargs": "+"} if many is default else {}
-            settings |= {"type": type(many[0]), "default": default}
+            settings |= {"type": reader[0] if reader else type(many[0]), "default": default}
             shown = (f"{one:g}" if isinstance(one, float) else str(one) for one in many)
             settings["help"] += f" (default: {' '.join(shown)})"
         if values:
             settings |= {"metavar": values} if isinstance(values, str) else {"choices": values}
-        parser.add_argument(f"--{name}", **settings)
+        parser.add_argument(f"--{option}", **settings)
+    return parser

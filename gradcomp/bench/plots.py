@@ -16,12 +16,8 @@ WIDTH, HEIGHT = 11.0, 4.0  # of a panel, in inches
 def lines(
     ax: Any, series: Mapping[str, tuple[Sequence[float], Sequence[float]]], **settings: Any
 ) -> None:
-    """Draw one curve per entry.
-
-    Args:
-        ax: matplotlib axes.
-        series: positions and values of each curve, by its name in the legend.
-        **settings: for `matplotlib.axes.Axes.set`.
+    """Draw one curve per entry of `series`, positions and values by the name in the legend;
+    `settings` are for `matplotlib.axes.Axes.set`.
     """
     for number, (name, (positions, values)) in enumerate(series.items()):
         style = ("-", "--", ":")[number // 10 % 3]  # ten colours
@@ -31,38 +27,22 @@ def lines(
     ax.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
-def bars(
-    ax: Any, rows: Mapping[str, Mapping[str, float]], *, stacked: bool = True, **settings: Any
-) -> None:
-    """Draw a horizontal bar per row, the first at the top.
-
-    Args:
-        ax: matplotlib axes.
-        rows: lengths of the parts of each bar, by the names of bar and part.
-        stacked: draw the parts of a bar end to end; otherwise side by side.
-        **settings: for `matplotlib.axes.Axes.set`.
-    """
-    parts = list(dict.fromkeys(part for row in rows.values() for part in row))
+def bars(ax: Any, rows: Mapping[str, Mapping[str, float]], xlabel: str) -> None:
+    """Draw a horizontal bar per row, the first at the top: its parts end to end, by name."""
     places, starts = np.arange(len(rows)), np.zeros(len(rows))
-    thickness = 0.8 if stacked else 0.8 / max(1, len(parts))
-    for number, part in enumerate(parts):
+    for part in dict.fromkeys(part for row in rows.values() for part in row):
         lengths = np.array([row.get(part, 0.0) for row in rows.values()])
-        shift = 0.0 if stacked else (number - (len(parts) - 1) / 2) * thickness
-        ax.barh(places + shift, lengths, thickness, left=starts, label=part)
-        starts += lengths * stacked
+        ax.barh(places, lengths, 0.8, left=starts, label=part)
+        starts += lengths
     ax.set_yticks(places, list(rows))
     ax.use_sticky_edges = False  # or the longest bar may end at the frame
-    ax.set(**settings, ylim=(len(rows) - 0.5, -0.5))
+    ax.set(xlim=(0, None), xlabel=xlabel, ylim=(len(rows) - 0.5, -0.5))
     ax.legend(fontsize=7)
 
 
 def write(file: Path | IO[bytes], panels: Sequence[Panel], **options: Any) -> None:
-    """Write panels below one another.
-
-    Args:
-        file: the suffix of a path decides the format; PNG into a stream.
-        panels: what to draw, at least one.
-        **options: for `matplotlib.figure.Figure.savefig`.
+    """Write panels below one another, at least one; the suffix of a path decides the format, a
+    stream gets PNG. `options` are for `matplotlib.figure.Figure.savefig`.
     """
     heights = [height + 0.3 for _, _, height in panels]
     figure = Figure(figsize=(WIDTH, sum(heights)), layout="constrained")

@@ -62,16 +62,9 @@ def predict(
 ) -> float | None:
     """Return the seconds of a step that the planner expects; None: it does not know the method.
 
-    Args:
-        name: of the method.
-        alone: results of the ranks without an exchange: under DDP, but for local steps.
-        model: what is trained.
-        link: of every host.
-        rates: what codecs cost.
-        ranks: their number.
-        cores: of a host.
-        transport: what moving bytes costs without a link; None: nothing.
-        over_mpi: whether codecs' bytes are sent over MPI.
+    `alone` are results of the ranks without an exchange: under DDP, but for local steps. Each rank
+    is a host with `cores` cores; `transport` is what moving bytes costs without a link (None:
+    nothing).
     """
     method = planned(name, ranks, over_mpi=over_mpi)
     if method is None:
@@ -79,11 +72,7 @@ def predict(
     step = max(statistics.median(one["seconds"]) for one in alone)
     update = max(statistics.median(one["update_seconds"]) for one in alone)
     work = Workload(
-        shapes_of(model),
-        minibatch=1.0,
-        t_frame=max(0.0, step - update),
-        t_update=update,
-        weak=True,
+        shapes_of(model), minibatch=1.0, t_frame=max(0.0, step - update), t_update=update, weak=True
     )
     options: dict[str, Any] = {"rates": rates, "cores": cores, "transport": transport}
     return simulate(work, method, ranks, link, **options).seconds

@@ -1,9 +1,8 @@
 """Start ranks in new processes, hear from them, and end them when one of them fails or hangs.
 
 `run` does so in one of three places: on this machine over loopback, each rank on a host of its own
-(`gradcomp.bench.hosts`), or under an mpiexec (`gradcomp.bench.mpi`). A rank runs
-``body(emit, *args)`` with a gloo process group as torch's default. What it emits is a line of its
-standard output that begins with `MARK`.
+(`gradcomp.bench.hosts`), or under an mpiexec (`gradcomp.bench.mpi`). A rank has a gloo process
+group as torch's default; what it emits is a line of its standard output that begins with `MARK`.
 
 Processes are forked from a server that has imported torch and what DDP pulls in, which takes a
 process of its own three seconds.
@@ -62,22 +61,14 @@ class RankFailed(multiprocessing.ProcessError):
 
 @dataclass(frozen=True)
 class Place:
-    """Where ranks run.
-
-    Attributes:
-        ranks: their number.
-        hosts: one rank on each; None: all on this machine, over loopback.
-        mpi: starts the ranks; None: they are forked one by one.
-        launched: a launcher has started this process as one rank of a job; only that rank runs
-            here, in a process of its own.
-        shift: added to the port of a launched job, so that two runs of its ranks do not meet.
-    """
+    """Where so many ranks run."""
 
     ranks: int
-    hosts: Hosts | None = None
-    mpi: Mpiexec | None = None
+    hosts: Hosts | None = None  # one rank on each; None: all on this machine, over loopback
+    mpi: Mpiexec | None = None  # starts the ranks; None: they are forked one by one
+    # a launcher has started this process as a rank; only that rank runs, in a process of its own
     launched: bool = False
-    shift: int = 0
+    shift: int = 0  # added to the port of a launched job: two runs of its ranks must not meet
 
 
 def all_cores() -> tuple[int, ...]:
@@ -105,12 +96,10 @@ def run(
     on_message: Callable[[Any], None],
     hang_s: float = math.inf,
 ) -> None:
-    """Run ``body(emit, *args)`` in every rank of a place and wait for all of them.
+    """Run ``body(emit, *args)``, a module-level function with picklable arguments, in every rank of
+    a place and wait for all of them.
 
     Args:
-        place: where.
-        body: a module-level function.
-        *args: handed to it; picklable.
         on_message: called in this process with everything that a rank emitted; under an mpiexec
             only rank 0 is heard, since the output of all ranks is one.
         hang_s: longest silence of all ranks in seconds, once one of them has begun.
@@ -120,7 +109,7 @@ def run(
     """
     words = base64.b64encode(pickle.dumps((body, args))).decode()
     said: queue.SimpleQueue[str] = queue.SimpleQueue()
-    processes: list[_Forked | subprocess.Popen[str]] = []
+    processes: list[_Process] = []
     tails: list[list[str]] = []
     listeners: list[threading.Thread] = []
     try:
@@ -128,17 +117,15 @@ def run(
             processes.append(process)
             tails.append([])
             for stream in (process.stdout, process.stderr):
-                listener = threading.Thread(
-                    target=_listen, args=(stream, said, tails[-1]), daemon=True
-                )
-                listener.start()
-                listeners.append(listener)
+                told = stream, said, tails[-1]
+                listeners.append(threading.Thread(target=_listen, args=told, daemon=True))
+                listeners[-1].start()
         _wait(processes, listeners, said, tails, hang_s, on_message)
     finally:
         _end(processes)
 
 
-def _start(place: Place, module: str, words: str) -> Iterator[_Forked | subprocess.Popen[str]]:
+def _start(place: Place, module: str, words: str) -> Iterator[_Process]:
     """Start one process after the other: each rank, or the mpiexec that starts all of them."""
     shared = dict(os.environ)
     # torchrun's store belongs to the processes that it has started
@@ -147,11 +134,11 @@ def _start(place: Place, module: str, words: str) -> Iterator[_Forked | subproce
         shared["MASTER_PORT"] = str(int(shared["MASTER_PORT"]) + place.shift)
         yield _Forked(module, words, shared)
         return
-    address, port, interface = "127.0.0.1", MASTER_PORT, "lo"
     if place.hosts is not None:
-        address, interface = place.hosts.address(0), INTERFACE
+        address, port, interface = place.hosts.address(0), MASTER_PORT, INTERFACE
     else:
-        port = importlib.import_module("gradcomp.launch.ports").free_port()
+        free_port = importlib.import_module("gradcomp.launch.ports").free_port
+        address, port, interface = "127.0.0.1", free_port(), "lo"
     shared |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
     if sys.platform == "linux":
         shared["GLOO_SOCKET_IFNAME"] = interface  # the host's own name need not resolve
@@ -173,7 +160,7 @@ def _start(place: Place, module: str, words: str) -> Iterator[_Forked | subproce
 
 
 def _wait(
-    processes: Sequence[_Forked | subprocess.Popen[str]],
+    processes: Sequence[_Process],
     listeners: Sequence[threading.Thread],
     said: queue.SimpleQueue[str],
     tails: Sequence[list[str]],
@@ -232,7 +219,7 @@ def _listen(stream: TextIO, said: queue.SimpleQueue[str], tail: list[str]) -> No
             del tail[:-50]
 
 
-def _end(processes: Sequence[_Forked | subprocess.Popen[str]]) -> None:
+def _end(processes: Sequence[_Process]) -> None:
     """End what still runs: each process is the leader of a session, with whatever it started."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
@@ -246,17 +233,8 @@ def _end(processes: Sequence[_Forked | subprocess.Popen[str]]) -> None:
 
 
 class _Forked:
-    """A rank in a process that has imported torch, the leader of a session of its own.
-
-    Args:
-        module: that the body of the rank is from.
-        words: of `_be_rank`.
-        variables: environment of the process.
-        host: namespace that is its host, "" for this machine.
-
-    Attributes:
-        pid: of the process.
-        stdout, stderr: what it prints.
+    """A rank in a process that has imported torch and `module`, the leader of a session of its own,
+    on a host ("": on this machine). It has what `_end` and `_listen` need of a `subprocess.Popen`.
     """
 
     def __init__(
@@ -275,12 +253,14 @@ class _Forked:
 
     def poll(self) -> int | None:
         """Return the exit status, minus the signal that ended the process; None while it runs."""
-        status: int | None = self._process.exitcode
-        return status
+        return self._process.exitcode  # type: ignore[no-any-return]
 
     def wait(self, timeout_s: float) -> None:
         """Wait for its end, so many seconds at most."""
         self._process.join(timeout_s)
+
+
+_Process = _Forked | subprocess.Popen[str]
 
 
 def _reader(end: Any) -> TextIO:
@@ -331,9 +311,7 @@ def _unpack(words: str) -> Any:
 
 def warm_context(*modules: str) -> Any:
     """Return the context of `multiprocessing` whose processes are new, but have imported torch,
-    gradcomp and `modules`.
-
-    The first thing that such a process does is `become_rank`.
+    gradcomp and `modules`. Such a process calls `become_rank` first.
     """
     if sys.platform != "linux":  # elsewhere torch does not bear forking
         return multiprocessing.get_context("spawn")
@@ -390,10 +368,9 @@ def _end_server() -> None:
 
 
 def become_rank(variables: Mapping[str, str]) -> None:
-    """Set up this process, which was forked from the server.
-
-    It ends with the program that started it, can be interrupted, has `variables` as its
-    environment, and NumPy draws other numbers than in the other ranks.
+    """Set up this process, which was forked from the server: it ends with the program that started
+    it, can be interrupted, has `variables` as its environment, and NumPy draws other numbers than
+    in the other ranks.
     """
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,11 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp
 import gradcomp.ddp
-from gradcomp.arguments import Parser, words
+from gradcomp.arguments import words
 from gradcomp.bench import plots
 from gradcomp.bench.about import save_json, table
 from gradcomp.bench.models import LeNet
-from gradcomp.bench.options import add_options
+from gradcomp.bench.options import command_line
 from gradcomp.bench.ranks import Emit, Place, RankFailed, run
 from gradcomp.plan.costs import METHODS
 from gradcomp.plan.models import MODELS, lenet, total_numel
@@ -110,8 +109,6 @@ def check_ratios(rows: Iterable[Row]) -> list[Check]:
 def verify() -> list[Check]:
     """Train LeNet over gloo with every scheme and compare what every rank counted with what is
     predicted; return one check per scheme.
-
-    The first step is left out, because DDP cuts its final buckets only after it.
     """
     errors: dict[str, list[str]] = {name: [] for name in SCHEMES}
     sent = {}
@@ -124,8 +121,11 @@ def verify() -> list[Check]:
         if steps != {(n.sent, n.received, n.baseline)}:
             errors[name].append(f"rank {rank}: {steps}, predicted {n}")
 
-    run(Place(VERIFY_WORLD_SIZE), _count_rank, on_message=compare)
     title = f"LeNet over gloo, {VERIFY_WORLD_SIZE} ranks"
+    try:
+        run(Place(VERIFY_WORLD_SIZE), _count_rank, on_message=compare)
+    except RankFailed as error:
+        return [Check(title, False, str(error))]
     return [
         Check(f"{name}: {title}", not wrong, "; ".join(wrong) or sent[name])
         for name, wrong in errors.items()
@@ -133,7 +133,9 @@ def verify() -> list[Check]:
 
 
 def _count_rank(emit: Emit) -> None:
-    """Emit (scheme, rank, {(sent, received, baseline) of the steps but the first})."""
+    """Emit (scheme, rank, {(sent, received, baseline) of the steps}), without the first step:
+    DDP cuts its final buckets only after it.
+    """
     for name, (codec, exchange) in SCHEMES.items():
         torch.manual_seed(0)
         model = DistributedDataParallel(LeNet())
@@ -150,21 +152,15 @@ def _count_rank(emit: Emit) -> None:
         )
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the command line of the benchmark."""
-    parser = Parser(
-        prog="python -m gradcomp.bench ratio",
-        description=__doc__,
-        epilog="example:\n  python -m gradcomp.bench ratio --models LeNet,ResNet-50 --plot r.png",
-    )
-    models = ",".join(MODELS)
-    parser.add_value("models", words(*MODELS), models, "models to count bytes of, as a list")
-    add_options(parser, {}, ("json", "plot"))
-    text = "judge the promised ratios: print pass or FAIL for each; exit with status 1 if one fails"
-    parser.add_argument("--check", action="store_true", help=text)
+def read_options(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the options."""
+    epilog = "example:\n  python -m gradcomp.bench ratio --models LeNet,ResNet-50 --plot r.png"
+    text = "models to count bytes of, as a list"
+    options = {"models": (",".join(MODELS), "", text, words(*MODELS))}
+    parser = command_line("ratio", __doc__, epilog, options, ("check", "json", "plot"))
     text = "train LeNet over gloo, which takes seconds, and require the same bytes (default: yes)"
     parser.add_argument("--verify", action=argparse.BooleanOptionalAction, default=True, help=text)
-    return parser
+    return parser.parse_args(argv)
 
 
 def main(argv: list[str]) -> int:
@@ -173,17 +169,22 @@ def main(argv: list[str]) -> int:
     Returns:
         0 done, 1 a check or the comparison with gloo failed, 2 wrong options.
     """
-    args = build_parser().parse_args(argv)
+    args = read_options(argv)
     console = Console()
-    checks: list[Check] = []
-    if args.verify:
-        try:
-            checks += verify()
-        except RankFailed as error:
-            checks.append(Check("LeNet over gloo", False, str(error)))
+    checks = verify() if args.verify else []
     rows = count(args.models)
-    for name in args.models:
-        _show(name, rows, console)
+    by_scheme: dict[str, dict[str, list[Row]]] = {}
+    for row in rows:
+        by_scheme.setdefault(row.model, {}).setdefault(row.scheme, []).append(row)
+    heads = ["", *(f"N = {world_size}" for world_size in WORLD_SIZES)]
+    for model, schemes in by_scheme.items():
+        cells = [
+            (name, *(f"{_short(r.bytes_sent / 1e6)} {_short(r.compression_ratio)}x" for r in mine))
+            for name, mine in schemes.items()
+        ]
+        numel = total_numel(MODELS[model]())
+        title = f"{model}, {numel:,} parameters: MB sent a step, ratio to fp32"
+        console.print(table(heads, cells, title=title, padding=0))
     if args.check:
         checks += check_ratios(rows if "ResNet-50" in args.models else count(["ResNet-50"]))
     for check in checks:
@@ -192,40 +193,21 @@ def main(argv: list[str]) -> int:
     found = {"rows": [row._asdict() for row in rows], "checks": [c._asdict() for c in checks]}
     save_json(args.json, **found)
     if args.plot:
-        plots.write(args.plot, [(name, partial(_draw, name, rows), 4.0) for name in args.models])
+        panels = [(name, partial(_draw, schemes), 4.0) for name, schemes in by_scheme.items()]
+        plots.write(args.plot, panels)
     return 0 if all(check.passed for check in checks) else 1
 
 
-def _by_scheme(model: str, rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Return a model's rows of each scheme."""
-    out = defaultdict(list)
-    for row in rows:
-        if row.model == model:
-            out[row.scheme].append(row)
-    return out
+def _short(value: float) -> str:
+    """Return three digits, or all of those before the point."""
+    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
 
 
-def _show(model: str, rows: Iterable[Row], console: Console) -> None:
-    """Print a model's table; figures have three digits, or all of those before the point."""
-
-    def short(value: float) -> str:
-        return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
-
-    cells = [
-        (name, *(f"{short(r.bytes_sent / 1e6)} {short(r.compression_ratio)}x" for r in mine))
-        for name, mine in _by_scheme(model, rows).items()
-    ]
-    numel = total_numel(MODELS[model]())
-    title = f"{model}, {numel:,} parameters: MB sent a step, ratio to fp32"
-    heads = ["", *(f"N = {world_size}" for world_size in WORLD_SIZES)]
-    console.print(table(heads, cells, title=title, padding=0))
-
-
-def _draw(model: str, rows: Iterable[Row], figure: Any) -> None:
+def _draw(schemes: dict[str, list[Row]], figure: Any) -> None:
     """Draw the ratio against the number of ranks, one line per scheme."""
     series = {
         name: ([r.world_size for r in mine], [r.compression_ratio for r in mine])
-        for name, mine in _by_scheme(model, rows).items()
+        for name, mine in schemes.items()
     }
     labels = {"xlabel": "ranks", "ylabel": "compression ratio (fp32 ring = 1)"}
     ax = figure.subplots()

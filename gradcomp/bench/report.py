@@ -22,10 +22,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from gradcomp.arguments import Parser
 from gradcomp.bench import plots
 from gradcomp.bench.accuracy import draw_curves, tables
 from gradcomp.bench.methods import NONE
+from gradcomp.bench.options import Option, command_line
 from gradcomp.bench.step_table import draw_steps, draw_times, table_of
 
 PAGE = (
@@ -46,40 +46,31 @@ class Section(NamedTuple):
     panels: list[plots.Panel]  # pictures
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return what reads the command line."""
-    out = Parser(
-        prog="python -m gradcomp.bench report",
-        description=__doc__,
-        epilog=(
-            "example:\n  python -m gradcomp.bench train --link 100mbit 1gbit --json"
-            " results/mlp.json && python -m gradcomp.bench report results"
-        ),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def read_options(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the options."""
+    page = "page to write; Markdown, with tables only, if it ends in .md"
+    page += " (default: FOLDER/report.html)"
+    beside = "also write the rows of each file as NAME.csv and its pictures as NAME.png"
+    options: dict[str, Option] = {"out": (Path, "FILE", page), "beside": (False, "", beside)}
+    epilog = """example:
+  python -m gradcomp.bench train --link 100mbit 1gbit --json results/mlp.json
+  python -m gradcomp.bench report results
+"""
+    out = command_line("report", __doc__, epilog, options)
     text = "folder with JSON files of bench train and bench accuracy"
     out.add_argument("folder", type=Path, metavar="FOLDER", help=text)
-    text = (
-        "page to write; Markdown, with tables only, if it ends in .md (default: FOLDER/report.html)"
-    )
-    out.add_argument("--out", type=Path, metavar="FILE", help=text)
-    text = "also write the rows of each file as NAME.csv and its pictures as NAME.png"
-    out.add_argument("--beside", action="store_true", help=text)
-    return out
+    return out.parse_args(argv)
 
 
 def main(argv: list[str]) -> int:
     """Run `python -m gradcomp.bench report` with these words; return the exit status: 1 if
     nothing could be shown, 2 if there is no file.
     """
-    args = parser().parse_args(argv)
+    args = read_options(argv)
     files = sorted(args.folder.glob("*.json")) if args.folder.is_dir() else []
     if not files:
-        print(
-            f"gradcomp.bench report: no .json files in {args.folder}: write some with --json of"
-            " bench train",
-            file=sys.stderr,
-        )
+        why = f"no .json files in {args.folder}: write some with --json of bench train"
+        print(f"gradcomp.bench report: {why}", file=sys.stderr)
         return 2
     out = args.out or args.folder / "report.html"
     text, shown, skipped = page(files, markdown=out.suffix == ".md", beside=args.beside)
@@ -93,29 +84,27 @@ def main(argv: list[str]) -> int:
 def page(
     files: Sequence[Path], *, markdown: bool = False, beside: bool = False
 ) -> tuple[str, int, list[tuple[str, str]]]:
-    """Return the page, how many files it shows, and (name, why not) of the others.
-
-    Args:
-        files: JSON files.
-        markdown: return tables in Markdown in place of HTML.
-        beside: write CSV and PNG beside each file that is shown.
+    """Return the page, in HTML or Markdown, how many files it shows, and (name, why not) of the
+    others; `beside` writes CSV and PNG beside each file that is shown.
     """
     parts: list[str] = []
     skipped: list[tuple[str, str]] = []
     for file in files:
         try:
             sections = sections_of(json.loads(file.read_text(encoding="utf-8")))
-            picture = _picture([panel for section in sections for panel in section.panels])
+            picture = io.BytesIO()
+            if panels := [panel for section in sections for panel in section.panels]:
+                plots.write(picture, panels, metadata={"Software": None})
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, OSError) as error:
             skipped.append((file.name, str(error) or type(error).__name__))
             continue
         parts.append(_text(file.stem, sections, markdown=markdown))
-        if picture and not markdown:
-            parts[-1] += PICTURE.format(base64.b64encode(picture).decode())
+        if panels and not markdown:
+            parts[-1] += PICTURE.format(base64.b64encode(picture.getvalue()).decode())
         if beside:
             _write_csv([row for section in sections for row in section.rows], file)
-            if picture:
-                file.with_suffix(".png").write_bytes(picture)
+            if panels:
+                file.with_suffix(".png").write_bytes(picture.getvalue())
     if skipped:
         left = [Section(f"left out {name}", Table(), [why], [], []) for name, why in skipped]
         parts.append(_text("Left out", left, markdown=markdown))
@@ -141,14 +130,6 @@ def _text(head: str, sections: Sequence[Section], *, markdown: bool) -> str:
     if markdown:
         return console.export_text() + "\n"
     return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>\n")
-
-
-def _picture(panels: Sequence[plots.Panel]) -> bytes:
-    """Return panels as one PNG; empty without panels."""
-    out = io.BytesIO()
-    if panels:
-        plots.write(out, panels, metadata={"Software": None})
-    return out.getvalue()
 
 
 def _write_csv(rows: Sequence[dict[str, Any]], file: Path) -> None:
@@ -185,10 +166,9 @@ def sections_of(found: Any) -> list[Section]:
 
 def _train(found: dict[str, Any], case: dict[str, Any]) -> Section:
     machine, given, rows = found["machine"], found["arguments"], case["rows"]
-    delay = f", {1e3 * case['latency_s']:g} ms" if case["latency_s"] else ""
-    over = ", over MPI" if case.get("over") == "mpi" else ""
     title = f"{given['workload']}, {given['steps']} steps, {case['ranks']} ranks, {case['link']}"
-    title += delay + over
+    title += f", {1e3 * case['latency_s']:g} ms" if case["latency_s"] else ""
+    title += ", over MPI" if case.get("over") == "mpi" else ""
     good = [row for row in rows if not row.get("failed")]
     panels = _curves(title, good, draw_times)
     if len(good) > 1 and any(row["method"] == NONE for row in good):

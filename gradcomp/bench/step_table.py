@@ -33,20 +33,17 @@ def row_of(
     lower: bool,
     bits_per_s: float = math.inf,
 ) -> dict[str, Any]:
-    """Return a row: seconds of the slowest rank, medians (means where an exchange is not in every
-    step), bytes of the one that sends most.
+    """Return a row from results of every rank: seconds of the slowest one, medians (means where an
+    exchange is not in every step), bytes of the one that sends most.
 
     ``exchange_cpu_seconds`` is what the exchange makes rank 0 compute (codec, reduction, TCP in the
     kernel), ``bound_seconds`` the larger of that and of what the link needs for the bytes: an
     exchange that overlaps the two wholly exposes so much on a host whose cores are all at work.
 
     Args:
-        method: its name.
-        results: of every rank.
         base: the row of a step without an exchange; None if it was not measured.
         predicted_s: seconds of a step that the planner predicts.
-        target: measure whose time is wanted.
-        lower: whether a smaller measure is the better one.
+        target: measure whose time is wanted, a smaller one if `lower` is the better.
         bits_per_s: of the link.
     """
     first = results[0]
@@ -54,9 +51,8 @@ def row_of(
     each = sorted(max(step) for step in zip(*(one["seconds"] for one in results), strict=True))
     seconds, cpu, phases = middle(each), middle(first["cpu_seconds"]), first["phases"]
     busy = sum(taken for name, taken in phases.items() if name not in OVERLAP)
-    kinds = ("sent_nbytes", "counted_nbytes")
-    sent = [next((one[kind] for kind in kinds if one[kind] is not None), None) for one in results]
-    sent_nbytes = max((nbytes for nbytes in sent if nbytes is not None), default=None)
+    sent = [one["sent_nbytes"] for one in results if one["sent_nbytes"] is not None]
+    sent_nbytes = max(sent, default=None)
     reached = [
         at
         for _, at, measure in first["curve"]
@@ -86,57 +82,56 @@ def row_of(
 
 
 Row = Mapping[str, Any]
+Cell = Callable[[Row, Row], str]
+
+
+def _figure(field: str, factor: float, form: str, unit: str = "") -> Cell:
+    """Return what prints a field of a row, "" for None."""
+    return lambda row, _: "" if row[field] is None else f"{row[field] * factor:{form}}{unit}"
+
+
 # head and cell of every column, given a row and fp32's (empty where it failed)
-COLUMNS: dict[str, Callable[[Row, Row], str]] = {
-    "step, ms": lambda row, fp32: _number(row["seconds"], 1e3, ".1f"),
-    "p95": lambda row, fp32: _number(row["p95_seconds"], 1e3, ".1f"),
-    "exposed, ms": lambda row, fp32: _number(row["exposed_seconds"], 1e3, ".1f"),
+COLUMNS: dict[str, Cell] = {
+    "step, ms": _figure("seconds", 1e3, ".1f"),
+    "p95": _figure("p95_seconds", 1e3, ".1f"),
+    "exposed, ms": _figure("exposed_seconds", 1e3, ".1f"),
     "fp32 / it": lambda row, fp32: _ratio(fp32.get("exposed_seconds"), row["exposed_seconds"]),
     "/ bound": lambda row, fp32: _ratio(row["exposed_seconds"], row.get("bound_seconds"), ".2f"),
     "planner": lambda row, fp32: _apart(row["predicted_seconds"], row["seconds"]),
-    "sent, MB": lambda row, fp32: _number(row["sent_nbytes"], 1e-6, ".3f"),
+    "sent, MB": _figure("sent_nbytes", 1e-6, ".3f"),
     "fp32's / it": lambda row, fp32: _ratio(fp32.get("sent_nbytes"), row["sent_nbytes"]),
-    "CPU, ms": lambda row, fp32: _number(row["cpu_seconds"], 1e3, ".1f"),
-    "hidden": lambda row, fp32: _number(row["hidden_share"], 100, ".0f", " %"),
-    "peak, MB": lambda row, fp32: _number(row["peak_nbytes"], 1e-6, ".0f"),
+    "CPU, ms": _figure("cpu_seconds", 1e3, ".1f"),
+    "hidden": _figure("hidden_share", 100, ".0f", " %"),
+    "peak, MB": _figure("peak_nbytes", 1e-6, ".0f"),
 }
 WITHOUT_EXCHANGE = ("step, ms", "p95", "CPU, ms", "hidden", "peak, MB")  # cells of NONE and NOOP
 
 
 def table_of(rows: Sequence[Row], measure: str, target: float | None) -> Table:
-    """Return the rows as a table; ratios are to fp32.
-
-    Args:
-        rows: from `row_of`, or ``{"method": ..., "failed": ...}``.
-        measure: head of the measure's column; "" for no such column.
-        target: measure whose seconds are in the last column; None for no such column.
+    """Return rows from `row_of`, or ``{"method": ..., "failed": ...}``, as a table; ratios are to
+    fp32. The measure's column has the head `measure` ("" for no such column), the last column the
+    seconds until `target` was reached (None for no such column).
     """
     good = [row for row in rows if not row.get("failed")]
     fp32: Row = next((row for row in good if row["method"] == "fp32"), {})
     columns = dict(COLUMNS)
     if measure:
-        columns[measure] = lambda row, fp32: _number(row["measure"], 1, ".4g")
+        columns[measure] = _figure("measure", 1, ".4g")
     if target is not None:
-        columns[f"s to {target:g}"] = lambda row, fp32: _number(row["target_seconds"], 1, ".1f")
+        columns[f"s to {target:g}"] = _figure("target_seconds", 1, ".1f")
     cells = []
     for row in rows:
         shown = WITHOUT_EXCHANGE if row["method"] in (NONE, NOOP) else columns
-        figures = (
-            [cell(row, fp32) if head in shown else "" for head, cell in columns.items()]
-            if not row.get("failed")
-            else ["failed"]
-        )
+        figures = ["failed"]
+        if not row.get("failed"):
+            figures = [cell(row, fp32) if head in shown else "" for head, cell in columns.items()]
         cells.append([row["method"], *figures])
     return table(["method", *columns], cells)
 
 
 def crossings(cases: Sequence[tuple[int, str, Sequence[Row]]]) -> list[str]:
     """Return for every method and number of ranks where it stops paying: the first link, slowest
-    first, on which its step is no shorter than fp32's.
-
-    Args:
-        cases: (ranks, link, rows), links of one number of ranks in the order in which they were
-            measured.
+    first, on which its step is no shorter than fp32's; cases are (ranks, link, rows).
     """
     out = []
     for ranks in dict.fromkeys(ranks for ranks, _, _ in cases):
@@ -179,9 +174,8 @@ def draw_steps(rows: Sequence[Row], figure: Any) -> None:
             for phase in PHASES
         }
     left, right = figure.subplots(1, 2, sharey=True)
-    plots.bars(left, steps, xlim=(0, None), xlabel="milliseconds per step")
-    label = "milliseconds in codecs and waiting;\nslices and buckets overlap"
-    plots.bars(right, phases, xlim=(0, None), xlabel=label)
+    plots.bars(left, steps, "milliseconds per step")
+    plots.bars(right, phases, "milliseconds in codecs and waiting;\nslices and buckets overlap")
 
 
 def draw_times(rows: Sequence[Row], figure: Any) -> None:
@@ -192,11 +186,6 @@ def draw_times(rows: Sequence[Row], figure: Any) -> None:
         if row["curve"]
     }
     plots.lines(figure.subplots(), curves, xlabel="seconds of training", ylabel="measure")
-
-
-def _number(value: float | None, factor: float, form: str, unit: str = "") -> str:
-    """Return a figure as it is printed, "" for None."""
-    return "" if value is None else f"{value * factor:{form}}{unit}"
 
 
 def _ratio(base: float | None, value: float | None, form: str = ".1f") -> str:

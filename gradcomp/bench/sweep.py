@@ -13,14 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from gradcomp.bench import trainer
 from gradcomp.bench.ranks import Place, all_cores, warm_context
@@ -34,11 +27,9 @@ def bar(*, shown: bool = True) -> Progress:
     """Return a progress bar on stderr, where that is a terminal, that takes ranks little time."""
     console = Console(stderr=True)
     return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
+        *Progress.get_default_columns(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TimeRemainingColumn(),
         console=console,
         disable=not (shown and console.is_terminal),
         refresh_per_second=2,
@@ -48,14 +39,9 @@ def bar(*, shown: bool = True) -> Progress:
 def run_all(
     tasks: Sequence[Task], processes: int, *, done: Sequence[Task] = (), spread: bool = False
 ) -> Iterator[tuple[Task, list[Result], float]]:
-    """Run tasks over loopback, with a bar; yield each with its ranks' results and its seconds as
-    it ends.
-
-    Args:
-        tasks: to run, in this order.
-        processes: tasks at a time.
-        done: tasks that have been run before, for the bar.
-        spread: give each rank its share of the cores; otherwise all ranks of a task have one core.
+    """Run tasks over loopback, `processes` at a time; yield each with its ranks' results and its
+    seconds as it ends. The bar counts tasks that were `done` before, too. `spread` gives each rank
+    its share of the cores; otherwise all ranks of a task have one core.
 
     Raises:
         gradcomp.bench.ranks.RankFailed: a rank failed; all others have been ended.

@@ -1,4 +1,5 @@
-"""What `bench codec` and `bench optim` share: clock, memcpy as the unit of time, limits, output.
+"""The clock of the benchmarks; for `bench codec` and `bench optim` also memcpy as the unit of time,
+limits and output.
 
 memcpy moves 8 bytes an element: it reads 4 and writes 4. A kernel that only moves bytes takes about
 its own bytes / 8 memcpys, and should not take much more: limits follow from that.
@@ -19,18 +20,21 @@ import torch
 from numpy.typing import NDArray
 from rich.console import Console
 
-from gradcomp.arguments import Parser, count
-from gradcomp.bench import options
 from gradcomp.bench.about import save_json, table
 from gradcomp.kernels import native
 
+OPTIONS = "repeat", "check", "json"
 MEMCPY_NBYTES = 8  # that memcpy of fp32 reads and writes an element
 
 
 def turns(
-    functions: Sequence[Callable[[], object]], repetitions: int, calls: int = 1
+    functions: Sequence[Callable[[], object]],
+    repetitions: int,
+    calls: int = 1,
+    *,
+    before: Callable[[], object] = lambda: None,
 ) -> NDArray[Any]:
-    """Let functions run in turn, after a turn to warm up.
+    """Let functions run in turn, after a turn to warm up; `before` each of them, a barrier say.
 
     Returns:
         ``(repetitions, len(functions))`` seconds of a call, the mean over `calls` in a row.
@@ -38,6 +42,7 @@ def turns(
     found = np.zeros((1 + repetitions, len(functions)))
     for turn in found:
         for place, function in enumerate(functions):
+            before()
             begun = time.perf_counter()
             for _ in range(calls):
                 function()
@@ -78,14 +83,6 @@ class Verdict:
         """Whether the requirement is met."""
         low, high = (self.limit, self.measured) if self.at_least else (self.measured, self.limit)
         return low <= high
-
-
-def add_options(parser: Parser) -> None:
-    """Add --repeat, --check, --json and --plot."""
-    parser.add_value("repeat", count, 9, "repetitions of each measurement; shown is the median")
-    text = "judge the limits: print pass or FAIL for each, and exit with status 1 if one fails"
-    parser.add_argument("--check", action="store_true", help=text)
-    options.add_options(parser, {}, ("json", "plot"))
 
 
 def finish(args: argparse.Namespace, verdicts: Sequence[Verdict], **found: Any) -> int:

@@ -17,6 +17,7 @@ import math
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,6 @@ from typing import Any
 
 from rich.console import Console
 
-from gradcomp.arguments import Parser
 from gradcomp.bench import workloads
 from gradcomp.bench.about import save_json
 from gradcomp.bench.hosts import INTERFACE, Hosts, NoHosts
@@ -32,7 +32,7 @@ from gradcomp.bench.measure import measure_methods
 from gradcomp.bench.methods import DEFAULT, GRAMMAR, NONE, NOOP, parse
 from gradcomp.bench.mpi import Mpiexec
 from gradcomp.bench.optimizers import OPTIMIZERS
-from gradcomp.bench.options import add_options
+from gradcomp.bench.options import command_line
 from gradcomp.bench.predict import largest_bucket, predict
 from gradcomp.bench.ranks import Place, RankFailed, all_cores, cores_of, run
 from gradcomp.bench.step_table import crossings, row_of, table_of
@@ -72,26 +72,17 @@ examples:
 
 @dataclass
 class Case:
-    """One number of ranks and one link, and the rows that were measured there.
-
-    Attributes:
-        ranks: their number.
-        link: its name; "loopback" and "as it is" are links, too.
-        latency_s: that could be made; None where no hosts were.
-        over: transport of compressed bytes.
-        rows: of methods.
-    """
+    """One number of ranks and one link, and the rows that were measured there."""
 
     ranks: int
-    link: str
-    latency_s: float | None = None
-    over: str = "gloo"
+    link: str  # its name; "loopback" and "as it is" are links, too
+    latency_s: float | None = None  # that could be made; None where no hosts were
+    over: str = "gloo"  # transport of compressed bytes
     rows: list[dict[str, Any]] = field(default_factory=list)
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return what reads the command line."""
-    out = Parser(prog="python -m gradcomp.bench train", description=__doc__, epilog=EPILOG)
+def read_options(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the options."""
     hosts = "numbers of hosts to make on this machine, measured in turn; 0 stands for loopback"
     link = "rates of every host's link, measured in turn: 100mbit, 1gbit, or none for no limit"
     over = "transport of compressed bytes: gloo, or the MPI of mpi4py, whose mpiexec starts ranks"
@@ -120,21 +111,21 @@ def parser() -> argparse.ArgumentParser:
         "hang": (60.0, "S", "seconds of silence after which a method counts as hung"),
         "json": (Path, "FILE", json),
     }
-    add_options(out, options)
-    return out
+    return command_line("train", __doc__, EPILOG, options).parse_args(argv)
 
 
 def main(argv: list[str]) -> int:
     """Run `python -m gradcomp.bench train` with these words; return the exit status: 1 where a
     method failed.
     """
-    args = parser().parse_args(argv)
+    args = read_options(argv)
     launch = importlib.import_module("gradcomp.launch")
     job = launch.environment()
     launched = int(job["WORLD_SIZE"]) if int(job["WORLD_SIZE"]) > 1 else 0
     if launched:
         launch.export_environment()  # for the processes that each rank starts
-    before = signal.signal(signal.SIGTERM, _stop)  # hosts are removed on the way out
+    # hosts are removed on the way out
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     cases: list[Case] = []
     try:
         _check(args, launched)
@@ -148,8 +139,7 @@ def main(argv: list[str]) -> int:
                 mpi = made.enter_context(Mpiexec(hosts)) if args.over == "mpi" else None
                 if hosts is not None:
                     case.latency_s = hosts.latency_s
-                place = Place(case.ranks, hosts, mpi, bool(launched))
-                _run_case(args, workload, cases, place)
+                _run_case(args, workload, cases, Place(case.ranks, hosts, mpi, bool(launched)))
     except (NoHosts, ValueError, FileNotFoundError) as error:
         print(f"gradcomp.bench train: {error}", file=sys.stderr)
         return 2
@@ -200,19 +190,11 @@ def _run_case(
     names = list(dict.fromkeys([NONE, NOOP, *args.methods]))
     curve = (args.curve or args.target is not None) and bool(workload.measure)
     link = Link(math.inf) if hosts is None else Link(hosts.link.bits_per_s, hosts.latency_s)
-    task = Task(
-        args.workload,
-        args.optimizer,
-        NONE,
-        ranks,
-        args.steps,
-        seed=args.seed,
-        batch=args.batch or 0,
-        data=str(args.data),
-        interface=INTERFACE if hosts is not None else "",
-        over=args.over,
+    task = Task(args.workload, args.optimizer, NONE, ranks, args.steps, seed=args.seed)
+    interface = INTERFACE if hosts is not None else ""
+    task = replace(
+        task, batch=args.batch or 0, data=str(args.data), interface=interface, over=args.over
     )
-    lower, rate = workload.lower_is_better, link.bits_per_s
     mine = int(os.environ["RANK"]) if place.launched else 0
     rates, transport = Rates(), Transport()
     # results and row of a step without an exchange
@@ -232,13 +214,11 @@ def _run_case(
             over_mpi=args.over == "mpi",
         )
         for number, name in enumerate(names):
-            progress.update(shown, description=name, completed=number * args.steps)
+            first = number * args.steps
+            progress.update(shown, description=name, completed=first)
             points = args.points if curve and name not in (NONE, NOOP) else 0
             one, here = replace(task, method=name, points=points), replace(place, shift=1 + number)
-
-            def on_step(step: int, first: int = number * args.steps) -> None:
-                progress.update(shown, completed=first + step)
-
+            on_step = partial(_advance, progress, shown, first)
             try:
                 results = run_task(one, here, args.hang, on_step)
             except RankFailed as error:
@@ -247,10 +227,11 @@ def _run_case(
             if results:
                 alone, base = without.get(NONE if parse(name).without_ddp else NOOP, ([], None))
                 guess = predicted(name, alone) if alone and not place.launched else None
+                lower, rate = workload.lower_is_better, link.bits_per_s
                 row = row_of(name, results, base, guess, args.target, lower=lower, bits_per_s=rate)
                 rows.append(row)
                 if name in (NONE, NOOP):
-                    without[name] = results, rows[-1]
+                    without[name] = results, row
             if not mine:
                 given = {key: v for key, v in vars(args).items() if key not in ("json", "data")}
                 found = [asdict(case) for case in cases]
@@ -258,48 +239,43 @@ def _run_case(
         progress.update(shown, completed=len(names) * args.steps, description="done")
 
 
+def _advance(progress: Any, shown: Any, first: int, step: int) -> None:
+    progress.update(shown, completed=first + step)
+
+
 def _measure(args: argparse.Namespace, numel: int, place: Place) -> tuple[Rates, Transport]:
     """Return what codecs and moving bytes cost the ranks over loopback, with buckets of up to
     `numel` values; nothing if that fails.
     """
     found: list[Any] = []
+    words, here = (args.methods, numel, args.over), replace(place, hosts=None)
     try:
-        run(
-            replace(place, hosts=None),
-            measure_methods,
-            args.methods,
-            numel,
-            args.over,
-            on_message=lambda message: found.append(message) if message else None,
-            hang_s=args.hang,
-        )
+        run(here, measure_methods, *words, on_message=found.append, hang_s=args.hang)
     except RankFailed:
         return Rates(), Transport()
-    rates, transport = found[0]
+    rates, transport = next(filter(None, found))
     return rates, transport
 
 
 def _show(args: argparse.Namespace, workload: Workload, cases: list[Case]) -> None:
-    console = Console()
+    console = Console(highlight=False, markup=False, soft_wrap=True)
     measure = workload.measure if args.curve or args.target is not None else ""
-    have = len(all_cores())
     for case in cases:
-        print_line = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-        print_line(f"{args.workload}, {args.steps} steps, {_where(args, case, have)}")
+        console.print(f"{args.workload}, {args.steps} steps, {_where(args, case)}")
         table = table_of(case.rows, measure, args.target)
         # a narrow terminal wraps lines rather than cut figures
         whole = Console(width=10_000).measure(table).maximum
         Console(width=max(console.width, whole)).print(table, highlight=False)
         for row in case.rows:
             if row.get("failed"):
-                print_line(f"{row['method']}: {row['failed']}")
+                console.print(f"{row['method']}: {row['failed']}")
     for line in crossings([(case.ranks, case.link, case.rows) for case in cases]):
-        print_line(line)
+        console.print(line)
 
 
-def _where(args: argparse.Namespace, case: Case, have: int) -> str:
-    """Return ranks and link of a case in words; `have` is the number of cores of this machine."""
-    hosts = case.latency_s is not None
+def _where(args: argparse.Namespace, case: Case) -> str:
+    """Return ranks and link of a case in words."""
+    hosts, have = case.latency_s is not None, len(all_cores())
     where = f"{case.ranks} {'hosts' if hosts else 'ranks'}, {case.link}"
     if hosts and args.latency:
         none = " (no latency: this kernel has no netem)"
@@ -310,7 +286,3 @@ def _where(args: argparse.Namespace, case: Case, have: int) -> str:
         where += f"; they share {have} cores, so computing and codecs take longer than on hosts of"
         where += " their own"
     return where
-
-
-def _stop(number: int, frame: object) -> None:
-    sys.exit(128 + number)

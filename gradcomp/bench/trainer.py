@@ -34,52 +34,31 @@ KEY = ("workload", "optimizer", "method", "workers", "steps", "factor", "seed", 
 
 @dataclass(frozen=True)
 class Task:
-    """One run.
-
-    Attributes:
-        workload, optimizer, method: by name, a method with its options.
-        workers: number of ranks.
-        steps: of the run; the schedule of the rate is stretched to it.
-        factor: of the workload's rate for this optimizer.
-        seed: of the weights and of the minibatches.
-        batch: samples of a rank's minibatch; 0: the workload's own number.
-        data: folder of the workload's data.
-        points: number of tests, the last one after the last step; 0 does not test.
-        cores: of this machine that every rank runs on; empty: each rank has its share of them.
-        interface: network interface whose counters give the bytes sent; "" does not count.
-        min_numel: smallest tensor that is compressed; None: the default.
-        stops: whether a run ends when a rank's loss diverges, which takes an all_reduce a step.
-        over: transport of compressed bytes, "gloo" or "mpi".
-    """
+    """One run."""
 
     workload: str
     optimizer: str
-    method: str
-    workers: int
-    steps: int
-    factor: float = 1.0
-    seed: int = 0
-    batch: int = 0
-    data: str = ""
-    points: int = 0
-    cores: tuple[int, ...] = ()
-    interface: str = ""
-    min_numel: int | None = None
-    stops: bool = False
-    over: str = "gloo"
+    method: str  # with its options
+    workers: int  # number of ranks
+    steps: int  # of the run; the schedule of the rate is stretched to it
+    factor: float = 1.0  # of the workload's rate for this optimizer
+    seed: int = 0  # of the weights and of the minibatches
+    batch: int = 0  # samples of a rank's minibatch; 0: the workload's own number
+    data: str = ""  # folder
+    points: int = 0  # number of tests, the last one after the last step; 0 does not test
+    cores: tuple[int, ...] = ()  # that every rank runs on; empty: each has its share of all
+    interface: str = ""  # whose counters give the bytes sent; "" does not count
+    min_numel: int | None = None  # smallest tensor that is compressed; None: the default
+    stops: bool = False  # when a rank's loss diverges, which takes an all_reduce a step
+    over: str = "gloo"  # transport of compressed bytes, "gloo" or "mpi"
 
 
 def run_task(
     task: Task, place: Place, hang_s: float, on_step: Callable[[int], None]
 ) -> list[dict[str, Any]]:
     """Run a task; return what `train` measured in every rank (empty in a launched job but for
-    rank 0).
-
-    Args:
-        task: what to train.
-        place: where.
-        hang_s: longest silence of all ranks in seconds before they are ended.
-        on_step: called with the number of steps that rank 0 has done, now and then.
+    rank 0). Ranks that are silent for `hang_s` seconds are ended; `on_step` is called now and then
+    with the number of steps that rank 0 has done.
 
     Raises:
         gradcomp.bench.ranks.RankFailed: a rank failed, or all were silent.
@@ -118,18 +97,15 @@ def train_rank(emit: Emit, task: Task) -> None:
 class Seconds(NamedTuple):
     """What one step took: the whole, its forward, its update, and CPU time of the process."""
 
-    step: float
-    forward: float
-    update: float
-    cpu: float
+    step: float = 0.0
+    forward: float = 0.0
+    update: float = 0.0
+    cpu: float = 0.0
 
 
 def train(emit: Emit, task: Task) -> dict[str, Any]:
-    """Train as a rank of the default process group; return what was measured.
-
-    Args:
-        emit: gets signs of life, from rank 0 the steps done.
-        task: what to train.
+    """Train as a rank of the default process group; return what was measured. `emit` gets signs of
+    life, from rank 0 the steps done.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     comm = MpiCommunicator(timeout_s=TIMEOUT_S) if task.over == "mpi" else None
@@ -139,16 +115,9 @@ def train(emit: Emit, task: Task) -> dict[str, Any]:
     plain = workload.model()
     numel = sum(p.numel() for p in plain.parameters())
     rate = settings.rates[task.optimizer] * task.factor
-    ready = wrap(
-        plain,
-        parse(task.method),
-        lambda model: OPTIMIZERS[task.optimizer](model, rate),
-        comm,
-        min_numel=task.min_numel,
-    )
-    rates = [
-        (group, group["lr"]) for optimizer in ready.optimizers for group in optimizer.param_groups
-    ]
+    method, make = parse(task.method), OPTIMIZERS[task.optimizer]
+    ready = wrap(plain, method, lambda model: make(model, rate), comm, min_numel=task.min_numel)
+    rates = [(group, group["lr"]) for one in ready.optimizers for group in one.param_groups]
     emit(0)  # from here on silence counts
     minibatches = workload.minibatches(task.seed, rank, world, settings.batch_of(world))
     points = {round(task.steps * (n + 1) / task.points) for n in range(task.points)}
@@ -170,7 +139,7 @@ def train(emit: Emit, task: Task) -> dict[str, Any]:
         except NotFinite:
             if not task.stops:
                 raise
-            seconds, loss = Seconds(0.0, 0.0, 0.0, 0.0), torch.tensor(math.inf)
+            seconds, loss = Seconds(), torch.tensor(math.inf)
         if task.stops and _diverged(loss):
             diverged = True
             break
@@ -185,22 +154,20 @@ def train(emit: Emit, task: Task) -> dict[str, Any]:
     dist.barrier()
     sent = _sent_nbytes(task.interface) - sent
     steps = max(1, done - counted_from)
-    phases = {name: (n - before[name]) / steps for name, n in _counted(ready.state).items()}
-    counted = taken[counted_from:]
+    phases = {
+        name: (n - before.get(name, 0.0)) / steps for name, n in _counted(ready.state).items()
+    }
+    counted, counted_nbytes = taken[counted_from:], phases.pop("bytes_sent", None)
     result = {
-        "rank": rank,
-        "world_size": world,
         "rare": ready.local is not None,
         "parameters": numel,
         "seconds": [one.step for one in counted],
         "forward_seconds": [one.forward for one in counted],
         "update_seconds": [one.update for one in counted],
         "cpu_seconds": [one.cpu for one in counted],
-        "sent_nbytes": sent / steps if task.interface else None,
-        "counted_nbytes": phases.pop("bytes_sent", None),
+        "sent_nbytes": sent / steps if task.interface else counted_nbytes,
         "total_nbytes": _total_nbytes(ready, numel * done, world),
         "steps_done": done,
-        "diverged": diverged,
         "phases": phases,
         "peak_nbytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "curve": curve,
@@ -210,10 +177,8 @@ def train(emit: Emit, task: Task) -> dict[str, Any]:
     if task.points and not diverged:
         measured = result["measure"] = _measure(emit, workload, plain, ready)
         curve.append((task.steps, math.fsum(one.step for one in taken), measured))
-    if hasattr(ready.state, "check_replicas"):
-        ready.state.check_replicas()
-    if hasattr(ready.state, "close"):
-        ready.state.close()
+    for name in ("check_replicas", "close"):
+        getattr(ready.state, name, lambda: None)()
     return result
 
 
@@ -265,9 +230,8 @@ def _update(ready: Ready, clip: float | None, plain: nn.Module) -> None:
     if not ready.method.feedback:
         ready.state.discard_step()  # residuals are zero again
     if clip is not None:
-        if hasattr(ready.state, "materialize_gradients"):
-            # those that an optimizer would take straight from payloads
-            ready.state.materialize_gradients()
+        # those that an optimizer would take straight from payloads
+        getattr(ready.state, "materialize_gradients", lambda: None)()
         nn.utils.clip_grad_norm_(plain.parameters(), clip)
     for optimizer in ready.optimizers:
         optimizer.step()

@@ -23,6 +23,7 @@ from gradcomp.bench.models import ByteGPT, LeNet, SmallResNet
 
 HELD_OUT_SHARE = 20  # of a text, one part in so many is kept for the test, in blocks spread over it
 BLOCK = 1 << 15
+CONTEXT = 128  # bytes that a GPT sees
 
 
 def cosine(done: float) -> float:
@@ -37,32 +38,19 @@ def square_root(done: float) -> float:
 
 @dataclass(frozen=True)
 class Settings:
-    """How a workload is trained.
+    """How a workload is trained."""
 
-    Attributes:
-        steps: of a whole run.
-        batch: samples of one worker's minibatch.
-        clip: largest global norm of the averaged gradient; None does not clip.
-        warm_up: share of the steps in which the rate rises from zero.
-        rates: of each optimizer, usual ones for fp32; the first is the default.
-        shared: `batch` is that of all workers together.
-        decay: factor of the rate after a share of the steps behind the warm-up.
-    """
-
-    steps: int
-    batch: int
-    clip: float | None
-    warm_up: float
-    rates: dict[str, float]
-    shared: bool = False
+    steps: int  # of a whole run
+    batch: int  # samples of one worker's minibatch
+    clip: float | None  # largest global norm of the averaged gradient; None does not clip
+    warm_up: float  # share of the steps in which the rate rises from zero
+    rates: dict[str, float]  # of each optimizer, usual ones for fp32; the first is the default
+    shared: bool = False  # `batch` is that of all workers together
+    # factor of the rate after a share of the steps behind the warm-up
     decay: Callable[[float], float] = cosine
 
     def batch_of(self, workers: int) -> int:
-        """Return the samples of one worker's minibatch.
-
-        Raises:
-            ValueError: the batch of all is no multiple of `workers`.
-        """
+        """Return the samples of one worker's minibatch."""
         if self.shared and self.batch % workers:
             raise ValueError(
                 f"{workers} workers cannot share a batch of {self.batch}: not a multiple"
@@ -80,32 +68,34 @@ class Settings:
 class Workload(ABC):
     """One thing to train.
 
-    Attributes:
+    Args:
         name: for tables.
+        settings: see `Settings`.
+        make: returns a new model; its weights come from torch's generator.
+
+    Attributes:
         measure: what `test` returns, with its unit.
         lower_is_better: whether a smaller measure is the better one.
-        settings: see `Settings`.
     """
 
-    name: str
     measure: str
     lower_is_better: bool
-    settings: Settings
+
+    def __init__(self, name: str, settings: Settings, make: Callable[[], nn.Module]) -> None:
+        self.name, self.settings, self._make = name, settings, make
 
     def check(self, optimizer: str, workers: int) -> None:
-        """Refuse what this workload cannot be trained with.
-
-        Raises:
-            ValueError: it has no rate for the optimizer, or its batch cannot be shared out.
+        """Raise a ValueError if there is no rate for the optimizer or the batch is no multiple of
+        `workers`.
         """
         rates = self.settings.rates
         if optimizer not in rates:
             raise ValueError(f"{self.name} has no rate for {optimizer}; it has {', '.join(rates)}")
         self.settings.batch_of(workers)
 
-    @abstractmethod
     def model(self) -> nn.Module:
-        """Return a new model; its weights come from torch's generator."""
+        """Return a new model."""
+        return self._make()
 
     @abstractmethod
     def minibatch(self, generator: torch.Generator, count: int) -> Any:
@@ -127,25 +117,17 @@ class Workload(ABC):
 
 
 class Text(Workload):
-    """A byte GPT on a text.
-
-    Args:
-        file: plain or .gz.
-        width, layers, heads: of the model.
-        name, settings: as `Workload`.
-    """
+    """A byte GPT on a text, in a file that is plain or .gz."""
 
     measure, lower_is_better = "held-out loss, nats a byte", True
 
     def __init__(
-        self, name: str, file: Path, settings: Settings, *, width: int, layers: int, heads: int
+        self, name: str, settings: Settings, make: Callable[[], nn.Module], file: Path
     ) -> None:
-        self.name, self.settings = name, settings
-        self._shape = {"width": width, "layers": layers, "heads": heads, "context": 128}
+        super().__init__(name, settings, make)
         raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-        blocks = torch.frombuffer(bytearray(raw), dtype=torch.uint8)[
-            : len(raw) // BLOCK * BLOCK
-        ].view(-1, BLOCK)
+        whole = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        blocks = whole[: len(raw) // BLOCK * BLOCK].view(-1, BLOCK)
         held = torch.arange(len(blocks)) % HELD_OUT_SHARE == HELD_OUT_SHARE - 1
         if not held.any():
             raise ValueError(
@@ -154,11 +136,8 @@ class Text(Workload):
             )
         self._train, self._held = blocks[~held], blocks[held]
 
-    def model(self) -> nn.Module:
-        return ByteGPT(**self._shape)
-
     def minibatch(self, generator: torch.Generator, count: int) -> Tensor:
-        length = self._shape["context"] + 1
+        length = CONTEXT + 1
         rows = torch.randint(len(self._train), (count,), generator=generator)
         starts = torch.randint(BLOCK - length + 1, (count, 1), generator=generator)
         return self._train[rows[:, None], starts + torch.arange(length)].long()
@@ -167,7 +146,7 @@ class Text(Workload):
         return cross_entropy(model(minibatch[:, :-1]).flatten(0, 1), minibatch[:, 1:].flatten())
 
     def test(self, model: nn.Module, *, quick: bool = False) -> float:
-        length = self._shape["context"] + 1
+        length = CONTEXT + 1
         windows = self._held[:, : BLOCK // length * length].reshape(-1, length)
         windows = windows[:: 32 if quick else 4]
         losses = [
@@ -177,13 +156,8 @@ class Text(Workload):
 
 
 class Images(Workload):
-    """A network that names images.
-
-    Args:
-        name, settings: as `Workload`.
-        make: returns a new model.
-        train, test: pairs of `(n, channels, height, width)` float32 and `(n,)` int64.
-        flips: mirror training images, and shift them by up to 4 pixels.
+    """A network that names images; `train` and `test` are pairs of `(n, channels, height, width)`
+    float32 and `(n,)` int64. `flips` mirrors training images, and shifts them by up to 4 pixels.
     """
 
     measure, lower_is_better = "test accuracy, %", False
@@ -198,11 +172,8 @@ class Images(Workload):
         *,
         flips: bool,
     ) -> None:
-        self.name, self.settings = name, settings
-        self._make, self._train, self._test, self._flips = make, train, test, flips
-
-    def model(self) -> nn.Module:
-        return self._make()
+        super().__init__(name, settings, make)
+        self._train, self._test, self._flips = train, test, flips
 
     def minibatch(self, generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
         chosen = torch.randint(len(self._train[1]), (count,), generator=generator)
@@ -229,10 +200,8 @@ class Images(Workload):
 
 class Epochs(Images):
     """Images in epochs: all ranks together take each once, in an order of the seed's, the
-    incomplete rest of an epoch dropped.
-
-    Images and weights are in channels_last, in which CPUs take a third less time for LeNet's
-    convolutions.
+    incomplete rest of an epoch dropped. Images and weights are in channels_last, in which CPUs take
+    a third less time for LeNet's convolutions.
     """
 
     def model(self) -> nn.Module:
@@ -256,24 +225,15 @@ class Epochs(Images):
 
 
 class Noise(Workload):
-    """Random inputs and targets: time and bytes without a task.
-
-    Args:
-        name: for tables.
-        make: returns a new model.
-        shape: of an input.
-        settings: as `Workload`.
-    """
+    """A model on random inputs of a `shape`: time and bytes without a task."""
 
     measure, lower_is_better = "", True
 
     def __init__(
-        self, name: str, make: Callable[[], nn.Module], shape: tuple[int, ...], settings: Settings
+        self, name: str, settings: Settings, make: Callable[[], nn.Module], shape: tuple[int, ...]
     ) -> None:
-        self.name, self._make, self._shape, self.settings = name, make, shape, settings
-
-    def model(self) -> nn.Module:
-        return self._make()
+        super().__init__(name, settings, make)
+        self._shape = shape
 
     def minibatch(self, generator: torch.Generator, count: int) -> Tensor:
         return torch.randn(count, *self._shape, generator=generator)
@@ -301,9 +261,7 @@ def random(numel: int) -> nn.Module:
     return nn.Sequential(*layers, *([nn.Linear(side, rest, bias=False)] if rest else []))
 
 
-def _gpt(
-    folder: Path, name: str, *, steps: int, rate: float, width: int, layers: int, heads: int
-) -> Workload:
+def _gpt(folder: Path, name: str, steps: int, rate: float, **shape: int) -> Workload:
     files = [folder / name for name in ("prose.txt.gz", "prose.txt")]
     file = next((file for file in files if file.exists()), None)
     if file is None:
@@ -311,8 +269,8 @@ def _gpt(
             f"--data {folder}: no prose.txt or prose.txt.gz there: any English text of 5 MB or more"
         )
     rates = {"adamw": rate, "lamb": 1e-2, "sgd": 0.3, "adagrad": 1e-2, "muon": 2e-2}
-    settings = Settings(steps, 4, 1.0, 0.05, rates)
-    return Text(name, file, settings, width=width, layers=layers, heads=heads)
+    make = partial(ByteGPT, context=CONTEXT, **shape)
+    return Text(name, Settings(steps, 4, 1.0, 0.05, rates), make, file)
 
 
 def _lenet(
@@ -363,23 +321,19 @@ WORKLOADS: dict[str, Callable[[Path, str], Workload]] = {
     "lenet": partial(_lenet, settings=LENET, part="fashion-mnist"),
     "lenet-demo": partial(_lenet, settings=DEMO, kind=Epochs),
     "lenet-terngrad": partial(_lenet, settings=TERNGRAD, part="mnist"),
-    "lenet-noise": lambda _, name: Noise(name, LeNet, (1, 28, 28), replace(NOISE, batch=64)),
+    "lenet-noise": lambda _, name: Noise(name, replace(NOISE, batch=64), LeNet, (1, 28, 28)),
     "resnet": partial(_resnet, width=16),
     "resnet-11m": partial(_resnet, width=64),
     "gpt-1m": partial(_gpt, steps=2000, rate=2e-3, width=128, layers=4, heads=4),
     "gpt-6m": partial(_gpt, steps=1000, rate=1e-3, width=256, layers=8, heads=8),
     "gpt-25m": partial(_gpt, steps=300, rate=6e-4, width=512, layers=8, heads=8),
-    "mlp": lambda _, name: Noise(name, mlp, (2048,), NOISE),
+    "mlp": lambda _, name: Noise(name, NOISE, mlp, (2048,)),
 }
 
 
 def find(name: str, folder: Path, batch: int = 0) -> Workload:
-    """Return a workload by its name, or ``random:N`` for N values without a task.
-
-    Args:
-        name: of it.
-        folder: with its data.
-        batch: samples of a rank's minibatch; 0: as many as it usually has.
+    """Return a workload, or ``random:N`` for N values without a task, with its data in `folder` and
+    minibatches of `batch` samples (0: as many as it usually has).
 
     Raises:
         ValueError: the name is unknown, or N is too small.
@@ -390,7 +344,7 @@ def find(name: str, folder: Path, batch: int = 0) -> Workload:
         if not count.isdigit() or int(count) < 1024:
             raise ValueError(f"random:N takes a number of values of at least 1024, got {name!r}")
         settings = replace(NOISE, rates=dict(reversed(NOISE.rates.items())))  # AdamW's by default
-        found: Workload = Noise(name, lambda: random(int(count)), (1024,), settings)
+        found: Workload = Noise(name, settings, lambda: random(int(count)), (1024,))
     elif name in WORKLOADS:
         found = WORKLOADS[name](folder, name)
     else:

@@ -289,7 +289,6 @@ def result(seconds, sent, curve=()):
         "seconds": seconds,
         "cpu_seconds": [0.5],
         "sent_nbytes": sent,
-        "counted_nbytes": None,
         "peak_nbytes": 7,
         "phases": {"encode": 0.2, "hidden": 0.1},
         "curve": list(curve),
@@ -356,6 +355,13 @@ def test_momenta_that_travel_are_clipped_as_others_are(gloo, tmp_path):
     )
     first, second = gloo(2, train_quietly, task)
     assert first["measure"] == second["measure"] > 0 and len(first["seconds"]) == 2
+
+
+def test_a_run_that_diverges_at_once_has_a_result(gloo):
+    """Before steps were counted it ended in a KeyError."""
+    task = trainer.Task("lenet-noise", "sgd", "onebit", 2, 6, 1e12, batch=2, stops=True, cores=(0,))
+    first, second = gloo(2, train_quietly, task)
+    assert first["steps_done"] == second["steps_done"] <= 3 and "measure" not in first
 
 
 def test_a_test_that_takes_long_is_no_silence(monkeypatch):

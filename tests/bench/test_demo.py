@@ -16,7 +16,7 @@ from gradcomp.bench import demo
 
 pytestmark = pytest.mark.slow
 
-OPTIONS = demo.parse(["--codecs", "fp32,onebit", "--seeds", "2", "--steps", "10"])
+OPTIONS = demo.read_options(["--codecs", "fp32,onebit", "--seeds", "2", "--steps", "10"])
 MNIST = Path(__file__).parents[3] / "shared" / "data" / "mnist"
 
 

@@ -226,17 +226,13 @@ def commands():
 
 def parsers():
     """Return {program: what reads its arguments}."""
+    from gradcomp.bench.__main__ import BENCHMARKS
     from gradcomp.doctor import options as doctor
 
-    def bench(*names):
-        return {name: importlib.import_module(f"gradcomp.bench.{name}") for name in names}
-
-    flat = bench("codec", "allreduce", "optim", "demo")
-    found = {name: module.parse for name, module in flat.items()}
-    for name, module in bench("accuracy", "train", "report", "paper").items():
-        found[name] = module.parser().parse_args
-    for name, module in bench("ratio", "plan").items():
-        found[name] = module.build_parser().parse_args
+    names = [*BENCHMARKS]
+    names.remove("plan")
+    found = {n: importlib.import_module(f"gradcomp.bench.{n}").read_options for n in names}
+    found["plan"] = importlib.import_module("gradcomp.plan.cli").build_parser().parse_args
     return found | {"gradcomp.doctor": doctor.parse, "gradcomp.plan": found["plan"]}
 
 
