@@ -83,14 +83,8 @@ class SplitOptimizer(TrailKeeper):
         run_rules(entries, self.rules(entries), self.moments)
 
     def taken_over(self, name: str, p: Tensor, step: Tensor) -> Tensor | None:
-        """Return state that is missing in a checkpoint of the optimizer that this one derives from.
-
-        Args:
-            name: of a counter (one element) or a moment.
-            step: number of steps that the checkpoint has seen.
-
-        Returns:
-            None: the checkpoint is refused.
+        """Return a counter (one element) or moment that is missing in a checkpoint, which has seen
+        `step` steps, of the optimizer that this one derives from; None: it is refused.
         """
         return None
 

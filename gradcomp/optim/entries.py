@@ -43,11 +43,8 @@ def number(value: Any) -> float:
 def make_rules(
     kind: Kind, entries: Sequence[Entry], numbers: Callable[[Entry], dict[str, float]]
 ) -> NDArray[Any]:
-    """Return ``(len(entries),)`` of `rules.RULE`.
-
-    Args:
-        numbers: returns the fields of an entry's rule; called once for all entries that have
-            group, step, seen and is_first in common.
+    """Return ``(len(entries),)`` of `rules.RULE`; `numbers` returns the fields of an entry's rule,
+    and is called once for all entries that have group, step, seen and is_first in common.
     """
     known: dict[tuple[int, int, float, bool], dict[str, float]] = {}
     rows = []
@@ -80,16 +77,15 @@ def whole_rows(numels: tuple[int, ...]) -> Table:
 def run_rules(
     entries: Sequence[Entry], rules: NDArray[Any], moments: Sequence[str], *, gradients: bool = True
 ) -> NDArray[np.float64]:
-    """Run one rule for each entry.
+    """Run one rule for each entry; packed gradients come from their payloads.
 
     Args:
         rules: ``(len(entries),)`` of `rules.RULE`.
         moments: names of the state; the first two are state0 and state1 of the rules.
-        gradients: False for rules that read none. Packed gradients come from their payloads.
+        gradients: False for rules that read none.
 
     Returns:
-        ``(len(entries), 2)``: norms, for rules that compute them, with an entry's rows added in
-        order; else zeros.
+        ``(len(entries), 2)``: norms, for rules that compute them, else zeros.
     """
     kernel_set = kernels.of(entries[0].parameter.device)
     targets = kernel_set.targets(
@@ -114,5 +110,5 @@ def run_rules(
         packed.update(by_position, rules)
     totals = np.zeros((len(entries), 2))
     for row, pair in zip(table.rows["parameter"], norms.reshape(-1, 2), strict=True):
-        totals[row] += pair
+        totals[row] += pair  # in order
     return np.sqrt(totals)

@@ -21,7 +21,7 @@ from torch import Tensor
 from gradcomp.errors import GradcompError
 from gradcomp.optim.entries import Entry, number
 from gradcomp.optim.momentum import MomentumExchange, check_floor, check_steps
-from gradcomp.optim.split_optimizers import Ranges, SplitAdamW, SplitLAMB, one_of
+from gradcomp.optim.split_optimizers import Ranges, SplitAdamW, SplitLAMB, check_number, one_of
 
 
 class OneBitAdam(MomentumExchange, SplitAdamW):
@@ -182,8 +182,7 @@ class OneBitLamb(MomentumExchange, SplitLAMB):
             "factor_min, factor_max", factor_min, factor_max
         )
         for name, value in (("coeff_beta", coeff_beta), ("factor_threshold", factor_threshold)):
-            if not 0 <= value < 1:
-                raise ValueError(f"{name} must be at least 0 and below 1, got {value!r}")
+            check_number(name, value, below=1.0)
         self.coeff_beta, self.factor_threshold = coeff_beta, factor_threshold
         super().__init__(params, lr, betas, eps, weight_decay)
 

@@ -283,11 +283,7 @@ def check_parameter(parameter: Tensor, name: str) -> None:
 
 
 def _owner_of(value: Any, optimizers: Any, name: str) -> Any:
-    """Return the optimizer that has a parameter's trail; None for what is not split.
-
-    Raises:
-        ValueError: a bfloat16 parameter that none of the optimizers has.
-    """
+    """Return the optimizer that has a parameter's trail; None for what is not split."""
     if not isinstance(value, nn.Parameter) or value.dtype != torch.bfloat16:
         return None
     for optimizer in optimizers if isinstance(optimizers, Sequence) else [optimizers]:
