@@ -63,9 +63,7 @@ def make_rules(
 
 @lru_cache(maxsize=16)
 def whole_rows(numels: tuple[int, ...]) -> Table:
-    """Return rows over whole parameters, cut at multiples of CHUNK_NUMEL; sums depend on the cuts,
-    so they do not depend on the number of threads.
-    """
+    """Return rows over whole parameters, cut at CHUNK_NUMEL whatever the number of threads."""
     rows = [
         (0, 0, 0, 0, 0, first, min(CHUNK_NUMEL, numel - first), numel, place)
         for place, numel in enumerate(numels)

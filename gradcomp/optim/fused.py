@@ -74,9 +74,7 @@ def agree_on_optimizer(optimizer: SplitOptimizer, engine: Engine, not_fused: str
 
 
 class FusedGradients:
-    """The packed averages of the last backward, for `optimizer` to ask for in its steps; `p.grad`
-    is a placeholder meanwhile.
-    """
+    """The packed averages of the last backward; `p.grad` is a placeholder meanwhile."""
 
     def __init__(self, engine: Engine, optimizer: SplitOptimizer) -> None:
         self._engine, self._optimizer = engine, optimizer
@@ -88,9 +86,7 @@ class FusedGradients:
         optimizer.attach_packed(self)
 
     def place(self, packed: Sequence[tuple[Averages, Members]]) -> None:
-        """Put placeholders for packed averages where DDP has put local gradients; averages that
-        are not packed stay in `p.grad`.
-        """
+        """Put placeholders for packed averages where DDP has put local gradients."""
         self._packed = packed
         for _, members in packed:
             for position, _ in members:
@@ -176,9 +172,7 @@ class FusedGradients:
         return norm
 
     def materialize(self) -> None:
-        """Replace every placeholder that is still there by the averaged gradient; GradcompError,
-        and nothing is replaced, if one was written to.
-        """
+        """Replace placeholders by averaged gradients; none, and raise, if one was written to."""
         for p in self._placeholders:
             if self.position(p) is not None:
                 self.check(p)

@@ -129,9 +129,7 @@ class MomentumExchange(SplitOptimizer):
     # ---- checkpoints ------------------------------------------------------------------------
 
     def taken_over(self, name: str, p: Tensor, step: Tensor) -> Tensor | None:
-        """Return state for a parameter that comes from Adam (LAMB), whose variance has seen all
-        steps.
-        """
+        """Return state of a parameter from Adam or LAMB, whose variance has seen all steps."""
         if name in self.counters:
             return step if name == "variance_steps" else torch.zeros(())
         return None
@@ -171,17 +169,13 @@ def _is_floored(state: dict[str, Any]) -> bool:
 
 
 def _is_known(variance: Tensor) -> bool:
-    """Whether a variance has elements and has seen a gradient: neither all 0 nor filled with Inf
-    in place of that.
-    """
+    """Whether a variance has seen a gradient: it is neither all 0 nor Inf in place of that."""
     flat = variance.flatten()
     return any_bits(flat) and not bool(torch.isinf(flat[0]))
 
 
 def check_steps(name: str, value: object, steps: object = None) -> int:
-    """Return a number of steps; ValueError unless it is an integer of at least 1 and below `steps`,
-    the length of the run.
-    """
+    """Return a number of steps; ValueError unless it is at least 1 and below those of the run."""
     for what, given in ((name, value), *([] if steps is None else [("steps", steps)])):
         if isinstance(given, bool) or not isinstance(given, int) or given < 1:
             raise ValueError(f"{what} must be an integer of at least 1, got {given!r}")

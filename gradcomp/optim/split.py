@@ -127,9 +127,7 @@ def join(top: Tensor, trail: Tensor, *, rounding: str = "truncate") -> Tensor:
 
 
 def checksum(top: Tensor) -> int:
-    """Return a CRC-32C of a top's bytes in memory order: what a trail is checked against when it
-    comes from elsewhere.
-    """
+    """Return a CRC-32C of a top's bytes in memory order, against which trails are checked."""
     flat = top.detach().as_strided((top.numel(),), (1,))
     return host.crc32c(flat.view(torch.uint8).cpu().numpy()) if flat.numel() else 0
 

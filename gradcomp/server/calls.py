@@ -202,9 +202,7 @@ class Requests:
                 request.set_exception(request.lost(error) if isinstance(error, str) else error)
 
     def _reason(self, request: Request) -> str:
-        """Ask the server what a late pull waits for, and return it; meanwhile its reply, or an
-        error, may still come.
-        """
+        """Ask the server what a late pull waits for; its reply may still come meanwhile."""
         silent = f"server rank {request.server} is silent"
         if request.asked.kind != Kind.PULL:
             return silent

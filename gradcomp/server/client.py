@@ -369,9 +369,7 @@ class ParameterClient:
         return Pending(self._requests, asked, list).wait()
 
     def _records(self) -> Iterator[tuple[str, int, Tensor]]:
-        """Yield (key, shard, record) of all that the servers hold; the settings of a cut key come
-        after its shards, and get their steps.
-        """
+        """Yield (key, shard, record); settings of a cut key come last, with its shards' steps."""
         names = set()
         for server in self._servers:
             (reply,) = self._replies([self._requests.send(server, Message(Kind.STATE))])

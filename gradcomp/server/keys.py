@@ -44,9 +44,7 @@ class RawCodes:
         self.payload_shape = (self.codec.payload_nbytes(self._numel),)
 
     def payload(self, key: str, codes: Tensor, step: int) -> Tensor:
-        """Return the payload of codes (uint8), flagged as non-finite if the scale is; ValueError
-        if the scale is negative, or has not been pulled.
-        """
+        """Return the payload of codes (uint8), flagged as non-finite if the scale is."""
         scale, numel = 1.0, self._numel
         if self._scale is not None:
             if self._scale.maximum is None:
@@ -125,9 +123,7 @@ class ClientKey:
         return not self.spec.asynchronous and self.pushes + 1 > self.complete + OPEN_ROUNDS
 
     def settings(self, value: Tensor | None = None) -> Parts:
-        """Return the bodies of the INIT requests that make the key; of a key that is cut those of
-        the shards that are known.
-        """
+        """Return the bodies of the INIT requests that make the key and its known shards."""
         if not self.is_cut:
             return [(0, pack_spec(self.spec, value))]
         made = [(0, pack_spec(self.spec))]
@@ -141,9 +137,7 @@ class ClientKey:
         return made
 
     def body(self, value: Any) -> Tensor:
-        """Return a pushed value, or the payload of raw codes, as ``(nbytes,)`` uint8; ValueError
-        or UnsupportedTensor if the key does not take it.
-        """
+        """Return a pushed value, or the payload of raw codes, checked, as ``(nbytes,)`` uint8."""
         dtype, shape = DTYPES[self._given.dtype], self._given.shape
         tensor = value if isinstance(value, Tensor) else self._tensor_of(value)
         check_memory(tensor, "value")

@@ -132,9 +132,7 @@ def pack_error(error: Exception) -> Tensor:
 
 
 def is_expected(error: Exception) -> bool:
-    """Return whether an error tells what is wrong with a request; others are the server's own,
-    such as lack of memory or a bug.
-    """
+    """Whether an error tells what is wrong with a request; others are the server's own."""
     return isinstance(error, (GradcompError, ValueError)) and not isinstance(error, NativeError)
 
 

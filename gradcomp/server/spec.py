@@ -128,9 +128,7 @@ def make_spec(
 
 
 def pack_spec(spec: Spec, value: Tensor | None = None) -> Tensor:
-    """Return the body of an INIT request: settings, dimensions, and the initial values of an
-    asynchronous key.
-    """
+    """Return the body of an INIT request: settings, dimensions, and initial values, if any."""
     dtype, ndim = list(DTYPES).index(spec.dtype), len(spec.shape)
     flags = sum(getattr(spec, name) << bit for bit, name in enumerate(_FLAGS))
     settings = (spec.seed, spec.value_crc, spec.codec_options, spec.learning_rate)
@@ -141,9 +139,7 @@ def pack_spec(spec: Spec, value: Tensor | None = None) -> Tensor:
 
 
 def parse_spec(body: Tensor) -> tuple[Spec, Tensor | None]:
-    """Return the settings in the body of an INIT request, and the initial values of an asynchronous
-    key (a view); CorruptPayload for a body that no client writes.
-    """
+    """Return settings and initial values (a view) of an INIT request; CorruptPayload "message"."""
     head = body[: _FIXED.size].numpy().tobytes()
     if len(head) < _FIXED.size:
         raise CorruptPayload("message", f"settings of {len(head)} bytes")
@@ -198,9 +194,7 @@ def codec_of(spec: Spec, header: wire.Header, nbytes: int, *, shares_scale: bool
 
 
 def parse_payload(spec: Spec, payload: Tensor) -> tuple[wire.Header, Codec, PayloadLayout]:
-    """Return header, codec and layout of a payload that is complete, whatever its scales and codes
-    are; CorruptPayload as `Codec.decode`.
-    """
+    """Return header, codec and layout of a payload, checked but for its scales and codes."""
     view = payload.numpy()
     header = wire.parse(view)
     if header.segmented:

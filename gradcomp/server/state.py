@@ -65,10 +65,7 @@ def parse_state(record: Tensor) -> State:
 
 
 def write_states(path: str | os.PathLike[str], records: Iterable[tuple[str, int, Tensor]]) -> None:
-    """Write records of (key, shard, ``(nbytes,)`` uint8) as they come.
-
-    The file appears when it is complete, in the place of an older one; not at all after an error.
-    """
+    """Write records of (key, shard, ``(nbytes,)`` uint8) into a file that appears when complete."""
     path, count = Path(path), 0
     beside = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
