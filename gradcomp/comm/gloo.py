@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from gradcomp.comm.base import Channel, RankGone, Work, first_line
-from gradcomp.comm.store import Notes, meet
+from gradcomp.comm.store import Look, Notes, meet
 from gradcomp.comm.torch_private import make_gloo, store_below
 from gradcomp.errors import GradcompError, peers_answer
 
@@ -48,8 +48,6 @@ class Groups:
 
     Args:
         store: in which these ranks, and no others, meet.
-        rank: of this process among them.
-        world_size: how many they are.
         timeout_s: seconds after which a collective fails by itself, and to wait for ranks that have
             not connected yet.
         job: the default process group. What goes wrong on some groups of a job is also why others
@@ -70,13 +68,7 @@ class Groups:
         self.closed = False
 
     def start(self, channel: Channel, begin: Callable[[Any], Any], *buffers: Tensor) -> Work:
-        """Begin a collective; the groups keep `buffers` until it is done.
-
-        Raises:
-            RuntimeError: the groups are closed.
-            ConnectionError: this rank has given up.
-            PeerLost: (first use of a channel) a rank does not connect.
-        """
+        """Begin a collective; the groups keep `buffers` until it is done."""
         if self.closed:
             raise RuntimeError("this communicator is closed")
         if self.broken:
@@ -168,20 +160,9 @@ class Groups:
         if job is not None:  # all ranks are there again
             _failed.pop(job, None)
 
-    def _meet(
-        self,
-        prefix: str,
-        timeout_s: float,
-        what: str,
-        look: Callable[[float], tuple[int, str] | None],
-    ) -> None:
-        def look_for_notes() -> None:
-            gone = look(0.0)
-            if gone is not None:
-                raise RankGone(gone[0], what=gone[1])
-
+    def _meet(self, prefix: str, timeout_s: float, what: str, look: Look) -> None:
         store = store_below(self._store, prefix)
-        meet(store, self._rank, self._world_size, b"", timeout_s, what, look_for_notes)
+        meet(store, self._rank, self._world_size, b"", timeout_s, what, look)
 
 
 class _GlooWork(Work):
@@ -238,9 +219,7 @@ class _GlooWork(Work):
             raise (TimeoutError if late else ConnectionError)(why) from error
 
     def _ends_yet(self) -> bool:
-        """Return whether the collective ends within GRACE_S: what it lacks may have come while
-        this process stood still.
-        """
+        """Whether it ends within GRACE_S: what it lacks may come after this rank stood still."""
         with contextlib.suppress(RuntimeError):
             self._work.wait(_patience(GRACE_S))
         return self.is_done()
