@@ -160,7 +160,7 @@ class SplitOptimizer(TrailKeeper):
             state[CHECKSUM] = torch.zeros((), dtype=torch.int64)  # written by state_dict alone
         self._complete(p, group)
 
-    def _complete(self, p: nn.Parameter, group: dict[str, Any]) -> bool:
+    def _complete(self, p: Tensor, group: dict[str, Any]) -> bool:
         """Make fp32 state that a parameter lacks; return whether it lacked any."""
         missing = [name for name in self.wanted_moments(group) if name not in self.state[p]]
         for name in missing:

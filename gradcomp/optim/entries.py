@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradcomp import kernels
 from gradcomp.kernels.rules import NO_RULE, RULE, TARGET, Kind
@@ -24,7 +24,7 @@ GRADIENT_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 class Entry:
     """One parameter in one step: its gradient, or where its packed gradient is."""
 
-    parameter: nn.Parameter
+    parameter: Tensor
     group: dict[str, Any]
     state: dict[str, Any]
     gradient: Tensor | None = None

@@ -186,7 +186,7 @@ class OneBitLamb(MomentumExchange, SplitLAMB):
         self.coeff_beta, self.factor_threshold = coeff_beta, factor_threshold
         super().__init__(params, lr, betas, eps, weight_decay)
 
-    def run(self, entries: Sequence[Entry]) -> None:
+    def prepare(self, entries: Sequence[Entry]) -> None:
         for e in entries:
             is_new = e.parameter.numel() and not float(e.state["coefficient"])
             if is_new and self.is_frozen(e):
@@ -194,9 +194,6 @@ class OneBitLamb(MomentumExchange, SplitLAMB):
                     f"{self.name_of(e.parameter)} has had no warm-up: its ratio of norms is not"
                     " known"
                 )
-        super().run(entries)
-
-    def prepare(self, entries: Sequence[Entry]) -> None:
         super().prepare(entries)
         for entry in entries:
             if self.is_frozen(entry):
