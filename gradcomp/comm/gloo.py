@@ -26,7 +26,7 @@ from torch import Tensor
 
 from gradcomp.comm.base import Channel, RankGone, Work, first_line
 from gradcomp.comm.peers import find_lost, here
-from gradcomp.comm.store import Notes, meet
+from gradcomp.comm.store import Look, Notes, meet
 from gradcomp.comm.torch_private import make_gloo, store_below, store_is_gone
 from gradcomp.errors import GradcompError, peers_answer
 
@@ -49,8 +49,6 @@ class Groups:
 
     Args:
         store: in which these ranks, and no others, meet.
-        rank: of this process among them.
-        world_size: how many they are.
         timeout_s: seconds after which a collective fails by itself, and to wait for ranks that have
             not connected yet.
         job: the default process group. What goes wrong on some groups of a job is also why others
@@ -81,13 +79,7 @@ class Groups:
         self.closed = False
 
     def start(self, channel: Channel, begin: Callable[[Any], Any], *buffers: Tensor) -> Work:
-        """Begin a collective; the groups keep `buffers` until it is done.
-
-        Raises:
-            RuntimeError: the groups are closed.
-            ConnectionError: this rank has given up.
-            PeerLost: (first use of a channel) a rank does not connect.
-        """
+        """Begin a collective; the groups keep `buffers` until it is done."""
         if self.closed:
             raise RuntimeError("this communicator is closed")
         if self.broken:
@@ -197,20 +189,10 @@ class Groups:
             _failed.pop(job, None)
 
     def _meet(
-        self,
-        prefix: str,
-        mine: bytes,
-        timeout_s: float,
-        what: str,
-        look: Callable[[float], tuple[int, str] | None],
+        self, prefix: str, mine: bytes, timeout_s: float, what: str, look: Look
     ) -> list[bytes]:
-        def look_for_notes() -> None:
-            gone = look(0.0)
-            if gone is not None:
-                raise RankGone(gone[0], what=gone[1])
-
         store = store_below(self._store, prefix)
-        return meet(store, self._rank, self._world_size, mine, timeout_s, what, look_for_notes)
+        return meet(store, self._rank, self._world_size, mine, timeout_s, what, look)
 
 
 class _GlooWork(Work):
@@ -271,9 +253,7 @@ class _GlooWork(Work):
             raise (TimeoutError if late else ConnectionError)(why) from error
 
     def _ends_yet(self) -> bool:
-        """Return whether the collective ends within GRACE_S: what it lacks may have come while
-        this process stood still.
-        """
+        """Whether it ends within GRACE_S: what it lacks may come after this rank stood still."""
         with contextlib.suppress(RuntimeError):
             self._work.wait(_patience(GRACE_S))
         return self.is_done()

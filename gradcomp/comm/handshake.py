@@ -31,12 +31,7 @@ class Stranger(ConnectionError):
 async def greet(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, rank: int, peer: int
 ) -> None:
-    """Prove that this is `rank`, once the other end has proved that it is `peer`.
-
-    Raises:
-        Stranger: it has not.
-        OSError, asyncio.IncompleteReadError: the connection ended.
-    """
+    """Prove that this is `rank`, once the other end has proved that it is `peer`, else Stranger."""
     mine = secrets.token_bytes(NONCE_NBYTES)
     writer.write(_HELLO.pack(MAGIC, rank, mine))
     theirs = await reader.readexactly(NONCE_NBYTES)
@@ -53,12 +48,7 @@ async def answer(
     rank: int,
     world_size: int,
 ) -> int:
-    """Prove that this is `rank`, and return the rank above it that the other end has proved to be.
-
-    Raises:
-        Stranger: it has proved nothing.
-        OSError, asyncio.IncompleteReadError: the connection ended.
-    """
+    """Prove that this is `rank`, and return which rank above it the other end is, else Stranger."""
     magic, peer, theirs = _HELLO.unpack(await reader.readexactly(_HELLO.size))
     if magic != MAGIC or not rank < peer < world_size:
         raise Stranger(f"no rank above {rank}")

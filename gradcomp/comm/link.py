@@ -56,18 +56,16 @@ class LinkCommunicator(Communicator):
             raise ValueError(f"bits_per_s must be positive, got {bits_per_s!r}")
         if not 0 <= latency_s < math.inf:
             raise ValueError(f"latency_s must be at least 0 and finite, got {latency_s!r}")
-        self._use(comm, _Wire(bits_per_s, latency_s))
-
-    def _use(self, comm: Communicator, wire: _Wire) -> None:
-        self._comm, self._wire = comm, wire
+        self._comm, self._wire = comm, _Wire(bits_per_s, latency_s)
         self.rank, self.world_size, self.timeout_s = comm.rank, comm.world_size, comm.timeout_s
         self._queues = _Queues()
         weakref.finalize(self, self._queues.close).atexit = False
 
     def _same_link(self, comm: Communicator) -> LinkCommunicator:
         """Return `comm` over this rank's link, of which there is one."""
-        link = object.__new__(LinkCommunicator)
-        link._use(comm, self._wire)
+        wire = self._wire
+        link = LinkCommunicator(comm, bits_per_s=wire.bits_per_s, latency_s=wire.latency_s)
+        link._wire = wire
         return link
 
     def check_overlap(self) -> None:
@@ -125,9 +123,7 @@ class LinkCommunicator(Communicator):
     def _send(
         self, channel: object, nbytes: int, rounds: int, start: Callable[[Communicator], Work]
     ) -> Work:
-        """Have `start` called when `nbytes` have left the link and have been under way for
-        `rounds` latencies.
-        """
+        """Have `start` called when `nbytes` have left and been under way for `rounds` latencies."""
         with self._queues.lock:
             work = _LinkWork(self, self._wire.send(nbytes, rounds), start)
             self._queues.put(channel, work)
@@ -138,15 +134,15 @@ class _Wire:
     """The one link of a rank, which all its communicators share."""
 
     def __init__(self, bits_per_s: float, latency_s: float) -> None:
-        self._bits_per_s, self._latency_s = bits_per_s, latency_s
+        self.bits_per_s, self.latency_s = bits_per_s, latency_s
         self._free = 0.0  # when all that was started has been sent
         self._lock = threading.Lock()
 
     def send(self, nbytes: int, rounds: int) -> float:
         """Return when `nbytes` that are sent now arrive."""
         with self._lock:
-            self._free = max(time.monotonic(), self._free) + 8 * nbytes / self._bits_per_s
-            return self._free + rounds * self._latency_s
+            self._free = max(time.monotonic(), self._free) + 8 * nbytes / self.bits_per_s
+            return self._free + rounds * self.latency_s
 
 
 class _LinkWork(Work):

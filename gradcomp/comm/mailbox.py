@@ -78,15 +78,9 @@ class _Sending(base.Work):
 class Mailbox:
     """Sends messages to the other ranks and receives theirs.
 
-    Args:
-        rank: of this process.
-        world_size: number of ranks.
-        share: gives this rank's bytes (of one length) to all ranks and returns everyone's; a
-            collective call.
-        timeout_s: seconds within which every rank must be connected.
-
-    Raises:
-        PeerLost: a rank could not be reached, or is not who it should be.
+    Every rank must be connected within `timeout_s`: PeerLost for one that cannot be reached, or is
+    not who it should be. `share`, a collective call, gives this rank's bytes (of one length) to all
+    ranks and returns everyone's.
     """
 
     def __init__(self, rank: int, world_size: int, share: Share, timeout_s: float) -> None:
@@ -197,9 +191,7 @@ class _Post:
     ) -> None:
         """Return when every two ranks are connected; close what has led to nothing.
 
-        Raises:
-            asyncio.TimeoutError: after `timeout_s`.
-            ConnectionError: a rank cannot be reached.
+        Raises asyncio.TimeoutError after `timeout_s`, ConnectionError if a rank cannot be reached.
         """
         serving = functools.partial(self._answer, key)
         server = await asyncio.start_server(serving, sock=listener, limit=PART_NBYTES)
@@ -284,7 +276,14 @@ class _Post:
                 with self.changed:
                     self.incoming.append(found)
                     self.changed.notify_all()
-                await self._fill(reader, nbytes, await found.memory)
+                memory, at = await found.memory, 0
+                while at < nbytes:
+                    part = await reader.read(min(PART_NBYTES, nbytes - at))
+                    if not part:
+                        raise asyncio.IncompleteReadError(b"", nbytes - at)
+                    if memory is not None:
+                        memory[at : at + len(part)] = part
+                    at += len(part)
                 with self.changed:
                     found.arrived = True
                     self.changed.notify_all()
@@ -293,18 +292,6 @@ class _Post:
                 self.incoming = [i for i in self.incoming if i.sender != peer or i.arrived]
                 self.gone.add(peer)
                 self.changed.notify_all()
-
-    async def _fill(
-        self, reader: asyncio.StreamReader, nbytes: int, memory: memoryview | None
-    ) -> None:
-        at = 0
-        while at < nbytes:
-            part = await reader.read(min(PART_NBYTES, nbytes - at))
-            if not part:
-                raise asyncio.IncompleteReadError(b"", nbytes - at)
-            if memory is not None:
-                memory[at : at + len(part)] = part
-            at += len(part)
 
 
 # ---- the loop, which must not hold a Mailbox -----------------------------------------------------

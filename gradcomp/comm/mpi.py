@@ -57,14 +57,7 @@ def _mpi() -> Any:
 
 
 def load() -> Any:
-    """Return mpi4py's MPI module where MPI sees all ranks that were started with this one;
-    initialises MPI.
-
-    Raises:
-        ImportError, RuntimeError: there is no MPI here.
-        ValueError: MPI sees this process alone, but something else has started it as one of
-            several.
-    """
+    """As `_mpi`; ValueError if MPI sees one process where a launcher has started several."""
     mpi = _mpi()
     if mpi.COMM_WORLD.Get_size() > 1:
         return mpi
@@ -82,12 +75,7 @@ def load() -> Any:
 
 
 def describe_mpi() -> str:
-    """Return library and thread level of the MPI here; initialises MPI.
-
-    Raises:
-        ImportError: mpi4py is not installed.
-        RuntimeError: it finds no MPI library.
-    """
+    """Return library and thread level of the MPI here; initialises MPI, as `_mpi`."""
     mpi = _mpi()
     names = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
     levels = {getattr(mpi, f"THREAD_{name}"): name for name in names}

@@ -71,11 +71,7 @@ def thread_level() -> str:
 
 
 def call(function: Callable[[], T]) -> T:
-    """Call MPI where it may be called.
-
-    Raises:
-        RuntimeError: it may be called from the main thread only, and this is another one.
-    """
+    """Call MPI in the thread that may; RuntimeError if only the main one may and this is not it."""
     level = thread_level()
     if level == "serialized" and not getattr(_here, "calls_mpi", False):
         return _one_thread.submit(function).result()
@@ -120,13 +116,11 @@ class Channels:
     point: Any  # messages from rank to rank
     news: Any  # "I give up"
     serial: int  # number of its making, the same on every rank
-    # peers that have given up: for whose sake, and why
-    gone: dict[int, tuple[int, str]] = field(default_factory=dict)
+    gone: dict[int, tuple[int, str]] = field(default_factory=dict)  # for whose sake, and why
     left: set[int] = field(default_factory=set)  # peers that have come to their end
     broken: bool = False
     uses: int = 0  # how many MpiCommunicators have had these channels; tells their messages apart
-    # requests with what MPI reads or writes
-    pending: dict[int, tuple[Any, object]] = field(default_factory=dict)
+    pending: dict[int, tuple[Any, object]] = field(default_factory=dict)  # requests and buffers
     arriving: list[Arriving] = field(default_factory=list)  # messages that have been matched
     sent: list[Any] = field(default_factory=list)  # news and their requests
 
@@ -198,11 +192,7 @@ class Parent:
     spoiled: bool = False
 
     def take_channels(self, comm: Any, timeout_s: float) -> Channels:
-        """Return channels that are free on every rank, or make some. Collective over `comm`.
-
-        Raises:
-            PeerLost: a rank did not take part within `timeout_s`, now or earlier.
-        """
+        """Return channels that are free on every rank, or make some. Collective over `comm`."""
         if self.spoiled:
             why = "an earlier MpiCommunicator here was not made on every rank"
             raise lost_in_setup(time.monotonic(), why)
@@ -232,22 +222,18 @@ class Parent:
         return channels
 
     def give_back(self, channels: Channels) -> None:
-        """Have channels that nobody uses any more serve again, unless something on them has not
-        ended. Holds `free_lock`.
-        """
+        """Let channels serve again unless something on them has not ended. Holds `free_lock`."""
         if left := channels.forget():
             unanswered.append(left)
         elif not channels.broken and not channels.gone:
             self.free.append(channels)
 
     def make_subset(self, comm: Any, members: Sequence[int], timeout_s: float) -> Any:
-        """Return an MPI communicator of some ranks, which have met. Collective over these.
+        """Return an MPI communicator of some ranks, which have met. Collective over these: PeerLost
+        if one did not take part within `timeout_s`.
 
         MPI has no call for this that does not block: should a rank end just now, the thread that
         waits is left behind where threads may call MPI.
-
-        Raises:
-            PeerLost: a rank did not take part within `timeout_s`.
         """
         group = comm.Get_group().Incl(list(members))
         make = functools.partial(comm.Create_group, group, members[0])

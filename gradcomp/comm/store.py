@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from gradcomp.comm.base import first_line, gave_up, lost_in_setup
+from gradcomp.comm.base import RankGone, first_line, gave_up, lost_in_setup
 from gradcomp.comm.torch_private import leave_store, limit_store, store_is_gone
 
 SETUP_VARIABLE = "GRADCOMP_SETUP_TIMEOUT_S"
@@ -32,14 +32,12 @@ REASON_LENGTH = 500
 CLOSED = "closed its communicator, or its program ended, while other ranks were waiting for it"
 _LEFT = 1 << 32  # counted for a rank that has given up; arrivals are counted below it
 
+# of seconds to wait; returns (rank, what it did) of a peer that takes part no more
+Look = Callable[[float], tuple[int, str] | None]
+
 
 def setup_timeout_s(timeout_s: float) -> float:
-    """Return how long to wait for the other ranks at the first meeting, in seconds; at most
-    `timeout_s`.
-
-    Raises:
-        ValueError: GRADCOMP_SETUP_TIMEOUT_S is not a positive number.
-    """
+    """Return how long to wait for the other ranks at the first meeting, at most `timeout_s`."""
     text = os.environ.get(SETUP_VARIABLE)
     try:
         seconds = SETUP_S if text is None else float(text)
@@ -57,7 +55,7 @@ def meet(
     mine: bytes,
     timeout_s: float,
     what: str,
-    look: Callable[[], None] = lambda: None,
+    look: Look = lambda patience_s: None,
 ) -> list[bytes]:
     """Return every rank's `mine`. Collective over the ranks of `store`, which serves one meeting.
 
@@ -66,8 +64,8 @@ def meet(
 
     Args:
         what: what a rank that is missing has not done ("called register").
-        look: called every second while ranks are missing; what it raises ends the meeting for this
-            rank.
+        look: called every second while ranks are missing; a rank that it returns ends the meeting
+            for this rank in RankGone.
 
     Raises:
         PeerLost: phase "setup"; a rank is missing, or the store does not answer.
@@ -87,7 +85,8 @@ def meet(
                     break
             if time.monotonic() - looked > LOOK_EVERY_S:
                 looked = time.monotonic()
-                look()
+                if gone := look(0.0):
+                    raise RankGone(gone[0], what=gone[1])
             time.sleep(pause)
             pause = min(1.5 * pause, LONGEST_PAUSE_S)
         end = bytes(store.get("end"))
@@ -113,9 +112,7 @@ def meet(
 
 
 def wait_until_read(store: Any) -> None:
-    """Wait until every rank has the answer of a meeting, for WRITE_S at most: the store may go
-    with the process that hosts it.
-    """
+    """Wait, for WRITE_S at most, until every rank has an answer: the store may go with its host."""
     deadline = time.monotonic() + WRITE_S
     with contextlib.suppress(RuntimeError):  # it has gone
         while store.check(["read"]) and time.monotonic() < deadline:

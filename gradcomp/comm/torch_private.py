@@ -97,14 +97,10 @@ def default_timeout_s() -> float:
 
 
 def make_gloo(store: Any, rank: int, world_size: int, connect_s: float, timeout_s: float) -> Any:
-    """Connect the ranks of `store` with each other; collectives on the result fail after
-    `timeout_s`.
+    """Connect the ranks of `store` with each other; RuntimeError if one did not within `connect_s`.
 
-    The result is no process group that torch knows of: dropping it closes its sockets and ends its
-    threads.
-
-    Raises:
-        RuntimeError: a rank did not connect within `connect_s`.
+    The result, whose collectives fail after `timeout_s`, is no process group that torch knows of:
+    dropping it closes its sockets and ends its threads.
     """
     group = _named(dist, "ProcessGroupGloo")(store, rank, world_size, timedelta(seconds=connect_s))
     _named(group, "_set_default_timeout")(timedelta(seconds=min(timeout_s, LONGEST_TIMEOUT_S)))
@@ -207,28 +203,16 @@ def joins_by_active_ranks(model: Any) -> bool:
 
 @dataclass(frozen=True)
 class Sharded:
-    """What one module of a `fully_shard` model reduce-scatters.
+    """What one module of a `fully_shard` model reduce-scatters."""
 
-    Attributes:
-        module: an ``FSDPModule``.
-        group: the ranks that share it out.
-        parameters: sharded, as ``model.parameters()`` has them, in the order in which gradients
-            travel.
-        shapes: of each, as it was before.
-        chunks: of each, the shape of every rank's chunk, the largest first; a chunk of no rows is
-            empty.
-        dims: of each, the dimension along which it is cut.
-        is_split: whether some is a rank's part of a tensor-parallel one; shapes are then those of
-            that part.
-    """
-
-    module: Any
-    group: Any
+    module: Any  # an FSDPModule
+    group: Any  # the ranks that share it out
+    # sharded, as model.parameters() has them, in the order in which gradients travel
     parameters: list[torch.nn.Parameter]
-    shapes: list[tuple[int, ...]]
-    chunks: list[list[tuple[int, ...]]]
-    dims: list[int]
-    is_split: bool
+    shapes: list[tuple[int, ...]]  # of each, as it was before
+    chunks: list[list[tuple[int, ...]]]  # of each, every rank's chunk, the largest first
+    dims: list[int]  # of each, along which it is cut
+    is_split: bool  # some is a rank's part of a tensor-parallel one, and shapes are that part's
 
 
 def sharded_modules(model: Any) -> list[Sharded]:
@@ -265,14 +249,11 @@ def sharded_modules(model: Any) -> list[Sharded]:
 
 
 class ReusedTensors:
-    """Flat tensors that are handed out again once nobody holds them or a view of them: as many
-    as there are at a time, of each size.
+    """Flat tensors of `allocate` that are handed out again once nobody holds them or a view of
+    them.
 
     torch asks for new memory for whole modules in every step, whose pages the system then makes
     one by one.
-
-    Args:
-        allocate: makes new ones.
     """
 
     def __init__(self, allocate: Allocate) -> None:
@@ -322,17 +303,24 @@ def _collective(kind: str, call: Callable[..., Any], allocate: Allocate) -> Any:
 def reduce_scatter_by(
     module: Any, call: Callable[[torch.Tensor, torch.Tensor, Any, Any], None], allocate: Allocate
 ) -> None:
-    """Have a `fully_shard` module call ``call(output, input, group, op)`` to reduce-scatter, with
-    memory of `allocate`.
-    """
+    """Have a `fully_shard` module reduce-scatter by ``call(output, input, group, op)``."""
     module.set_custom_reduce_scatter(_collective("ReduceScatter", call, allocate))
 
 
 def reduce_scatter_as_before(module: Any) -> None:
     """Give a module of a `fully_shard` model torch's own reduce-scatter back."""
+    module.set_custom_reduce_scatter(_torchs_own("DefaultReduceScatter"))
+
+
+def all_gather_as_before(module: Any) -> None:
+    """Give a module of a `fully_shard` model torch's own all_gather back."""
+    _named(module, "set_custom_all_gather")(_torchs_own("DefaultAllGather"))
+
+
+def _torchs_own(kind: str) -> Any:
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
-    module.set_custom_reduce_scatter(_named(_fsdp_collectives, "DefaultReduceScatter")())
+    return _named(_fsdp_collectives, kind)()
 
 
 def leaves_shards_alone(module: Any, dtype: torch.dtype) -> bool:
@@ -368,8 +356,8 @@ def all_gather_by(
     call: Callable[[torch.Tensor, torch.Tensor, Any], Callable[[], None] | None],
     allocate: Allocate,
 ) -> None:
-    """Have a `fully_shard` module call ``call(output, input, group)`` to gather weights, with
-    memory of `allocate`; what that returns, if anything, is called when the weights are needed.
+    """Have a `fully_shard` module gather weights by ``call(output, input, group)``; what that
+    returns, if anything, is called when the weights are needed.
     """
 
     class Arriving(dist.Work):
@@ -388,13 +376,6 @@ def all_gather_by(
         return None if finish is None else Arriving(finish)
 
     _named(module, "set_custom_all_gather")(_collective("AllGather", gather, allocate))
-
-
-def all_gather_as_before(module: Any) -> None:
-    """Give a module of a `fully_shard` model torch's own all_gather back."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_collectives
-
-    _named(module, "set_custom_all_gather")(_named(_fsdp_collectives, "DefaultAllGather")())
 
 
 # ---- of the profiler -----------------------------------------------------------------------------

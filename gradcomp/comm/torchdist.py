@@ -44,9 +44,7 @@ _meetings: weakref.WeakKeyDictionary[Any, Counter[Any]] = weakref.WeakKeyDiction
 
 
 def _store(members: tuple[int, ...], what: str) -> Any:
-    """Return where the ranks `members` of the default group meet: each rank's k-th time for
-    these members and purpose.
-    """
+    """Return where ranks of the default group meet, each for the k-th time for this purpose."""
     meetings = _meetings.setdefault(dist.group.WORLD, Counter())
     meetings[members, what] += 1
     key = f"{'_'.join(map(str, members))}/{what}"
@@ -201,15 +199,11 @@ class TorchCommunicator(Communicator):
 
 
 def open_store(host: str, port: int, *, serves: bool, timeout_s: float) -> Any:
-    """Return the store at an address, in which ranks can meet before anything else connects them.
-
-    Args:
-        host, port: MASTER_ADDR and MASTER_PORT.
-        serves: this process is the one that others find there.
-        timeout_s: longest wait for that one.
+    """Return the store at MASTER_ADDR and MASTER_PORT, in which ranks can meet before anything else
+    connects them; where this process `serves`, others find it there.
 
     Raises:
-        ConnectionError: the port is taken, or nothing answers.
+        ConnectionError: the port is taken, or nothing answers for `timeout_s`.
     """
     try:
         return dist.TCPStore(  # type: ignore[attr-defined]
@@ -220,12 +214,7 @@ def open_store(host: str, port: int, *, serves: bool, timeout_s: float) -> Any:
 
 
 def open_group(store: Any, rank: int, world_size: int, timeout_s: float) -> None:
-    """Make torch.distributed's default group over gloo, of the ranks that call this with the same
-    store.
-
-    Raises:
-        RuntimeError: gloo does not connect them.
-    """
+    """Make torch.distributed's default group over gloo, of the ranks that call this."""
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
     )
@@ -253,16 +242,9 @@ def read_checkpoint(
     checkpoint_id: str, wanted: Callable[[str], bool], prefix: str
 ) -> dict[str, Any]:
     """Return what a folder of `torch.distributed.checkpoint` has under the keys that are wanted,
-    here alone and not as a collective.
+    here alone and not as a collective; ValueError if it has no checkpoint.
 
-    Args:
-        checkpoint_id: the folder.
-        wanted: whether a key is read.
-        prefix: of these keys, left out of what is returned; the word after it is the key of a
-            dictionary where others follow.
-
-    Raises:
-        ValueError: the folder has no checkpoint.
+    `prefix` is left out of the keys; the word after it is that of a dictionary where others follow.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -292,12 +274,7 @@ def read_checkpoint(
 
 
 def default_communicator() -> TorchCommunicator:
-    """Return the communicator over the default process group, made at the first call (a collective
-    one) and kept.
-
-    Raises:
-        RuntimeError: torch.distributed is not initialised.
-    """
+    """Return the communicator over the default group, made at the first call, a collective one."""
     global _default
     world = dist.group.WORLD if dist.is_initialized() else None
     if _default is None or _default[0] is not world or world is None:
@@ -325,28 +302,18 @@ def gather_object(mine: Any) -> list[Any] | None:
 
 
 def divisor(op: Any, world_size: int) -> int | None:
-    """Return by what a mean over the ranks is smaller than what an operation of torch makes;
-    None for one that does something else.
-    """
+    """Return what an operation of torch is to be divided by for a mean; None if it makes no sum."""
     return {dist.ReduceOp.AVG: 1, dist.ReduceOp.SUM: world_size}.get(getattr(op, "op", op))
 
 
 def same_ranks(
     comm: Communicator, process_group: dist.ProcessGroup | None = None, *, timeout_s: float = 60.0
 ) -> None:
-    """Raise ValueError, on every rank, unless `comm` has the ranks of a process group, numbered
-    alike.
+    """Raise ValueError, on every rank, unless `comm` has the ranks of a process group (the default
+    one when None), numbered alike; PeerLost if a rank did not call this.
 
-    Collective over the process group. It meets in the store and does not use the group itself.
-
-    Args:
-        comm: any communicator.
-        process_group: the default group when None.
-        timeout_s: seconds to wait for the other ranks; at most those of GRADCOMP_SETUP_TIMEOUT_S.
-
-    Raises:
-        ValueError: another rank or number of ranks in `comm`, on any rank; or ranks of another job.
-        PeerLost: a rank did not call this.
+    Collective over the process group. It meets in the store and does not use the group itself. It
+    waits for `timeout_s`, at most for GRADCOMP_SETUP_TIMEOUT_S.
     """
     parent = process_group if process_group is not None else dist.group.WORLD
     members = tuple(dist.get_process_group_ranks(parent))

@@ -83,14 +83,8 @@ class SplitOptimizer(TrailKeeper):
         run_rules(entries, self.rules(entries), self.moments)
 
     def taken_over(self, name: str, p: Tensor, step: Tensor) -> Tensor | None:
-        """Return state that is missing in a checkpoint of the optimizer that this one derives from.
-
-        Args:
-            name: of a counter (one element) or a moment.
-            step: number of steps that the checkpoint has seen.
-
-        Returns:
-            None: the checkpoint is refused.
+        """Return a counter (one element) or moment that is missing in a checkpoint, which has seen
+        `step` steps, of the optimizer that this one derives from; None: it is refused.
         """
         return None
 
@@ -166,7 +160,7 @@ class SplitOptimizer(TrailKeeper):
             state[CHECKSUM] = torch.zeros((), dtype=torch.int64)  # written by state_dict alone
         self._complete(p, group)
 
-    def _complete(self, p: nn.Parameter, group: dict[str, Any]) -> bool:
+    def _complete(self, p: Tensor, group: dict[str, Any]) -> bool:
         """Make fp32 state that a parameter lacks; return whether it lacked any."""
         missing = [name for name in self.wanted_moments(group) if name not in self.state[p]]
         for name in missing:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradcomp import kernels
 from gradcomp.kernels.rules import NO_RULE, RULE, TARGET, Kind
@@ -24,7 +24,7 @@ GRADIENT_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 class Entry:
     """One parameter in one step: its gradient, or where its packed gradient is."""
 
-    parameter: nn.Parameter
+    parameter: Tensor
     group: dict[str, Any]
     state: dict[str, Any]
     gradient: Tensor | None = None
@@ -43,11 +43,8 @@ def number(value: Any) -> float:
 def make_rules(
     kind: Kind, entries: Sequence[Entry], numbers: Callable[[Entry], dict[str, float]]
 ) -> NDArray[Any]:
-    """Return ``(len(entries),)`` of `rules.RULE`.
-
-    Args:
-        numbers: returns the fields of an entry's rule; called once for all entries that have
-            group, step, seen and is_first in common.
+    """Return ``(len(entries),)`` of `rules.RULE`; `numbers` returns the fields of an entry's rule,
+    and is called once for all entries that have group, step, seen and is_first in common.
     """
     known: dict[tuple[int, int, float, bool], dict[str, float]] = {}
     rows = []
@@ -66,9 +63,7 @@ def make_rules(
 
 @lru_cache(maxsize=16)
 def whole_rows(numels: tuple[int, ...]) -> Table:
-    """Return rows over whole parameters, cut at multiples of CHUNK_NUMEL; sums depend on the cuts,
-    so they do not depend on the number of threads.
-    """
+    """Return rows over whole parameters, cut at CHUNK_NUMEL whatever the number of threads."""
     rows = [
         (0, 0, 0, 0, 0, first, min(CHUNK_NUMEL, numel - first), numel, place)
         for place, numel in enumerate(numels)
@@ -80,16 +75,15 @@ def whole_rows(numels: tuple[int, ...]) -> Table:
 def run_rules(
     entries: Sequence[Entry], rules: NDArray[Any], moments: Sequence[str], *, gradients: bool = True
 ) -> NDArray[np.float64]:
-    """Run one rule for each entry.
+    """Run one rule for each entry; packed gradients come from their payloads.
 
     Args:
         rules: ``(len(entries),)`` of `rules.RULE`.
         moments: names of the state; the first two are state0 and state1 of the rules.
-        gradients: False for rules that read none. Packed gradients come from their payloads.
+        gradients: False for rules that read none.
 
     Returns:
-        ``(len(entries), 2)``: norms, for rules that compute them, with an entry's rows added in
-        order; else zeros.
+        ``(len(entries), 2)``: norms, for rules that compute them, else zeros.
     """
     kernel_set = kernels.of(entries[0].parameter.device)
     targets = kernel_set.targets(
@@ -114,5 +108,5 @@ def run_rules(
         packed.update(by_position, rules)
     totals = np.zeros((len(entries), 2))
     for row, pair in zip(table.rows["parameter"], norms.reshape(-1, 2), strict=True):
-        totals[row] += pair
+        totals[row] += pair  # in order
     return np.sqrt(totals)

@@ -74,12 +74,7 @@ def agree_on_optimizer(optimizer: SplitOptimizer, engine: Engine, not_fused: str
 
 
 class FusedGradients:
-    """The packed averages of the last backward; `p.grad` is a placeholder meanwhile.
-
-    Args:
-        engine: keeps averages packed (`Layouts.keeps_packed`).
-        optimizer: asks for them in its steps.
-    """
+    """The packed averages of the last backward; `p.grad` is a placeholder meanwhile."""
 
     def __init__(self, engine: Engine, optimizer: SplitOptimizer) -> None:
         self._engine, self._optimizer = engine, optimizer
@@ -91,9 +86,7 @@ class FusedGradients:
         optimizer.attach_packed(self)
 
     def place(self, packed: Sequence[tuple[Averages, Members]]) -> None:
-        """Put placeholders for packed averages where DDP has put local gradients; averages that
-        are not packed stay in `p.grad`.
-        """
+        """Put placeholders for packed averages where DDP has put local gradients."""
         self._packed = packed
         for _, members in packed:
             for position, _ in members:
@@ -154,11 +147,7 @@ class FusedGradients:
         max_norm / norm if it is larger; packed ones when the optimizer takes them.
 
         The norm is computed from payloads and averages by the library's kernels, so that it is the
-        same on every rank, to the last bit.
-
-        Raises:
-            GradcompError: a placeholder was written to.
-            RuntimeError: the norm is not finite, with `error_if_nonfinite`.
+        same on every rank, to the last bit. GradcompError if a placeholder was written to.
         """
         targets, rules = np.zeros(self.parameter_count, TARGET), np.zeros(1, RULE)
         targets["rule"], rules["kind"] = NO_RULE, Kind.SQUARES
@@ -183,11 +172,7 @@ class FusedGradients:
         return norm
 
     def materialize(self) -> None:
-        """Replace every placeholder that is still there by the averaged gradient.
-
-        Raises:
-            GradcompError: a placeholder was written to; nothing is replaced then.
-        """
+        """Replace placeholders by averaged gradients; none, and raise, if one was written to."""
         for p in self._placeholders:
             if self.position(p) is not None:
                 self.check(p)

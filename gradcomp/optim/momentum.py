@@ -33,10 +33,6 @@ class MomentumExchange(SplitOptimizer):
     `gradcomp.ddp.register(..., optimizer=)` and `gradcomp.GradientAverager(..., optimizer=)` take
     `transform` from it. Without either it steps from gradients by its own count of steps, as a
     baseline for comparisons.
-
-    Attributes:
-        arrived: parameters in whose ``p.grad`` the last exchange has left a momentum; None if there
-            has been no exchange.
     """
 
     counters: ClassVar[tuple[str, ...]] = ("variance_steps", "floored_at")
@@ -44,6 +40,7 @@ class MomentumExchange(SplitOptimizer):
     packs_warm_up: ClassVar[bool] = True
     freeze_step: int
     floor: float
+    # parameters in whose p.grad the last exchange has left a momentum; None without an exchange
     arrived: set[Tensor] | None = None
 
     def wants_gradients(self, step: int) -> bool:
@@ -86,9 +83,7 @@ class MomentumExchange(SplitOptimizer):
 
         An element below `floor` squared times its tensor's typical variance gets that. An element
         whose gradients have been 0 so far would be divided by eps alone, but its codes are not 0.
-
-        Raises:
-            GradcompError: a variance that is 0 everywhere; nothing is changed then.
+        GradcompError, and nothing is changed, for a variance that is 0 everywhere.
         """
         frozen = {id(e) for e in entries if self.is_frozen(e)}
         new = [e for e in entries if id(e) in frozen and not _is_floored(e.state)]
@@ -134,9 +129,7 @@ class MomentumExchange(SplitOptimizer):
     # ---- checkpoints ------------------------------------------------------------------------
 
     def taken_over(self, name: str, p: Tensor, step: Tensor) -> Tensor | None:
-        """Return state for a parameter that comes from Adam (LAMB), whose variance has seen all
-        steps.
-        """
+        """Return state of a parameter from Adam or LAMB, whose variance has seen all steps."""
         if name in self.counters:
             return step if name == "variance_steps" else torch.zeros(())
         return None
@@ -176,19 +169,13 @@ def _is_floored(state: dict[str, Any]) -> bool:
 
 
 def _is_known(variance: Tensor) -> bool:
-    """Whether a variance has elements and has seen a gradient: neither all 0 nor filled with Inf
-    in place of that.
-    """
+    """Whether a variance has seen a gradient: it is neither all 0 nor Inf in place of that."""
     flat = variance.flatten()
     return any_bits(flat) and not bool(torch.isinf(flat[0]))
 
 
 def check_steps(name: str, value: object, steps: object = None) -> int:
-    """Return a number of steps.
-
-    Raises:
-        ValueError: it is no integer of at least 1, or not below `steps`, the length of the run.
-    """
+    """Return a number of steps; ValueError unless it is at least 1 and below those of the run."""
     for what, given in ((name, value), *([] if steps is None else [("steps", steps)])):
         if isinstance(given, bool) or not isinstance(given, int) or given < 1:
             raise ValueError(f"{what} must be an integer of at least 1, got {given!r}")

@@ -21,7 +21,7 @@ from torch import Tensor
 from gradcomp.errors import GradcompError
 from gradcomp.optim.entries import Entry, number
 from gradcomp.optim.momentum import MomentumExchange, check_floor, check_steps
-from gradcomp.optim.split_optimizers import Ranges, SplitAdamW, SplitLAMB, one_of
+from gradcomp.optim.split_optimizers import Ranges, SplitAdamW, SplitLAMB, check_number, one_of
 
 
 class OneBitAdam(MomentumExchange, SplitAdamW):
@@ -182,12 +182,11 @@ class OneBitLamb(MomentumExchange, SplitLAMB):
             "factor_min, factor_max", factor_min, factor_max
         )
         for name, value in (("coeff_beta", coeff_beta), ("factor_threshold", factor_threshold)):
-            if not 0 <= value < 1:
-                raise ValueError(f"{name} must be at least 0 and below 1, got {value!r}")
+            check_number(name, value, below=1.0)
         self.coeff_beta, self.factor_threshold = coeff_beta, factor_threshold
         super().__init__(params, lr, betas, eps, weight_decay)
 
-    def run(self, entries: Sequence[Entry]) -> None:
+    def prepare(self, entries: Sequence[Entry]) -> None:
         for e in entries:
             is_new = e.parameter.numel() and not float(e.state["coefficient"])
             if is_new and self.is_frozen(e):
@@ -195,9 +194,6 @@ class OneBitLamb(MomentumExchange, SplitLAMB):
                     f"{self.name_of(e.parameter)} has had no warm-up: its ratio of norms is not"
                     " known"
                 )
-        super().run(entries)
-
-    def prepare(self, entries: Sequence[Entry]) -> None:
         super().prepare(entries)
         for entry in entries:
             if self.is_frozen(entry):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from gradcomp import kernels
-from gradcomp.kernels.rules import RULE, Kind
-from gradcomp.optim.entries import GRADIENT_DTYPES, whole_rows
-from gradcomp.optim.split import ROUNDINGS, check_dense, check_dtype, check_rounding
+from gradcomp.kernels.rules import Kind
+from gradcomp.optim.entries import GRADIENT_DTYPES, Entry, make_rules, run_rules
+from gradcomp.optim.split import check_dense, check_dtype, check_rounding
 
 
 @torch.no_grad()
@@ -51,11 +49,7 @@ def packed_add(
         )
     if delta.stride() != top.stride():
         delta = torch.empty_like(top, dtype=delta.dtype).copy_(delta)
-    kernel_set = kernels.of(top.device)
-    rules = np.zeros(1, RULE)
-    rules["kind"], rules["rounding"] = Kind.SGD, ROUNDINGS.index(rounding)
-    rules["step_size"] = alpha
-    targets = kernel_set.targets(weight=[top.detach()], trail=[trail], gradient=[delta.detach()])
-    kernel_set.update(whole_rows((top.numel(),)), targets, rules)
+    entry = Entry(top.detach(), {"rounding": rounding}, {"trail": trail}, delta.detach())
+    run_rules([entry], make_rules(Kind.SGD, [entry], lambda _: {"step_size": alpha}), ())
     torch.autograd.graph.increment_version(top)
     return top

@@ -28,9 +28,7 @@ def check_sparse(optimizer: Any, p: nn.Parameter, group: dict[str, Any], name: s
 
 
 def run_sparse(optimizer: Any, entry: Entry) -> None:
-    """Update the rows that a sparse gradient names, and their trails, exactly as a dense update
-    would.
-    """
+    """Update the rows that a sparse gradient names, and their trails, as a dense update would."""
     p, state = entry.parameter, entry.state
     assert p.grad is not None
     gradient = p.grad.float().coalesce()  # fp32 before rows that are named twice are added up

@@ -127,9 +127,7 @@ def join(top: Tensor, trail: Tensor, *, rounding: str = "truncate") -> Tensor:
 
 
 def checksum(top: Tensor) -> int:
-    """Return a CRC-32C of a top's bytes in memory order: what a trail is checked against when it
-    comes from elsewhere.
-    """
+    """Return a CRC-32C of a top's bytes in memory order, against which trails are checked."""
     flat = top.detach().as_strided((top.numel(),), (1,))
     return host.crc32c(flat.view(torch.uint8).cpu().numpy()) if flat.numel() else 0
 
@@ -283,11 +281,7 @@ def check_parameter(parameter: Tensor, name: str) -> None:
 
 
 def _owner_of(value: Any, optimizers: Any, name: str) -> Any:
-    """Return the optimizer that has a parameter's trail; None for what is not split.
-
-    Raises:
-        ValueError: a bfloat16 parameter that none of the optimizers has.
-    """
+    """Return the optimizer that has a parameter's trail; None for what is not split."""
     if not isinstance(value, nn.Parameter) or value.dtype != torch.bfloat16:
         return None
     for optimizer in optimizers if isinstance(optimizers, Sequence) else [optimizers]:

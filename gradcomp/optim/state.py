@@ -31,12 +31,7 @@ class Load(NamedTuple):
 
 
 def check_saved(optimizer: Any, saved: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Load]]:
-    """Return what a split optimizer is to load: the options of each group, and each parameter's
-    state. Nothing is changed.
-
-    Raises:
-        ValueError: state of another optimizer or model, or of which a part is missing.
-    """
+    """Return the options of each group and the state of each parameter to load, all checked."""
     if not {"state", "param_groups"} <= saved.keys():
         raise ValueError("this is no optimizer's state: it has no 'state' and 'param_groups'")
     sizes, wanted = (

@@ -30,16 +30,9 @@ _HEAD_NBYTES = 1 << 16  # of a reply beside its values: a header, or an error
 
 
 class Request(Future[Message]):
-    """One message to a server; its result is the reply, its exception the error in the reply.
+    """One message to a server; its result is the reply, its exception the error in the reply."""
 
-    Attributes:
-        number: repeated in the reply.
-        server: rank that is asked.
-        asked: the message, without its body.
-        sent: transfer of the message.
-    """
-
-    sent: Work
+    sent: Work  # the transfer of the message
 
     def __init__(self, number: int, server: int, message: Message) -> None:
         super().__init__()
@@ -55,16 +48,9 @@ class Request(Future[Message]):
 class Requests:
     """Sends requests and receives replies, for one thread.
 
-    Args:
-        comm: the ranks.
-        servers: ranks that serve.
-        timeout_s: seconds after which a server that does not answer is given up.
-
-    Attributes:
-        bytes_sent, bytes_received: of messages, headers included.
-        max_reply_nbytes: longest reply that is accepted, header not counted. Raise it before the
-            request that precedes, at the same server, the one with the long reply: the receiver has
-            seen the new number when that reply comes.
+    Raise `max_reply_nbytes`, the longest reply that is accepted, before the request that precedes,
+    at the same server, the one with the long reply: the receiver has seen the new number when that
+    reply comes.
     """
 
     def __init__(self, comm: Communicator, servers: Sequence[int], timeout_s: float) -> None:
@@ -82,12 +68,7 @@ class Requests:
         self._closed = False
 
     def send(self, server: int, message: Message) -> Request:
-        """Begin to send a message; its `request` and `servers` are filled in here.
-
-        Raises:
-            RuntimeError: the client is closed.
-            PeerLost: the server is gone.
-        """
+        """Begin to send a message, numbered here; PeerLost if the server is gone."""
         if self._closed:
             raise RuntimeError("this client is closed")
         number = self._number = self._number % (2**32 - 1) + 1
@@ -221,9 +202,7 @@ class Requests:
                 request.set_exception(request.lost(error) if isinstance(error, str) else error)
 
     def _reason(self, request: Request) -> str:
-        """Ask the server what a late pull waits for, and return it; meanwhile its reply, or an
-        error, may still come.
-        """
+        """Ask the server what a late pull waits for; its reply may still come meanwhile."""
         silent = f"server rank {request.server} is silent"
         if request.asked.kind != Kind.PULL:
             return silent
@@ -242,14 +221,7 @@ class Requests:
 
 
 class Pending(Generic[T]):
-    """A call that is under way, as `ParameterClient` returns it for ``wait=False``.
-
-    Args:
-        requests: sends the parts.
-        parts: the requests of the call.
-        finish: makes the result of their replies.
-        failed: is called with the error, if the call ends with one.
-    """
+    """A call that is under way, as `ParameterClient` returns it for ``wait=False``."""
 
     def __init__(
         self,

@@ -21,7 +21,6 @@ from gradcomp.server.messages import (
     EMPTY,
     MAX_KEY_NBYTES,
     MAX_MESSAGE_NBYTES,
-    METHODS,
     Kind,
     Message,
     home_of,
@@ -263,13 +262,12 @@ class ParameterClient:
             GradcompError, RuntimeError: as `push_parameter`.
         """
         known = self._known(key, wait)
-        if reduce_method is not None and reduce_method not in METHODS:
-            raise ValueError(f"reduce_method must be one of {METHODS}, got {reduce_method!r}")
         if compressed is not True and compressed is not False:
             raise ValueError(f"compressed must be True or False, got {compressed!r}")
         known.spec.check_method(key, reduce_method, compressed)
-        number, how = known.pushes, (EMPTY, reduce_method, compressed)
-        asked = [self._ask(Kind.PULL, key, shard, *how) for shard in known.shards()]
+        number = known.pushes
+        how: dict[str, Any] = {"method": reduce_method, "compressed": compressed}
+        asked = [self._ask(Kind.PULL, key, shard, **how) for shard in known.shards()]
 
         def finish(replies: list[Message]) -> Tensor:
             pulled = known.join(replies, compressed)
@@ -354,16 +352,10 @@ class ParameterClient:
         self._requests.max_reply_nbytes = max(self._requests.max_reply_nbytes, known.reply_nbytes())
 
     def _ask(
-        self,
-        kind: Kind,
-        key: str,
-        shard: int = 0,
-        body: Tensor = EMPTY,
-        method: str | None = None,
-        compressed: bool = False,
+        self, kind: Kind, key: str, shard: int = 0, body: Tensor = EMPTY, **how: Any
     ) -> Request:
         """Begin to ask the server of a shard."""
-        message = Message(kind, 0, 0, key, method, compressed, shard, body)
+        message = Message(kind, key=key, shard=shard, body=body, **how)
         return self._requests.send(home_of(key, self._servers, shard), message)
 
     def _started(self, pending: Pending[T], wait: bool) -> T | Pending[T]:
@@ -377,9 +369,7 @@ class ParameterClient:
         return Pending(self._requests, asked, list).wait()
 
     def _records(self) -> Iterator[tuple[str, int, Tensor]]:
-        """Yield (key, shard, record) of all that the servers hold; the settings of a cut key come
-        after its shards, and get their steps.
-        """
+        """Yield (key, shard, record); settings of a cut key come last, with its shards' steps."""
         names = set()
         for server in self._servers:
             (reply,) = self._replies([self._requests.send(server, Message(Kind.STATE))])

@@ -27,19 +27,10 @@ Parts = list[tuple[int, Tensor]]  # shard numbers and bodies of requests
 
 
 class RawCodes:
-    """Makes payloads of raw 2-bit codes, which a trainer has packed itself: the bytes of ternary
-    payloads without header and scale.
+    """Makes payloads of raw 2-bit codes, the bytes of ternary payloads without header and scale.
 
-    Args:
-        shape: of the bytes.
-        scale: key whose maximum is the scale; None: the scale is 1.
-
-    Attributes:
-        codec, payload_shape: of the payloads.
-        shape: of the values: four times the last dimension of the bytes.
-
-    Raises:
-        ValueError: more codes than a payload holds.
+    Their scale is the maximum of the key `scale`, or 1. `shape` is that of the values: four times
+    the last dimension of the bytes.
     """
 
     codec = TernGrad(clip_sigma=None, scale="shared")
@@ -53,12 +44,7 @@ class RawCodes:
         self.payload_shape = (self.codec.payload_nbytes(self._numel),)
 
     def payload(self, key: str, codes: Tensor, step: int) -> Tensor:
-        """Return the payload of codes (uint8), with that step in its header; it is flagged as
-        non-finite if the scale is.
-
-        Raises:
-            ValueError: the scale of `key` has not been pulled, or is negative.
-        """
+        """Return the payload of codes (uint8), flagged as non-finite if the scale is."""
         scale, numel = 1.0, self._numel
         if self._scale is not None:
             if self._scale.maximum is None:
@@ -79,29 +65,14 @@ class RawCodes:
 
 
 class ClientKey:
-    """One key.
+    """One key; it is cut where it may have more than `shard_numel` elements.
 
     Args:
-        key: its name.
         given: its settings as the caller has them: shape and dtype are those of pushed values.
         spec: its settings as the server has them.
         raw: makes payloads of raw codes; None: values are pushed as they are.
         codec: of its payloads, where it is known.
         value: initial values of an asynchronous key.
-        shard_numel: elements of a shard; a key that may have more is cut.
-
-    Attributes:
-        shape: of an uncompressed pull; None: flat, as long as its payloads say.
-        spec: with `shard_numel`, where the key is cut.
-        pushes: of this client.
-        steps: rounds before this server began, by its checkpoint.
-        complete: the newest round that is known to be complete.
-        maximum: what the last pull with "max" returned.
-
-    Raises:
-        ValueError: initial values that do not fit, or a key that is too large to be whole and
-            cannot be cut.
-        UnsupportedTensor: initial values on another device, sparse, or not contiguous.
     """
 
     def __init__(
@@ -115,11 +86,14 @@ class ClientKey:
         shard_numel: int,
     ) -> None:
         self.key, self.spec, self._given, self._raw = key, spec, given, raw
-        self.pushes = self.complete = self.steps = 0
-        self.maximum: Tensor | None = None
+        self.pushes = 0  # of this client
+        self.steps = 0  # rounds before this server began, by its checkpoint
+        self.complete = 0  # the newest round that is known to be complete
+        self.maximum: Tensor | None = None  # what the last pull with "max" returned
         self._limit = shard_numel
         self._shards: Shards | None = None
         is_float = spec.dtype == "float32"
+        # of an uncompressed pull; None: flat, as long as its payloads say
         self.shape = spec.shape if is_float else raw.shape if raw is not None else None
         _check_initial(spec, value)
         if value is not None:
@@ -149,9 +123,7 @@ class ClientKey:
         return not self.spec.asynchronous and self.pushes + 1 > self.complete + OPEN_ROUNDS
 
     def settings(self, value: Tensor | None = None) -> Parts:
-        """Return the bodies of the INIT requests that make the key; of a key that is cut those of
-        the shards that are known.
-        """
+        """Return the bodies of the INIT requests that make the key and its known shards."""
         if not self.is_cut:
             return [(0, pack_spec(self.spec, value))]
         made = [(0, pack_spec(self.spec))]
@@ -165,12 +137,7 @@ class ClientKey:
         return made
 
     def body(self, value: Any) -> Tensor:
-        """Return a pushed value, or the payload of raw codes, as ``(nbytes,)`` uint8.
-
-        Raises:
-            ValueError: it is not of the key's shape and dtype.
-            UnsupportedTensor: another device, sparse, or not contiguous.
-        """
+        """Return a pushed value, or the payload of raw codes, checked, as ``(nbytes,)`` uint8."""
         dtype, shape = DTYPES[self._given.dtype], self._given.shape
         tensor = value if isinstance(value, Tensor) else self._tensor_of(value)
         check_memory(tensor, "value")
@@ -201,13 +168,6 @@ class ClientKey:
 
         INIT goes to new shards, and to the settings of any cut key, so that this client gets an
         error if other clients use the key with different settings.
-
-        Args:
-            body: a value or payload, ``(nbytes,)`` uint8.
-
-        Raises:
-            CorruptPayload: a payload that cannot be cut.
-            ValueError: a payload of another tensor, or NaN or Inf for an asynchronous key.
         """
         if not self.is_cut:
             return [], [(0, body)]
@@ -250,11 +210,7 @@ class ClientKey:
         return 4 * numel
 
     def join(self, replies: Sequence[Message], compressed: bool) -> Tensor:
-        """Return the result of a pull.
-
-        Raises:
-            CorruptPayload: replies that do not answer it.
-        """
+        """Return the result of a pull; CorruptPayload if the replies do not answer it."""
         parts = [reply.body for reply in replies]
         if compressed:
             return parts[0].clone() if not self.is_cut else self._known_shards().join(parts)

@@ -54,28 +54,14 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Message:
-    """One message.
-
-    Attributes:
-        kind: what it asks or answers.
-        request: number of the request, chosen by the client and repeated in the reply; 0 where the
-            server could not read it.
-        servers: `servers_digest` of the sender.
-        key: name of the key, at most 255 bytes of UTF-8; empty in CLOSE and in replies.
-        method: reduce method of a PULL.
-        compressed: a PULL asks for a payload.
-        shard: number of the key's shard; 0 for a whole key, and for the settings of a cut one.
-        body: ``(n,)`` uint8.
-    """
-
     kind: Kind
-    request: int = 0
-    servers: int = 0
-    key: str = ""
-    method: str | None = None
-    compressed: bool = False
-    shard: int = 0
-    body: Tensor = EMPTY
+    request: int = 0  # repeated in the reply; 0 where the server could not read it
+    servers: int = 0  # `servers_digest` of the sender
+    key: str = ""  # empty in CLOSE and in replies
+    method: str | None = None  # of a PULL
+    compressed: bool = False  # a PULL asks for a payload
+    shard: int = 0  # 0 for a whole key, and for the settings of a cut one
+    body: Tensor = EMPTY  # (n,) uint8
 
 
 def as_bytes(data: bytes) -> Tensor:
@@ -146,9 +132,7 @@ def pack_error(error: Exception) -> Tensor:
 
 
 def is_expected(error: Exception) -> bool:
-    """Return whether an error tells what is wrong with a request; others are the server's own,
-    such as lack of memory or a bug.
-    """
+    """Whether an error tells what is wrong with a request; others are the server's own."""
     return isinstance(error, (GradcompError, ValueError)) and not isinstance(error, NativeError)
 
 
@@ -167,14 +151,10 @@ def _corrupt(detail: str) -> CorruptPayload:
 
 
 def server_ranks(servers: int | Sequence[int], world_size: int) -> tuple[int, ...]:
-    """Return the ranks that serve.
+    """Return the ranks that serve; ValueError unless they exist, are distinct, and leave a worker.
 
     Args:
         servers: their ranks, or how many of the last ranks.
-        world_size: number of all ranks.
-
-    Raises:
-        ValueError: ranks that do not exist or are not distinct, no server, or no worker.
     """
     ranks: Sequence[int] = ()
     if isinstance(servers, int) and not isinstance(servers, bool):

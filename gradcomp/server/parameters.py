@@ -31,18 +31,11 @@ OPEN_ROUNDS = 2  # that not every worker has pushed
 
 @dataclass
 class _Round:
-    """One push of every worker.
+    """One push of every worker."""
 
-    Attributes:
-        pushes: by rank; dropped once they are reduced.
-        asked: (rank, reduce method, compressed) of the first pull.
-        result: of the reduction; or an error, such as that of a payload that does not decode, which
-            every worker's pull gets.
-    """
-
-    pushes: dict[int, Tensor] = field(default_factory=dict)
-    asked: tuple[int, str | None, bool] | None = None
-    result: Tensor | Exception | None = None
+    pushes: dict[int, Tensor] = field(default_factory=dict)  # by rank, until they are reduced
+    asked: tuple[int, str | None, bool] | None = None  # rank and arguments of the first pull
+    result: Tensor | Exception | None = None  # what every worker's pull gets
 
 
 class Parameter:
@@ -56,20 +49,12 @@ class Parameter:
     more.
 
     A key whose clients turn out to have different settings is broken for good: every request gets
-    `PeerMismatch`.
-
-    Args:
-        key: its name.
-        spec: its settings, as its first client has them.
-        first_rank: that client.
-        workers: every rank that does not serve.
-
-    Attributes:
-        steps: rounds, or pushes to an asynchronous key, in the checkpoint that the server read.
+    `PeerMismatch`. `spec` is what its first client, `first_rank`, has.
     """
 
     def __init__(self, key: str, spec: Spec, first_rank: int, workers: Sequence[int]) -> None:
-        self.key, self.spec, self.workers, self.steps = key, spec, tuple(workers), 0
+        self.key, self.spec, self.workers = key, spec, tuple(workers)
+        self.steps = 0  # rounds, or pushes to an asynchronous key, of the checkpoint
         self._first_rank, self._restored = first_rank, False
         self._broken: dict[int | None, PeerMismatch] = {}  # by rank; None: any other rank
         self._count = dict.fromkeys(self.workers, 0)  # pushes by rank
@@ -80,11 +65,7 @@ class Parameter:
         self._first_header: tuple[int, wire.Header] | None = None
 
     def join(self, rank: int, spec: Spec) -> None:
-        """Accept a further client that has the key with the settings `spec`.
-
-        Raises:
-            PeerMismatch: they differ.
-        """
+        """Accept a further client; PeerMismatch if it has the key with other settings."""
         if self._restored:  # a checkpoint's values count, so the clients' ones need only be alike
             self._restored = False
             self.spec = replace(self.spec, value_crc=spec.value_crc)
@@ -170,11 +151,7 @@ class Parameter:
         return f"no push from ranks {missing} in round {number} of key {self.key!r}"
 
     def state(self) -> State:
-        """Return what a checkpoint has to hold.
-
-        Raises:
-            ValueError: a round is under way that would be lost.
-        """
+        """Return what a checkpoint has to hold; ValueError if a round under way would be lost."""
         slowest, newest = min(self._count.values()), max(self._count.values())
         under_way = slowest < newest or (newest and self._rounds[newest].result is None)
         if self._residual is not None and under_way:
@@ -191,10 +168,7 @@ class Parameter:
     # ---- parts ----
 
     def _compare(self, name: str, first: int, mine: object, rank: int, theirs: object) -> None:
-        """Break the key if rank `first` has `mine` where `rank` has `theirs`; `check` raises.
-
-        Of bytes the first 16 are shown.
-        """
+        """Break the key if rank `first` has `mine` where `rank` has `theirs`; `check` raises."""
         if mine != theirs and not self._broken:
             here, there = (v[:16].hex() if isinstance(v, bytes) else v for v in (mine, theirs))
             self._broken = {
@@ -269,9 +243,6 @@ class Parameter:
 class AsynchronousParameter(Parameter):
     """A key with a value: parameter = fl(parameter + fl(learning_rate * pushed value)), in order of
     arrival; pulls never wait, and lost workers do not matter.
-
-    Args:
-        value: initial values, ``(numel,)`` float32; copied.
     """
 
     def __init__(

@@ -32,11 +32,7 @@ def reduce_values(values: Sequence[Tensor], method: str) -> Tensor:
 
 
 def admit_payload(spec: Spec, payload: Tensor) -> wire.Header:
-    """Check a payload whole and return its header.
-
-    Raises:
-        CorruptPayload: as `Codec.decode`.
-    """
+    """Check a payload whole and return its header; CorruptPayload as `Codec.decode`."""
     header, codec, layout = parse_payload(spec, payload)
     if not header.nonfinite:
         codec.validate_packed(payload, layout)
@@ -67,14 +63,10 @@ def average_payloads(spec: Spec, payloads: Sequence[Tensor]) -> Tensor:
 def encode_average(
     spec: Spec, key: str, mean: Tensor, payload: Tensor, residual: Tensor | None
 ) -> Tensor:
-    """Return the payload of an average.
+    """Return the payload of an average, ``(numel,)`` float32, of payloads like `payload`.
 
-    Args:
-        spec: of the key.
-        key: its name, whose CRC-32 takes the place of the parameter's number in random draws.
-        mean: the average, ``(numel,)`` float32.
-        payload: one of those that it is the average of.
-        residual: what earlier averages left out, replaced in place; None for a codec without.
+    The CRC-32 of the key's name takes the place of the parameter's number in random draws.
+    `residual`, what earlier averages left out, is replaced in place.
     """
     header, parameter = wire.parse(payload.numpy()), zlib.crc32(key.encode())
     codec = codec_of(spec, header, payload.numel())

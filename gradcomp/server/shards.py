@@ -25,11 +25,7 @@ MAX_SHARDS = 1 << 16  # of one key
 
 
 def check_shard_nbytes(nbytes: object) -> int:
-    """Return the elements of a shard of so many bytes of float32 values.
-
-    Raises:
-        ValueError: not a number of bytes in its range.
-    """
+    """Return the elements of a shard of so many bytes of float32; ValueError if out of range."""
     low, high = 4 * UNIT_NUMEL, MAX_SHARD_NBYTES
     if isinstance(nbytes, bool) or not isinstance(nbytes, int) or not low <= nbytes <= high:
         raise ValueError(f"shard_nbytes must be between {low} and {high} bytes, got {nbytes!r}")
@@ -38,19 +34,12 @@ def check_shard_nbytes(nbytes: object) -> int:
 
 @dataclass(frozen=True)
 class Shards:
-    """The shards of one key, numbered from 1.
+    """The shards of one key, numbered from 1."""
 
-    Attributes:
-        numel: elements of the key.
-        unit: elements of every shard but the last.
-        group_numel: elements of a scale group of whole payloads; 1 for values.
-        form: of the payloads.
-    """
-
-    numel: int
-    unit: int
-    group_numel: int
-    form: Form
+    numel: int  # elements of the key
+    unit: int  # of every shard but the last
+    group_numel: int  # of a scale group of whole payloads; 1 for values
+    form: Form  # of the payloads
 
     @classmethod
     def of(cls, numel: int, limit: int, form: Form, group_numel: int = 1) -> Shards:
@@ -107,11 +96,7 @@ class Shards:
         return self.scales_end(first, last) + self.form.code_nbytes(first, last)
 
     def cut(self, payload: Tensor) -> list[Tensor]:
-        """Return the payload of every shard.
-
-        Args:
-            payload: of the whole key, its header checked, ``(nbytes,)`` uint8.
-        """
+        """Return the payload of every shard of one whose header has been checked."""
         if self.count == 1:
             return [payload]
         header, parts = wire.parse(payload.numpy()), []
@@ -127,11 +112,7 @@ class Shards:
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the payload of the whole key; a group that was cut becomes one of every shard.
 
-        Args:
-            parts: a payload of every shard.
-
-        Raises:
-            CorruptPayload: they are not payloads of these shards.
+        Raises CorruptPayload if the parts are not payloads of these shards.
         """
         if self.count == 1:
             return parts[0].clone()

@@ -31,35 +31,21 @@ _FLAGS = ("shares_scale", "error_feedback", "asynchronous")  # by their bits
 
 @dataclass(frozen=True)
 class Spec:
-    """Settings of a key, or of one shard of it.
+    """Settings of a key, or of one shard of it."""
 
-    Attributes:
-        dtype: "float32", or "uint8" for payloads.
-        shape: of what is pushed.
-        codec: its number in payload headers; 0: as the headers say.
-        shares_scale, error_feedback, seed: of that codec.
-        codec_options: 64-bit hash of all its options.
-        asynchronous: pushes are applied at once.
-        learning_rate: factor of an asynchronous push.
-        shard_numel: elements of a shard; 0 for a key that is whole.
-        value_crc: CRC-32 of the initial values of a key that is cut.
-        first, part_nbytes: a shard's first element, and the bytes that are pushed to it; 0 for the
-            settings of a cut key.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    codec: int = 0
+    dtype: str  # "float32", or "uint8" for payloads
+    shape: tuple[int, ...]  # of what is pushed
+    codec: int = 0  # its number in payload headers; 0: as the headers say
     shares_scale: bool = False
     error_feedback: bool = True
     seed: int = 0
-    codec_options: int = 0
+    codec_options: int = 0  # 64-bit hash of all options of the codec
     asynchronous: bool = False
     learning_rate: float = 0.0
-    shard_numel: int = 0
-    value_crc: int = 0
-    first: int = 0
-    part_nbytes: int = 0
+    shard_numel: int = 0  # 0 for a key that is whole
+    value_crc: int = 0  # of the initial values of a key that is cut
+    first: int = 0  # a shard's first element
+    part_nbytes: int = 0  # bytes that are pushed to a shard; 0 for the settings of a cut key
 
     @property
     def numel(self) -> int:
@@ -109,11 +95,7 @@ def make_spec(
     asynchronous: bool = False,
     learning_rate: float | None = None,
 ) -> Spec:
-    """Return the settings that a client asks for.
-
-    Raises:
-        ValueError: a setting out of its range, or settings that exclude each other.
-    """
+    """Return the settings that a client asks for; ValueError if they are wrong."""
     rate = 0.0 if learning_rate is None else learning_rate
     dims_fit = all(type(d) is int and 0 <= d < 2**63 for d in shape) and len(shape) <= MAX_NDIM
     rate_fits = type(rate) in (int, float) and abs(rate) <= FLOAT32_MAX
@@ -146,9 +128,7 @@ def make_spec(
 
 
 def pack_spec(spec: Spec, value: Tensor | None = None) -> Tensor:
-    """Return the body of an INIT request: settings, dimensions, and the initial values of an
-    asynchronous key.
-    """
+    """Return the body of an INIT request: settings, dimensions, and initial values, if any."""
     dtype, ndim = list(DTYPES).index(spec.dtype), len(spec.shape)
     flags = sum(getattr(spec, name) << bit for bit, name in enumerate(_FLAGS))
     settings = (spec.seed, spec.value_crc, spec.codec_options, spec.learning_rate)
@@ -159,12 +139,7 @@ def pack_spec(spec: Spec, value: Tensor | None = None) -> Tensor:
 
 
 def parse_spec(body: Tensor) -> tuple[Spec, Tensor | None]:
-    """Return the settings in the body of an INIT request, and the initial values of an asynchronous
-    key (a view).
-
-    Raises:
-        CorruptPayload: "message": no client writes such a body.
-    """
+    """Return settings and initial values (a view) of an INIT request; CorruptPayload "message"."""
     head = body[: _FIXED.size].numpy().tobytes()
     if len(head) < _FIXED.size:
         raise CorruptPayload("message", f"settings of {len(head)} bytes")
@@ -175,10 +150,8 @@ def parse_spec(body: Tensor) -> tuple[Spec, Tensor | None]:
         raise CorruptPayload("message", f"settings of {body.numel()} bytes, {ndim} dimensions")
     if dtype >= len(DTYPES) or flags >> len(_FLAGS) or code not in (0, *CODECS):
         raise CorruptPayload("message", f"settings with {dtype=}, {flags=}, {code=}")
-    name, (shares, feedback, at_once) = (
-        list(DTYPES)[dtype],
-        (bool(flags & bit) for bit in (1, 2, 4)),
-    )
+    name = list(DTYPES)[dtype]
+    shares, feedback, at_once = (bool(flags & bit) for bit in (1, 2, 4))
     if not abs(rate) <= FLOAT32_MAX or (rate and not at_once) or (code and name != "uint8"):
         raise CorruptPayload("message", f"settings with {rate=}, {code=}, {name=}")
     if not shard_numel and (crc or first or part_nbytes):
@@ -221,11 +194,7 @@ def codec_of(spec: Spec, header: wire.Header, nbytes: int, *, shares_scale: bool
 
 
 def parse_payload(spec: Spec, payload: Tensor) -> tuple[wire.Header, Codec, PayloadLayout]:
-    """Return header, codec and layout of a payload that is complete, whatever its codes are.
-
-    Raises:
-        CorruptPayload: as `Codec.decode`, but for scales and codes.
-    """
+    """Return header, codec and layout of a payload, checked but for its scales and codes."""
     view = payload.numpy()
     header = wire.parse(view)
     if header.segmented:

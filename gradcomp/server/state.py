@@ -36,19 +36,12 @@ _RECORD = struct.Struct("<QII")
 
 
 class State(NamedTuple):
-    """What a server remembers of one key, or of one shard.
+    """What a server remembers of one key, or of one shard."""
 
-    Attributes:
-        steps: rounds that are complete, or pushes that were applied.
-        spec: settings.
-        value: of an asynchronous key, ``(numel,)`` float32.
-        residual: what averages that were encoded again have left out, ``(numel,)`` float32.
-    """
-
-    steps: int
+    steps: int  # rounds that are complete, or pushes that were applied
     spec: Spec
-    value: Tensor | None = None
-    residual: Tensor | None = None
+    value: Tensor | None = None  # of an asynchronous key, (numel,) float32
+    residual: Tensor | None = None  # what encoded averages have left out, (numel,) float32
 
 
 def pack_state(state: State) -> Tensor:
@@ -60,11 +53,7 @@ def pack_state(state: State) -> Tensor:
 
 
 def parse_state(record: Tensor) -> State:
-    """Return what a record holds; values and residual are views of it.
-
-    Raises:
-        ValueError: bytes that are not a record.
-    """
+    """Return what a record holds, as views of it; ValueError for bytes that are not a record."""
     if record.numel() < _RECORD.size:
         raise ValueError(f"a record of {record.numel()} bytes")
     steps, nbytes, zero = _RECORD.unpack(record[: _RECORD.size].numpy().tobytes())
@@ -76,10 +65,7 @@ def parse_state(record: Tensor) -> State:
 
 
 def write_states(path: str | os.PathLike[str], records: Iterable[tuple[str, int, Tensor]]) -> None:
-    """Write records of (key, shard, ``(nbytes,)`` uint8) as they come.
-
-    The file appears when it is complete, in the place of an older one; not at all after an error.
-    """
+    """Write records of (key, shard, ``(nbytes,)`` uint8) into a file that appears when complete."""
     path, count = Path(path), 0
     beside = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:

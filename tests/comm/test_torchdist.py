@@ -303,7 +303,9 @@ LATE, BROKEN, OWN = "Operation timed out!", "Connection closed by peer", "Timed 
 def test_a_collective_that_ends_just_after_a_wait_did_is_no_failure(ends, completed, raised, gone):
     notes = SimpleNamespace(look=lambda seconds: gone, look_for_cause=lambda seconds: gone)
     lost = []
-    groups = SimpleNamespace(pending=set(), broken="", notes=notes, lose=lost.append)
+    groups = SimpleNamespace(
+        pending=set(), broken="", notes=notes, lose=lost.append, find_lost=lambda: None
+    )
     work = _GlooWork(Ending(*ends, completed=completed), groups, ())
     if raised is None:
         work.wait(60.0)

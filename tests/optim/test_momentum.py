@@ -19,14 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradcomp.ddp
-from gradcomp import (
-    Block,
-    GradcompError,
-    GradientAverager,
-    Identity,
-    OneBit,
-    PeerMismatch,
-)
+from gradcomp import Block, GradcompError, GradientAverager, Identity, OneBit, PeerMismatch
 from gradcomp.amp import DynamicLossScaler
 from gradcomp.memory.momentum import Momentum
 from gradcomp.onebit_sgd import AggregateAdagrad, DoubleBuffer

@@ -336,6 +336,7 @@ MADE_BY_OTHERS = {  # whose constructors are not for users, or take what another
     fsdp.FsdpState,
     gradcomp.optim.SplitOptimizer,
     gradcomp.optim.SplitParameters,
+    gradcomp.server.Pending,
 }
 
 

@@ -15,14 +15,7 @@ from gradcomp.comm import LocalCommunicator
 from gradcomp.errors import PeerMismatch
 from gradcomp.server import serve
 from gradcomp.server.spec import make_spec
-from gradcomp.server.state import (
-    FORMAT,
-    State,
-    pack_state,
-    parse_state,
-    read_states,
-    write_states,
-)
+from gradcomp.server.state import FORMAT, State, pack_state, parse_state, read_states, write_states
 
 NUMEL = 300
 ONEBIT = OneBit(group=20)
