@@ -26,7 +26,7 @@ from rich.console import Console
 from gradcomp.arguments import Parser, suggestion
 from gradcomp.payload.form import removal
 from gradcomp.plan.accuracy import TOLERANCES
-from gradcomp.plan.costs import METHODS, LocalSteps, Method
+from gradcomp.plan.costs import METHODS, LocalSteps, Method, between
 from gradcomp.plan.links import Node, format_seconds, parse_link, parse_seconds
 from gradcomp.plan.models import Model, find_model, load_shapes
 from gradcomp.plan.nodes import exact
@@ -252,18 +252,18 @@ def understand(args: argparse.Namespace, found: Any = None) -> tuple[Model, Pred
         {unit: limit for unit, limit in limits.items() if limit is not None},
         by_seconds=bool(args.by_seconds) or args.codec is not None,
     )
+    nodes = parse_nodes(asked.nodes)
     if rates is not None:
-        known = {name if name == OUTER else name.split()[0] for name in rates.stages}
-        wanted = {method.kind for method in methods if method.compresses}
+        flat = [between(method.each_step, n) for method in methods for n in nodes]
+        wanted = {method.name for method in flat if method.compresses}
         wanted |= {OUTER} if args.every is not None else set()
         if any(tolerance.as_measured(method).precondition for method in methods):
             wanted.add(PRECONDITION)
-        for name in sorted(wanted - known):
+        for name in sorted(wanted - rates.stages.keys()):
             raise ValueError(
                 f"--rates {args.rates} has no rates of {name!r}: leave it out, and they are"
                 " measured here"
             )
-    nodes = parse_nodes(asked.nodes)
     if found is not None:
         nodes, rates = nodes if args.nodes else [1, found.ranks], rates or found.rates
     setting = replace(setting, rates=rates or Rates())

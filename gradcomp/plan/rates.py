@@ -79,8 +79,7 @@ class Rates:
     """CPU seconds of the stages of every method.
 
     Attributes:
-        stages: by method name, then by stage; a method that is missing costs as another exchange of
-            its codec does, or nothing.
+        stages: by method name, then by stage; a method that is missing costs nothing.
     """
 
     stages: Mapping[str, Mapping[str, StageRate]] = field(default_factory=dict)
@@ -91,10 +90,7 @@ class Rates:
         """Return the seconds of every stage of a bucket of `numel` values, of which the rank owns
         `owned`.
         """
-        rates = self.stages.get(method.name)
-        if not rates:  # files may be older than a method
-            alike = (m.name for m in METHODS if _alike(m, method) and m.name in self.stages)
-            rates = self.stages.get(next(alike, ""), {})
+        rates = self.stages.get(method.name, {})
         seconds = [
             rates.get(stage, FREE_STAGE).seconds(_features(method, stage, world_size, numel, owned))
             for stage in _stages_of(method)
@@ -152,13 +148,6 @@ class Rates:
 
 
 FREE = Rates()
-
-
-def _alike(one: Method, other: Method) -> bool:
-    """Whether methods take about as long: with another second phase, or in other bits."""
-    if one.codec is None or other.codec is None:
-        return False
-    return (one.codec.name, one.exchange) == (other.codec.name, other.exchange)
 
 
 def _stages_of(method: Method) -> tuple[str, ...]:

@@ -758,10 +758,9 @@ BLOCK4 = 'ddp.register(model, Block(4), exchange="all_gather", optimizer=optimiz
 @pytest.mark.parametrize(
     ("words", "rate", "method", "code"),
     [
-        ([], 1e8, "block4 all_gather", BLOCK4),
+        ([], 1e8, "entropy:bits=1.25 all_gather", ENTROPY),
         (["--parameters", "1e5"], 1e11, "fp32", ""),
         (["--optimizer", "sgd"], 1e8, "block4 all_gather", BLOCK4),
-        (["--optimizer", "adamw"], 1e8, "entropy:bits=1.25 all_gather", ENTROPY),
         (["--every", "30", "--tolerance", "0.04"], 1e10, "every 30", "sync_every=30"),
     ],
 )

@@ -244,8 +244,8 @@ def test_node_counts(text, expected):
         ("--rates /nowhere.json", "/nowhere.json: No such file"),
         ("--rates list.json", "list.json does not hold rates"),
         ("--rates rates.json --every 30", "rates.json has no rates of 'outer step'"),
-        ("--rates old.json --codec entropy", "old.json has no rates of 'entropy'"),
-        ("--rates old.json --codec ternary --optimizer sgd", "no rates of 'ternary'"),
+        ("--rates old.json --codec entropy", "old.json has no rates of 'entropy all_gather'"),
+        ("--rates old.json --codec ternary --optimizer sgd", "no rates of 'ternary all_gather'"),
         ("--rates old.json --codec fp32,onebit --optimizer adamw", "no rates of 'precondition'"),
         ("--measure --flops 1e12", "give --frame-time"),
         ("--ranks 2", "--ranks needs --measure"),
@@ -262,7 +262,7 @@ def test_bad_input_is_one_sentence(words, message, ask, capsys, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "huge.json").write_text(json.dumps([["w", [10**11, 10**11]]]))
     (tmp_path / "list.json").write_text("[1]")
-    (tmp_path / "old.json").write_text('{"onebit all_gather": {}}')
+    (tmp_path / "old.json").write_text('{"onebit all_gather": {}, "onebit reduce_scatter": {}}')
     rates = ["--rates", str(ask.rates)] if "/nowhere/x" in words or "--plot" in words else []
     try:
         status = cli.main([*words.split(), *rates])

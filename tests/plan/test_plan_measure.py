@@ -10,7 +10,7 @@ import pytest
 from gradcomp.bench import measure
 from gradcomp.bench.predict import planned
 from gradcomp.bench.ranks import Place, run
-from gradcomp.plan import Rates, Transport, calibrate, find_model
+from gradcomp.plan import Rates, Transport, find_model
 from gradcomp.plan.rates import StageRate
 
 pytestmark = pytest.mark.slow
@@ -55,13 +55,6 @@ def rates_of_the_slowest():
 def test_the_slowest_rank_counts_to_the_last_bit(gloo):
     slow = {"encode": StageRate(0.1, per_value_s=0.3), "decode": StageRate(0.3)}
     assert gloo(2, rates_of_the_slowest) == [(Rates({"m": slow}), 0.1)] * 2
-
-
-def test_sizes_that_do_not_share_out_are_refused():
-    with pytest.raises(ValueError, match=r"sizes must be multiples of 512, got \(100,\)"):
-        calibrate(sizes=(100,))
-    with pytest.raises(ValueError, match="world_sizes must be powers of two"):
-        calibrate(world_sizes=(6,))
 
 
 def measure_quickly(emit):

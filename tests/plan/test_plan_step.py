@@ -244,15 +244,6 @@ def test_calibration_measures_the_outer_step():
     assert 0 < rates.outer_seconds(1 << 20) < rates.outer_seconds(1 << 24) < 60
 
 
-def test_rates_of_another_way_of_the_codec_stand_in_for_missing_ones():
-    """A file that is older than a method does not make it free."""
-    rates = Rates({"terngrad requantize": {"encode": StageRate(per_value_s=1.0)}})
-    assert rates.stage_seconds(find_method("terngrad block4"), 8, 10, 2)[1] == 10.0
-    assert rates.stage_seconds(find_method("onebit reduce_scatter"), 8, 10, 2) == (0.0,) * 4
-    rates = Rates({"entropy all_gather": {"encode": StageRate(per_value_s=1.0)}})
-    assert rates.stage_seconds(find_method("entropy:bits=1.25 all_gather"), 8, 10, 10)[1] == 10.0
-
-
 @pytest.mark.parametrize("name", ["terngrad block4", "block4 reduce_scatter"])
 def test_a_second_phase_in_one_piece_follows_the_last_slice(name):
     """`TernGrad`'s means of a whole tensor have one scale, so 8 ranks wait for all of the first
