@@ -11,7 +11,8 @@ from gradcomp.bench import measure
 from gradcomp.bench.predict import planned
 from gradcomp.bench.ranks import Place, run
 from gradcomp.plan import Rates, Transport, find_model
-from gradcomp.plan.rates import StageRate
+from gradcomp.plan.cli import build_parser, understand
+from gradcomp.plan.rates import OUTER, StageRate
 
 pytestmark = pytest.mark.slow
 
@@ -43,6 +44,27 @@ def test_a_measurement_becomes_a_workload():
     assert larger.minibatch == 8 and larger.t_post == 0
     assert larger.t_frame == pytest.approx(1e-3 * other.forward_flops / lenet.forward_flops)
     assert larger.t_update == pytest.approx(2e-3 * other.numel / lenet.numel)
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("", (128, False, 1e-3, 2e-3, 0.0, (1, 2), 1.5)),
+        ("--weak", (64, True, 1e-3, 2e-3, 0.0, (1, 2), 1.5)),
+        (
+            "--minibatch 32 --nodes 2,4 --cores 3 --update-time 7ms --post-time 1ms",
+            (32, False, 1e-3, 7e-3, 1e-3, (2, 4), 3.0),
+        ),
+    ],
+)
+def test_measured_figures_take_the_place_of_defaults(words, wanted):
+    transport, rates = Transport({"all_gather": 1e-3}, {}), Rates({OUTER: {}})
+    found = measure.Measured(2, 64, 1e-3, 0.4, 2e-3, 4e-3, rates, transport, 1.5)
+    _, asked = understand(build_parser().parse_args(["--measure", *words.split()]), found)
+    setting, work = asked.setting, asked.setting.workload
+    times = work.t_frame, work.t_update, work.t_post
+    assert (work.minibatch, work.weak, *times, asked.counts, setting.cores) == wanted
+    assert setting.transport is transport and setting.as_measured and setting.rates == rates
 
 
 def rates_of_the_slowest():
