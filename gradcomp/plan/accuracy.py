@@ -129,15 +129,10 @@ class Measured:
 
     def is_of(self, family: str | None, codec: Codec, phase: str, every: int = 1) -> bool:
         """Whether it is of a family of optimizers and of such a codec, exchanged so often."""
-        mine = (
-            self.training.family,
-            self.codec.name,
-            self.codec.form,
-            self.codec.rotates,
-            self.every,
-        )
-        wanted = family, codec.name, codec.form, codec.rotates, every
-        return mine == wanted and self.phase_of(self.codec) == phase
+        own = self.codec
+        mine = self.training.family, self.every, own.name, own.form, own.rotates
+        wanted = family, every, codec.name, codec.form, codec.rotates
+        return mine == wanted and self.phase_of(own) == phase
 
     def excess(self, tolerances: Mapping[str, float] = TOLERANCES) -> float:
         """Return the loss over what is tolerated in its unit: at most 1 is within it."""
@@ -261,15 +256,11 @@ TABLE = (
 
 def decayed(codec: Codec, optimizer: Any) -> Codec:
     """Return a codec whose residual decay is open with the decay that was measured for the
-    optimizer, 1 if none was.
-
-    Args:
-        codec: any.
-        optimizer: read for its class; None: not known.
+    optimizer's class, 1 if none was.
     """
-    if not isinstance(codec, FeedbackCodec):
+    if not isinstance(codec, FeedbackCodec) or not codec.error_feedback:
         return codec
-    if not codec.error_feedback or codec.residual_decay is not None:
+    if codec.residual_decay is not None:
         return codec
     family = None if optimizer is None else family_of(optimizer)
     return codec.with_decay(DECAYS.get(family or "", 1.0))
@@ -287,30 +278,17 @@ def written(codec: Codec) -> str:
 
 def family_of(optimizer: Any) -> str | None:
     """Return the family of an optimizer by the names of its class and of that class's bases;
-    None: not in the table.
-
-    Raises:
-        TypeError: a class or a name.
+    None: not in the table. A class or a name is a TypeError.
     """
     if isinstance(optimizer, (str, type)):
         raise TypeError(
             f"optimizer must be an optimizer, such as torch.optim.AdamW(...), got {optimizer!r}"
         )
-    return _family([kind.__name__ for kind in type(optimizer).__mro__])
+    return family_of_names([kind.__name__ for kind in type(optimizer).__mro__])
 
 
-def family_of_name(name: str) -> str | None:
-    """Return the family of an optimizer that is called `name`, in any case; None: not in the table.
-
-    Raises:
-        ValueError: not a name.
-    """
-    if not name.isidentifier():
-        raise ValueError(f"optimizer must be a name such as adamw, sgd or lamb, got {name!r}")
-    return _family([name])
-
-
-def _family(names: Sequence[str]) -> str | None:
+def family_of_names(names: Sequence[str]) -> str | None:
+    """Return the family of an optimizer with such names of classes, in any case."""
     found = [name.lower() for name in names]
     if "onebitadam" in found:
         return "onebitadam"
@@ -333,10 +311,8 @@ def ways(
     found: dict[tuple[object, ...], list[Measured]] = {}
     for row in table:
         if row.training.family == family and row.every == every:
-            phase = row.phase_of(row.codec)
-            how = row.precondition, row.scale_lr, row.start
-            way = row.codec.name, row.codec.form, phase, *how
-            found.setdefault(way, []).append(row)
+            way = row.codec.name, row.codec.form, row.phase_of(row.codec)
+            found.setdefault((*way, row.precondition, row.scale_lr, row.start), []).append(row)
     return [
         max(rows, key=lambda row: (row.counts, row.excess(tolerances))) for rows in found.values()
     ]

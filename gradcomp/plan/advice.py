@@ -60,8 +60,7 @@ def resolve_auto(
 
     Args:
         codec: a codec, a name, or "auto".
-        common, advanced: as the user gave them; an optimizer that exchanges its momentum adds that
-            (`Options.under`).
+        common, advanced: as given; an optimizer that exchanges its momentum adds that.
         optimizer: read for its class; None: not known.
         sources: the tensors.
         world_size: ranks; between nodes those of ``nodes=`` count.
@@ -103,15 +102,11 @@ def resolve_auto(
             said = f"auto: {written(best)}{how} for {name}: {row.cost} ({row.training})"
             return Chosen(best, chosen, said, guarded)
     best = decayed(_not_thin(FALLBACK, mine, sources), optimizer)
-    if optimizer is None:
-        why = ", which is safe for every optimizer; pass optimizer= for fewer bytes"
-    elif family:
-        why = (
-            f" for {name}: not measured (nothing with these options is known to be within"
-            " tolerance)"
-        )
-    else:
-        why = f" for {name}: not measured (this optimizer is not in the table)"
+    why = ", which is safe for every optimizer; pass optimizer= for fewer bytes"
+    if optimizer is not None:
+        within_options = "nothing with these options is known to be within tolerance"
+        reason = within_options if family else "this optimizer is not in the table"
+        why = f" for {name}: not measured ({reason})"
     return Chosen(best, mine, f"auto: {written(best)}{why}", guarded)
 
 

@@ -16,7 +16,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,12 @@ from rich.console import Console
 from gradcomp.arguments import Parser, suggestion
 from gradcomp.payload.form import removal
 from gradcomp.plan.accuracy import TOLERANCES
-from gradcomp.plan.costs import METHODS, LocalSteps, Method
+from gradcomp.plan.costs import METHODS, LocalSteps, Method, between
 from gradcomp.plan.links import Node, format_seconds, parse_link, parse_seconds
 from gradcomp.plan.models import Model, find_model, load_shapes
 from gradcomp.plan.nodes import exact
-from gradcomp.plan.predict import Prediction, recommend, to_calibrate, ways
-from gradcomp.plan.rates import OUTER, Rates, calibrate
+from gradcomp.plan.predict import Prediction, to_calibrate, ways
+from gradcomp.plan.rates import OUTER, PRECONDITION, Rates, calibrate
 from gradcomp.plan.report import plot, print_prediction, to_dict
 from gradcomp.plan.step import MAX_NODES, Setting
 from gradcomp.plan.tolerance import Tolerance
@@ -137,7 +137,6 @@ DEFAULTS = {
     "model": "resnet50",
     "minibatch": 256.0,
     "flops": 10e12,
-    "post_time": "0",
     "link": "1gbe",
     "inside": "inf",
     "nodes": "1:64",
@@ -170,18 +169,6 @@ GONE = {
 }
 
 
-@dataclass(frozen=True)
-class Question:
-    """A command line, understood; without `rates` the codecs are measured here."""
-
-    model: Model
-    setting: Setting
-    nodes: list[int]
-    methods: list[Method]
-    tolerance: Tolerance
-    rates: Rates | None
-
-
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line of the planner."""
     parser = Parser(
@@ -206,8 +193,9 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def understand(args: argparse.Namespace) -> Question:
-    """Return what the command line asks.
+def understand(args: argparse.Namespace, found: Any = None) -> tuple[Model, Prediction]:
+    """Return what the command line asks; what the ranks at hand measured
+    (`gradcomp.bench.measure.Measured`) takes the place of defaults.
 
     Raises:
         ValueError, OSError: what is wrong with it, in one sentence.
@@ -231,30 +219,27 @@ def understand(args: argparse.Namespace) -> Question:
     for name in ("flops", "cores"):
         exact(f"--{name}", getattr(asked, name), positive=True)
     model = load_shapes(args.shapes) if args.shapes is not None else find_model(asked.model)
-    computed = BACKWARD_AND_FORWARD * model.forward_flops / asked.flops
-    workload = Workload(
-        model.parameters,
-        asked.minibatch,
-        parse_seconds(args.frame_time) if args.frame_time else computed,
-        t_update=parse_seconds(args.update_time) if args.update_time else UPDATE_S * model.numel,
-        t_post=parse_seconds(asked.post_time),
-        flops=model.flops,
-        weak=bool(args.weak),
-    )
+    if found is None:
+        computed = BACKWARD_AND_FORWARD * model.forward_flops / asked.flops
+        updating = UPDATE_S * model.numel
+        work = Workload(model.parameters, asked.minibatch, computed, updating, flops=model.flops)
+    else:
+        of_rank = args.weak and args.minibatch is None
+        work = found.workload(model, minibatch=found.batch if of_rank else args.minibatch)
+    times: dict[str, Any] = {}
+    for name in ("frame", "update", "post"):
+        if text := getattr(args, f"{name}_time"):
+            times[f"t_{name}"] = parse_seconds(text)
     rates = None if args.rates is None else Rates.load(args.rates)
-    if rates is not None and args.every is not None and OUTER not in rates.stages:
-        raise ValueError(
-            f"--rates {args.rates} has no rates of {OUTER!r}, because it is older than --every:"
-            " leave it out, and they are measured here"
-        )
     node = Node(asked.ranks_per_node, parse_link(asked.inside))
     setting = Setting(
-        workload,
+        replace(work, weak=bool(args.weak), **times),
         parse_link(asked.link, args.latency),
         node,
-        cores=asked.cores,
+        cores=found.cores if found is not None and args.cores is None else asked.cores,
         double_buffering=bool(args.double_buffering),
         stragglers=Stragglers(asked.jitter, *parse_stragglers(asked.stragglers)),
+        transport=None if found is None else found.transport,
     )
     methods = choose_methods(args.codec, args.exchange, node)
     if args.every is not None:
@@ -267,15 +252,26 @@ def understand(args: argparse.Namespace) -> Question:
         {unit: limit for unit, limit in limits.items() if limit is not None},
         by_seconds=bool(args.by_seconds) or args.codec is not None,
     )
-    return Question(model, setting, parse_nodes(asked.nodes), methods, tolerance, rates)
+    nodes = parse_nodes(asked.nodes)
+    if rates is not None:
+        flat = [between(method.each_step, n) for method in methods for n in nodes]
+        wanted = {method.name for method in flat if method.compresses}
+        wanted |= {OUTER} if args.every is not None else set()
+        if any(tolerance.as_measured(method).precondition for method in methods):
+            wanted.add(PRECONDITION)
+        for name in sorted(wanted - rates.stages.keys()):
+            raise ValueError(
+                f"--rates {args.rates} has no rates of {name!r}: leave it out, and they are"
+                " measured here"
+            )
+    if found is not None:
+        nodes, rates = nodes if args.nodes else [1, found.ranks], rates or found.rates
+    setting = replace(setting, rates=rates or Rates())
+    return model, Prediction(setting, tuple(methods), tuple(nodes), tolerance)
 
 
 def parse_nodes(text: str) -> list[int]:
-    """Return the node counts of "1:64" (doubling, the end included), "2:10:2" or "2,4,6".
-
-    Raises:
-        ValueError: not understood, or a count outside 1 to 4096.
-    """
+    """Return the node counts of "1:64" (doubling, the end included), "2:10:2" or "2,4,6"."""
     try:
         if ":" in text:
             first, last, *step = (int(part) for part in text.split(":"))
@@ -296,11 +292,7 @@ def parse_nodes(text: str) -> list[int]:
 
 
 def parse_stragglers(text: str) -> tuple[float, float]:
-    """Return (share, factor) of "0.1:2".
-
-    Raises:
-        ValueError: not understood.
-    """
+    """Return (share, factor) of "0.1:2"."""
     try:
         share, factor = (float(part) for part in text.split(":"))
     except ValueError:
@@ -311,16 +303,10 @@ def parse_stragglers(text: str) -> tuple[float, float]:
 
 
 def choose_methods(codecs: str | None, exchanges: str | None, node: Node = ALONE) -> list[Method]:
-    """Return the methods of some codecs and exchanges on such nodes.
-
-    Raises:
-        ValueError: an unknown name, or nothing left.
-    """
+    """Return the methods of some codecs and exchanges on such nodes."""
     found = list(ways(node))
-    for option, text, attribute in (
-        ("--codec", codecs, "kind"),
-        ("--exchange", exchanges, "exchange"),
-    ):
+    asked = (("--codec", "kind", codecs), ("--exchange", "exchange", exchanges))
+    for option, attribute, text in asked:
         known = dict.fromkeys(getattr(m, attribute) for m in ways(node))
         wanted = [*known] if text is None else text.split(",")
         for name in wanted:
@@ -339,14 +325,20 @@ def main(argv: list[str]) -> int:
     """Run the planner; return 0, 1 where a rank failed, or 2 for a command line that is refused."""
     args, console = build_parser().parse_args(argv), Console()
     try:
-        question = understand(args)
+        model, question = understand(args)
         if args.measure:
             found = importlib.import_module("gradcomp.bench.measure").measure_here(args.ranks)
             if args.ranks is None and os.environ.get("RANK", "0") != "0":
                 return 0  # rank 0 answers
             console.print(*_measurement(found), "", sep="\n", highlight=False, soft_wrap=True)
-            question = measured(question, args, found)
-        report(args, question.model, answer(question), console)
+            model, question = understand(args, found)
+        answer = predicted(question, calibrates=not (args.rates or args.measure))
+        print_prediction(console, model, answer)
+        if args.json is not None:
+            text = json.dumps(to_dict(model, answer), indent=2)
+            args.json.write_text(f"{text}\n", encoding="utf-8")
+        if args.plot is not None:
+            plot(model, answer, args.plot)
     except OSError as error:
         return _refuse(f": {error.filename}: {error.strerror}" if error.filename else f": {error}")
     except (ValueError, OverflowError) as error:
@@ -364,30 +356,7 @@ def _refuse(text: str) -> int:
     return 2
 
 
-def measured(question: Question, args: argparse.Namespace, found: Any) -> Question:
-    """Return the question with what the ranks at hand measured in place of defaults.
-
-    Args:
-        question: of the command line.
-        args: the options that were given.
-        found: a `gradcomp.bench.measure.Measured`.
-    """
-    minibatch = found.batch if args.weak and args.minibatch is None else args.minibatch
-    workload = found.workload(question.model, minibatch=minibatch)
-    given = {"t_frame": args.frame_time, "t_update": args.update_time, "t_post": args.post_time}
-    times: dict[str, Any] = {name: parse_seconds(text) for name, text in given.items() if text}
-    setting = replace(
-        question.setting,
-        workload=replace(workload, weak=bool(args.weak), **times),
-        cores=found.cores if args.cores is None else args.cores,
-        transport=found.transport,
-    )
-    nodes, rates = question.nodes if args.nodes else [1, found.ranks], question.rates or found.rates
-    return replace(question, setting=setting, nodes=nodes, rates=rates)
-
-
 def _measurement(found: Any) -> list[str]:
-    """Return what the ranks at hand can do (`gradcomp.bench.measure.Measured`), a line each."""
     frame, update, post = map(format_seconds, (found.t_frame, found.t_update, found.t_post))
     ranks = f"{found.ranks} ranks at once, {found.cores:g} cores each"
     lenet = f"LeNet: {frame} a sample ({found.forward_share:.0%} of it forward), update {update}"
@@ -402,31 +371,20 @@ def _measurement(found: Any) -> list[str]:
     return lines
 
 
-def answer(question: Question) -> Prediction:
-    """Return the prediction, with a note on stderr while it is made."""
-    rates, repeated, nodes = question.rates, list[Rates](), question.nodes
-    note = "measuring codecs" if rates is None else "predicting"
-    with Console(stderr=True).status(note) as status:
-        if rates is None:
-            torch.set_num_threads(1)
-            wanted = to_calibrate(question.methods, nodes, question.setting.node)
-            repeated = [calibrate(wanted) for _ in range(REPEATS)]
-            rates = Rates.median(repeated)
-            status.update("predicting")
-        setting = replace(question.setting, rates=rates)
-        return recommend(setting, nodes, question.methods, question.tolerance, repeated)
+def predicted(question: Prediction, *, calibrates: bool) -> Prediction:
+    """Return a prediction, with a note on stderr while it is made.
 
-
-def report(args: argparse.Namespace, model: Model, found: Prediction, console: Console) -> None:
-    """Print the prediction and write the files that were asked for.
-
-    Raises:
-        OSError, ValueError: a file that cannot be written, or a suffix that is unknown.
-        ModuleNotFoundError: no matplotlib.
+    `calibrates`: codecs are measured first.
     """
-    print_prediction(console, model, found)
-    if args.json is not None:
-        text = json.dumps(to_dict(model, found), indent=2)
-        args.json.write_text(f"{text}\n", encoding="utf-8")
-    if args.plot is not None:
-        plot(model, found, args.plot)
+    setting = question.setting
+    with Console(stderr=True).status("predicting") as status:
+        if calibrates:
+            status.update("measuring codecs")
+            torch.set_num_threads(1)
+            wanted = to_calibrate(question.methods, question.counts, setting.node)
+            repeated = tuple(calibrate(wanted) for _ in range(REPEATS))
+            setting = replace(setting, rates=Rates.median(repeated))
+            question = replace(question, setting=setting, repeated=repeated)
+            status.update("predicting")
+        question.sentence  # noqa: B018  takes most of the time
+        return question

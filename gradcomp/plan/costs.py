@@ -6,12 +6,10 @@ Bytes are those of `gradcomp.plan.nbytes.collective_bytes`: headers, scales and 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gradcomp.codecs import KINDS, Codec
-from gradcomp.codecs.identity import Identity
+from gradcomp.codecs import KINDS, Codec, EntropyCoded, Identity
 from gradcomp.comm.rounds import all_gather_rounds, all_to_all_rounds, max_rounds, ring_bytes
 from gradcomp.exchange.sizing import Strategy, choose
 from gradcomp.payload.form import removal
@@ -67,6 +65,7 @@ class Method:
         second_phase: of a reduce_scatter.
         value_nbytes: of a value in an all_reduce.
         local: steps between exchanges; None: gradients are exchanged at every step.
+        precondition: whether ``precondition=True`` takes time, too.
     """
 
     name: str
@@ -75,10 +74,11 @@ class Method:
     second_phase: str = ""
     value_nbytes: int = FP32_NBYTES
     local: LocalSteps | None = None
+    precondition: bool = False
 
     @property
     def kind(self) -> str:
-        """The first word of the name: "fp32", "bf16", or the codec's name."""
+        """The first word of the name: "fp32", "bf16", or the `label` of the codec."""
         return self.name.split()[0]
 
     @property
@@ -106,26 +106,32 @@ class Method:
         return replace(plain, name=f"{plain.name} {local}", local=local)
 
 
+def label(codec: Codec) -> str:
+    """Return a codec's name, with the bits of `EntropyCoded` where they are not the default."""
+    if isinstance(codec, EntropyCoded) and codec.bits != EntropyCoded().bits:
+        return f"{codec.name}:bits={codec.bits:g}"
+    return codec.name
+
+
 def _exchanges(codec: Codec) -> list[Method]:
-    """Return a codec's exchanges: gathered, and scattered with every second phase that it has."""
-    found = [Method(f"{codec.name} all_gather", codec, "all_gather")]
+    name = label(codec)
+    found = [Method(f"{name} all_gather", codec, "all_gather")]
     if codec.sum_form(1) is None:
-        name = f"{codec.name} reduce_scatter"
-        return [*found, Method(name, codec, "reduce_scatter", "requantize")]
+        return [*found, Method(f"{name} reduce_scatter", codec, "reduce_scatter", "requantize")]
     for phase in ("exact", "block4", "requantize"):
         with_phase = codec.with_second_phase(phase)
-        found.append(Method(f"{codec.name} {phase}", with_phase, "reduce_scatter", phase))
+        found.append(Method(f"{name} {phase}", with_phase, "reduce_scatter", phase))
     return found
 
 
-_CODECS = tuple(kind for kind in KINDS if not isinstance(kind, Identity))
+_CODECS = (*(kind for kind in KINDS if not isinstance(kind, Identity)), EntropyCoded(1.25))
 METHODS = (
     Method("fp32", None, "all_reduce"),
     Method("bf16", None, "all_reduce", value_nbytes=2),
     *(method for codec in _CODECS for method in _exchanges(codec)),
 )
 HIERARCHICAL = tuple(  # for nodes of several ranks
-    Method(f"{codec.name} hierarchical", codec, "hierarchical") for codec in _CODECS
+    Method(f"{label(codec)} hierarchical", codec, "hierarchical") for codec in _CODECS
 )
 IDENTITY = Method("identity", Identity(), "reduce_scatter", "requantize")  # the library's fp32
 
@@ -136,12 +142,10 @@ def find_method(name: str) -> Method:
     Raises:
         ValueError: no such method.
     """
-    known = (*METHODS, *HIERARCHICAL)
-    for method in (*known, IDENTITY):
-        if method.name == name:
-            return method
-    names = ", ".join(m.name for m in known)
-    raise ValueError(f"unknown method {name!r}; there are {names}{removal(name)}")
+    known = {method.name: method for method in (*METHODS, *HIERARCHICAL, IDENTITY)}
+    if name not in known:
+        raise ValueError(f"unknown method {name!r}; there are {', '.join(known)}{removal(name)}")
+    return known[name]
 
 
 def between(method: Method, nodes: int) -> Method:
@@ -153,8 +157,9 @@ def between(method: Method, nodes: int) -> Method:
     if nodes == 1:
         return IDENTITY
     strategy = choose(method.codec, nodes)
-    wanted = (method.kind, strategy.exchange, strategy.second_phase)
-    return next(m for m in METHODS if (m.kind, m.exchange, m.second_phase) == wanted)
+    wanted = method.kind, strategy.exchange, strategy.second_phase
+    found = next(m for m in METHODS if (m.kind, m.exchange, m.second_phase) == wanted)
+    return replace(found, precondition=method.precondition)
 
 
 # ---- bytes ---------------------------------------------------------------------------------------
@@ -180,8 +185,8 @@ class Collective:
 
     @staticmethod
     def of(kind: str, nbytes: int, ranks: int, node_ranks: int = 1) -> Collective:
-        """Return a collective of ranks in the order of nodes: pairs of ranks (all_to_all), or a
-        ring, in which one rank of a node sends to the next.
+        """Return a collective between pairs of ranks (all_to_all), or around a ring, in which one
+        rank of a node sends to the next node.
         """
         if kind == "all_to_all":
             leaving = nbytes * (ranks - node_ranks) // max(1, ranks - 1)
@@ -220,11 +225,6 @@ class Bucket:
     between: Bucket | None = None
 
     @property
-    def sent_nbytes(self) -> int:
-        """Bytes that the rank sends for this bucket in one step."""
-        return sum(c.nbytes for c in self.collectives if c is not None)
-
-    @property
     def leaving_nbytes(self) -> int:
         """Bytes that the rank's node sends over its link for this bucket in one step."""
         return sum(c.leaving_nbytes for c in self.collectives if c is not None)
@@ -234,26 +234,13 @@ def plan_buckets(
     method: Method,
     shapes: Sequence[tuple[str, tuple[int, ...]]],
     world_size: int,
-    *,
     bucket_cap_mb: float | None = None,
     node_ranks: int = 1,
 ) -> list[Bucket]:
     """Return the exchange of every bucket on rank 0, in the order in which backward makes them
-    ready.
-
-    Args:
-        method: codec and exchange.
-        shapes: (name, shape) of every trained parameter, in the order of ``named_parameters()``.
-        world_size: number of ranks.
-        bucket_cap_mb: DDP's option (MiB); None is DDP's default, 1 MiB for the first bucket and 25
-            for the others.
-        node_ranks: ranks of a node, which share its link; they divide `world_size`.
-
-    Raises:
-        ValueError: a cap that is not positive.
+    ready; arguments as of `gradcomp.plan.nbytes.predict_bytes`, and the ranks of a node, which
+    divide `world_size`.
     """
-    if bucket_cap_mb is not None and not 0 < bucket_cap_mb < math.inf:
-        raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb!r}")
     buckets = ddp_buckets(method.codec or Identity(), shapes, bucket_cap_mb=bucket_cap_mb)
     return [_plan_bucket(method, bucket, world_size, node_ranks) for bucket in buckets]
 
@@ -286,8 +273,7 @@ def _plan_hierarchical(
     method: Method, parameters: list[Parameter], nodes: int, node_ranks: int
 ) -> Bucket:
     """Return fp32 shares inside nodes, without headers, and between them the codec's own exchange
-    of what each of a node's ranks owns, whose scale groups are counted from the beginning of its
-    share.
+    of what each of a node's ranks owns, in scale groups of its own.
     """
     share, numel = ByElements(node_ranks), sum(p.numel for p in parameters)
     owned = [replace(p, numel=share.numel(p.numel, 0)) for p in parameters]

@@ -35,18 +35,12 @@ HIDDEN = 768  # of both
 def _layer(
     name: str, *shape: int, at: int = 1, more: float = 0.0, bias: int | None = None
 ) -> Tensors:
-    """Return weight and bias of a linear layer or convolution.
-
-    Args:
-        name: of the layer.
-        shape: of the weight.
-        at: positions of a sample that it is applied to.
-        more: FLOPs that are counted with it.
-        bias: values of the bias; None: the weight's first dimension.
+    """Return weight and bias of a linear layer or convolution, which is applied at so many
+    positions of a sample; `more` FLOPs are counted with it. Without `bias` the bias is as long as
+    the weight's first dimension.
     """
     flops = at * 2.0 * math.prod(shape) + more
-    bias_shape = (shape[0] if bias is None else bias,)
-    return [(f"{name}.weight", shape, flops), (f"{name}.bias", bias_shape, 0.0)]
+    return [(f"{name}.weight", shape, flops), (f"{name}.bias", (bias or shape[0],), 0.0)]
 
 
 def _norm(name: str, width: int) -> Tensors:
@@ -204,8 +198,8 @@ def find_model(name: str) -> Model:
     wanted = re.sub(r"[^a-z0-9]", "", name.lower())
     hits = [wanted] if wanted in plain else [k for k in plain if wanted and k.startswith(wanted)]
     if len(hits) != 1:
-        names = ", ".join(_PUBLISHED)
-        raise ValueError(f"unknown model {name!r}; there are {names}{suggestion(name, _PUBLISHED)}")
+        names = f"{', '.join(_PUBLISHED)}{suggestion(name, _PUBLISHED)}"
+        raise ValueError(f"unknown model {name!r}; there are {names}")
     known = plain[hits[0]]
     make, sample = _PUBLISHED[known]
     tensors = make()
@@ -213,20 +207,16 @@ def find_model(name: str) -> Model:
     return Model(known, parameters, tuple(flops for *_, flops in tensors), sample)
 
 
-def own_model(
-    name: str, parameters: Sequence[tuple[str, Sequence[int]]], forward_flops: float | None = None
-) -> Model:
-    """Return a model of one's own.
+def own_model(name: str, parameters: Sequence[tuple[str, Sequence[int]]]) -> Model:
+    """Return a model of one's own, whose forward pass takes two FLOPs per value and sample.
 
     Args:
         name: for tables.
         parameters: (name, shape) in the order of ``named_parameters()``.
-        forward_flops: of one sample, shared out in proportion to the values of a parameter; None:
-            two per value.
 
     Raises:
         ValueError: no parameters, an entry that is not (name, shape), a dimension that is not a
-            positive integer, FLOPs that are not positive.
+            positive integer.
     """
     listed: ParameterList = []
     for entry in parameters:
@@ -240,12 +230,7 @@ def own_model(
         listed.append((key, tuple(shape)))
     if not listed:
         raise ValueError("shapes must name at least one parameter, got none")
-    numel = total_numel(listed)
-    flops = 2.0 * numel if forward_flops is None else forward_flops
-    if not 0 < flops < math.inf:
-        raise ValueError(f"forward_flops must be positive and finite, got {forward_flops!r}")
-    each = tuple(flops * math.prod(shape) / numel for _, shape in listed)
-    return Model(name, tuple(listed), each, "sample")
+    return Model(name, tuple(listed), tuple(2.0 * math.prod(s) for _, s in listed), "sample")
 
 
 def load_shapes(path: Path) -> Model:

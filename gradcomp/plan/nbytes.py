@@ -4,11 +4,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -66,36 +64,29 @@ def collective_bytes(
         world_size, rank: number of ranks, and the one whose bytes are counted.
         slicing: how it is cut; None: as by default.
     """
-    slicing, others = slicing or Slicing(), world_size - 1
+    slicing, others, form = slicing or Slicing(), world_size - 1, codec.form
     groups = sum(-(-p.numel // p.group_numel) for p in parameters if p.compressed)
     scale = ring_bytes(groups, world_size) if codec.shares_scale and groups else 0
     count = slicing.count(sum(p.numel for p in parameters), world_size)
-    if strategy.exchange == "all_gather":
-        bounds = slice_bounds(parameters, ByElements(1), count, codec.form)
-        sent = others * int(sliced_nbytes(parameters, bounds, codec.form).sum())
+    gathers = strategy.exchange == "all_gather"
+    ownership = ByElements(1 if gathers else world_size)
+    bounds = slice_bounds(parameters, ownership, count, form)
+    first = sliced_nbytes(parameters, bounds, form).sum(axis=0)
+    if gathers:
+        sent = others * int(first[0])
         return CollectiveBytes(scale, sent, sent, slices=count)
-    ownership, phase = (
-        ByElements(world_size),
-        second_phase(strategy.second_phase, codec, world_size),
-    )
-    whole = True
-    if count > 1:
-        bounds = slice_bounds(parameters, ownership, count, codec.form)
-        first = sliced_nbytes(parameters, bounds, codec.form).sum(axis=0)
-        whole = slicing.whole_second or (
-            phase.measures_groups
-            and any(
-                ((cuts > cuts[0]) & (cuts < cuts[-1]) & (cuts % p.group_numel > 0)).any()
-                for p, cuts in zip(parameters, bounds, strict=True)
-                if p.compressed
-            )
+    phase = second_phase(strategy.second_phase, codec, world_size)
+    whole = slicing.whole_second or (
+        phase.measures_groups
+        and any(
+            ((cuts > cuts[0]) & (cuts < cuts[-1]) & (cuts % p.group_numel > 0)).any()
+            for p, cuts in zip(parameters, bounds, strict=True)
+            if p.compressed
         )
-    else:
-        first = owned_nbytes(parameters, codec.form, ownership)
+    )
     if whole:
-        second = int(owned_nbytes(parameters, phase.form, ownership).max())
-    else:
-        second = int(sliced_nbytes(parameters, bounds, phase.form).max(axis=1).sum())
+        bounds = [cuts[[0, -1]] for cuts in bounds]
+    second = int(sliced_nbytes(parameters, bounds, phase.form).max(axis=1).sum())
     mine = int(first[rank])
     sent = int(first.sum()) - mine
     return CollectiveBytes(scale, sent, others * mine, others * second, count, whole and count > 1)
@@ -173,27 +164,6 @@ def predict_bytes(
 # ---- payloads, as arrays over ranks --------------------------------------------------------------
 
 
-def owned_nbytes(
-    parameters: Iterable[Parameter], form: Form, ownership: Ownership
-) -> NDArray[np.int64]:
-    """Return the bytes of a payload of what each rank owns of parameters, header included:
-    ``(world_size,)``.
-    """
-    total = np.full(ownership.world_size, HEADER_NBYTES, np.int64)
-    alike = itertools.groupby(sorted((p.numel, p.group_numel, p.compressed) for p in parameters))
-    for (numel, group_numel, compressed), same in alike:
-        total += len(list(same)) * _piece_nbytes(
-            numel, group_numel, form if compressed else PLAIN, ownership
-        )
-    return total
-
-
-@lru_cache(maxsize=4096)
-def owner_starts(numel: int, ownership: Ownership) -> NDArray[np.int64]:
-    """Return `Ownership.starts` of a parameter, kept between calls."""
-    return ownership.starts(numel)
-
-
 def slice_bounds(
     parameters: Sequence[Parameter], ownership: Ownership, count: int, form: Form
 ) -> list[NDArray[np.int64]]:
@@ -206,7 +176,7 @@ def slice_bounds(
         count: of slices.
         form: of the first phase.
     """
-    starts = [owner_starts(p.numel, ownership) for p in parameters]
+    starts = [ownership.starts(p.numel) for p in parameters]
     total = sum((one[1:] - one[:-1] for one in starts), np.zeros(ownership.world_size, np.int64))
     bounds = total * np.arange(count + 1)[:, None] // count
     before, out = np.zeros_like(total), []
@@ -234,21 +204,8 @@ def sliced_nbytes(
     """
     total = np.full_like(bounds[0][1:], HEADER_NBYTES)
     for p, cuts in zip(parameters, bounds, strict=True):
-        total += _nbytes(cuts[:-1], cuts[1:], p.group_numel, form if p.compressed else PLAIN)
+        first, last = cuts[:-1], cuts[1:]
+        groups = np.where(last > first, (last - 1) // p.group_numel - first // p.group_numel + 1, 0)
+        mine = form if p.compressed else PLAIN
+        total += mine.code_nbytes(first, last) + mine.scale_nbytes(groups)
     return total
-
-
-@lru_cache(maxsize=4096)
-def _piece_nbytes(
-    numel: int, group_numel: int, form: Form, ownership: Ownership
-) -> NDArray[np.int64]:
-    """Return the bytes of scales and codes of each rank's piece of one parameter."""
-    starts = owner_starts(numel, ownership)
-    return _nbytes(starts[:-1], starts[1:], group_numel, form)
-
-
-def _nbytes(
-    first: NDArray[np.int64], last: NDArray[np.int64], group_numel: int, form: Form
-) -> NDArray[np.int64]:
-    groups = np.where(last > first, (last - 1) // group_numel - first // group_numel + 1, 0)
-    return form.code_nbytes(first, last) + form.scale_nbytes(groups)

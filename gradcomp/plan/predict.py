@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from gradcomp.comm.rounds import ring_bytes
 from gradcomp.plan.costs import (
@@ -65,57 +66,36 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What `predict` found.
+    """What methods take on numbers of nodes, and which one to use; each figure is computed when it
+    is first asked for.
 
     Attributes:
-        setting: what was simulated.
-        rows: one per node count and method, in this order.
-        crossings: where the fastest of the permitted methods changes, by number of nodes.
-        method: the one recommended.
-        nodes: the number of nodes recommended: the fewest within 5 % of the shortest step (most
-            samples a second in weak scaling).
-        speedup: seconds a step of fp32 over those of `method`, on `nodes`; 1 if fp32 was not asked
-            for.
-        break_even_bits_per_s: link rate above which nothing here is more than 5 % faster than fp32
-            on `nodes`; inf where that is so at no rate, 0 at every rate, None if fp32 or codecs
-            were not asked for.
-        break_even_range: the lowest and the highest such rate with each of `repeated`; None where
-            there is no such rate.
-        optimal_nodes: of the formula of Seide et al. with the method's compression ratio and double
-            buffering; may be inf.
-        sentence: the recommendation.
+        setting: what is simulated.
+        methods: compared, in this order.
+        counts: numbers of nodes, ascending.
         tolerance: what methods cost in accuracy.
-        permitted: names of the methods that may be recommended: those that `tolerance` permits, or
-            all where it permits none.
         repeated: the rates as they were measured one time after the other.
     """
 
     setting: Setting
-    rows: tuple[Row, ...]
-    crossings: tuple[Crossing, ...]
-    method: Method
-    nodes: int
-    speedup: float
-    break_even_bits_per_s: float | None
-    break_even_range: tuple[float, float] | None
-    optimal_nodes: int | float
-    sentence: str
+    methods: tuple[Method, ...]
+    counts: tuple[int, ...]
     tolerance: Tolerance
-    permitted: tuple[str, ...]
-    repeated: tuple[Rates, ...]
+    repeated: tuple[Rates, ...] = ()
 
     @property
     def rates(self) -> Rates:
-        """The rates that the simulations used."""
+        """The rates that the simulations use."""
         return self.setting.rates
 
-    @property
-    def by_nodes(self) -> dict[int, list[Row]]:
-        """The rows of every number of nodes."""
-        out: dict[int, list[Row]] = {}
-        for row in self.rows:
-            out.setdefault(row.result.nodes, []).append(row)
-        return out
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """One per node count and method, in this order."""
+        return tuple(
+            Row(m, self.simulated(m, n), self.seconds(m, n))
+            for n in self.counts
+            for m in self.methods
+        )
 
     def result(self, method: str, nodes: int) -> Simulation:
         """Return one method's simulation on so many nodes.
@@ -127,6 +107,180 @@ class Prediction:
             if row.method.name == method and row.result.nodes == nodes:
                 return row.result
         raise KeyError((method, nodes))
+
+    @cached_property
+    def candidates(self) -> list[Method]:
+        """The methods that may be recommended: those that `tolerance` permits, or all where it
+        permits none.
+        """
+        return [m for m in self.methods if self.tolerance.permits(m)] or list(self.methods)
+
+    @property
+    def permitted(self) -> tuple[str, ...]:
+        """Names of the `candidates`."""
+        return tuple(m.name for m in self.candidates)
+
+    @cached_property
+    def plain(self) -> Method | None:
+        """DDP's own exchange of fp32; None: not among the methods."""
+        fp32 = (m for m in self.methods if m.codec is None and m.value_nbytes == FP32_NBYTES)
+        return next(fp32, None)
+
+    @cached_property
+    def nodes(self) -> int:
+        """The number of nodes recommended: the fewest within 5 % of the shortest step (most samples
+        a second in weak scaling).
+        """
+        weak = self.setting.workload.weak
+        pace = {
+            n: min(self.seconds(m, n) for m in self.candidates) / (n if weak else 1)
+            for n in self.counts
+        }
+        return next(n for n in self.counts if pace[n] <= (1 + ENOUGH) * min(pace.values()))
+
+    @cached_property
+    def method(self) -> Method:
+        """The method recommended: the fastest, or the first without a codec that is hardly
+        slower.
+        """
+        fastest = self.fastest(self.nodes)
+        limit = (1 + ENOUGH) * self.seconds(fastest, self.nodes)
+        plain = (m for m in self.candidates if m.keeps_loss)
+        return next((m for m in plain if self.seconds(m, self.nodes) <= limit), fastest)
+
+    @cached_property
+    def best(self) -> Simulation:
+        """The step that is recommended."""
+        return self.simulated(self.method, self.nodes)
+
+    @property
+    def speedup(self) -> float:
+        """Seconds a step of fp32 over those of `method`, on `nodes`; 1 if fp32 was not asked
+        for.
+        """
+        took = self.seconds(self.method, self.nodes)
+        return self.simulated(self.plain, self.nodes).seconds / took if self.plain and took else 1.0
+
+    @cached_property
+    def crossings(self) -> tuple[Crossing, ...]:
+        """Where the fastest of the permitted methods changes; between two counts by halving, as if
+        none came back there.
+        """
+        out = []
+        for low, end in itertools.pairwise(n for n in self.counts if n > 1):
+            while (before := self.fastest(low)) is not self.fastest(end):
+                high = end
+                while high - low > 1:
+                    middle = (low + high) // 2
+                    same = self.fastest(middle) is before
+                    low, high = (middle, high) if same else (low, middle)
+                out.append(Crossing(high, before.name, self.fastest(high).name))
+                low = high
+        return tuple(out)
+
+    @cached_property
+    def break_even_bits_per_s(self) -> float | None:
+        """Link rate above which nothing here is more than 5 % faster than fp32 on `nodes`; inf
+        where that is so at no rate, 0 at every rate, None if fp32 or codecs were not asked for.
+        """
+        return self._break_even(self.setting.rates)
+
+    @cached_property
+    def break_even_range(self) -> tuple[float, float] | None:
+        """The lowest and the highest such rate with each of `repeated`; None where there is no such
+        rate.
+        """
+        even = self.break_even_bits_per_s
+        if not even or even == math.inf:
+            return None
+        evens = [even, *filter(None, map(self._break_even, self.repeated))]
+        return min(evens), max(evens)
+
+    @property
+    def optimal_nodes(self) -> int | float:
+        """Of the formula of Seide et al. with the method's compression ratio and double buffering,
+        measured collectives taken as those of fp32; may be inf.
+        """
+        work, transport = self.setting.workload, self.setting.transport
+        if work.weak:
+            return math.inf  # a step computes as much on any number of nodes
+        if work.t_frame == 0:
+            return 1
+        t_comm = 8 * FP32_NBYTES * work.numel / self.setting.link.bits_per_s
+        if transport is not None:
+            t_comm += sum(transport.parts("all_reduce", ring_bytes(work.numel, self.best.ranks)))
+        return optimal_nodes(
+            minibatch=work.minibatch,
+            t_frame=work.t_frame,
+            t_post=work.t_post,
+            t_comm_fp32=t_comm,
+            t_update=work.t_update,
+            compression_ratio=self.setting.ratio(self.best),
+        )
+
+    @cached_property
+    def sentence(self) -> str:
+        """The recommendation in words."""
+        tolerance = self.tolerance
+        text = _by_seconds(self) + _accuracy(self) + _rarely(self)
+        if not any(map(tolerance.permits, self.methods)):
+            under = f" under {tolerance.optimizer}" if tolerance.optimizer is not None else ""
+            text = f"Nothing here is known to keep the accuracy{under}; by seconds alone: {text}"
+        if self.nodes > 1 and not self.setting.workload.weak:
+            alone = self.simulated(self.method, 1).seconds
+            if alone <= self.best.seconds:
+                once = format_seconds(alone)
+                text = f"Do not distribute: one node alone takes {once} a step. Else: {text}"
+        return text
+
+    @cached_property
+    def _simulated(self) -> dict[tuple[str, int], Simulation]:
+        return {}
+
+    def simulated(self, method: Method, n: int) -> Simulation:
+        """Return any method's simulation on any number of nodes."""
+        key = method.name, n
+        if key not in self._simulated:
+            self._simulated[key] = self._simulate(self.setting, method, n)
+        return self._simulated[key]
+
+    def _simulate(self, setting: Setting, method: Method, n: int) -> Simulation:
+        return setting.simulate(self.tolerance.as_measured(method), n)
+
+    def seconds(self, method: Method, n: int) -> float:
+        """Return seconds a step over a whole run, its warm start included."""
+        start, first = self.tolerance.start(method, self.methods)
+        own = self.simulated(method, n).seconds
+        if not start:
+            return own
+        return (1 - start) * own + start * self.simulated(first or FP32, n).seconds
+
+    def fastest(self, n: int) -> Method:
+        """Return the fastest permitted method; of equally fast ones the first."""
+        limit = (1 + TIE) * min(self.seconds(m, n) for m in self.candidates)
+        return next(m for m in self.candidates if self.seconds(m, n) <= limit)
+
+    def _break_even(self, rates: Rates) -> float | None:
+        plain, n = self.plain, self.nodes
+        others = [m for m in self.candidates if m is not plain]
+        if plain is None or not others or n == 1:
+            return None
+
+        def pays(rate: float) -> bool:
+            link = Link(rate, self.setting.link.latency_s)
+            setting = replace(self.setting, link=link, rates=rates)
+            limit = self._simulate(setting, plain, n).seconds / (1 + ENOUGH)
+            return any(self._simulate(setting, m, n).seconds < limit for m in others)
+
+        low, high = RATE_RANGE
+        if pays(high):
+            return math.inf
+        if not pays(low):
+            return 0.0
+        while high / low > 1 + RATE_TOLERANCE:
+            middle = math.sqrt(low * high)
+            low, high = (middle, high) if pays(middle) else (low, middle)
+        return math.sqrt(low * high)
 
 
 def predict(
@@ -181,54 +335,10 @@ def predict(
     setting = Setting(
         workload, link, node, found, cores, double_buffering, stragglers or EVEN, transport
     )
-    return recommend(setting, nodes, chosen, tolerance, repeated)
-
-
-def recommend(
-    setting: Setting,
-    nodes: Sequence[int],
-    methods: Sequence[Method],
-    tolerance: Tolerance,
-    repeated: Sequence[Rates] = (),
-) -> Prediction:
-    """Return what `predict` finds for methods and numbers of nodes, at least one of each."""
-    counts, them = sorted(set(nodes)), _Comparison(setting, methods, tolerance)
-    rows = tuple(Row(m, them.result(m, n), them.seconds(m, n)) for n in counts for m in methods)
-    best = them.best_nodes(counts)
-    method, result = them.choose(best), them.result(them.choose(best), best)
-    took = them.seconds(method, best)
-    speedup = them.result(them.plain, best).seconds / took if them.plain and took else 1.0
-    even, span = them.break_even(best, setting.rates), None
-    if even is not None and 0 < even < math.inf:
-        again = (them.break_even(best, rates) for rates in repeated)
-        evens = [even, *(rate for rate in again if rate)]
-        span = min(evens), max(evens)
-    optimum = _formula(setting, setting.ratio(result), result.ranks)
-    text = _sentence(them, method, result, counts, speedup, span, optimum)
-    text += _accuracy(them, method, best, counts) + _rarely(them, method, best)
-    if not any(map(tolerance.permits, methods)):
-        under = f" under {tolerance.optimizer}" if tolerance.optimizer is not None else ""
-        text = f"Nothing here is known to keep the accuracy{under}; by seconds alone: {text}"
-    if best > 1 and not setting.workload.weak:
-        alone = them.result(method, 1).seconds
-        if alone <= result.seconds:
-            once = format_seconds(alone)
-            text = f"Do not distribute: one node alone takes {once} a step. Else: {text}"
-    return Prediction(
-        setting,
-        rows,
-        them.crossings([n for n in counts if n > 1]),
-        method,
-        best,
-        speedup,
-        even,
-        span,
-        optimum,
-        text,
-        tolerance,
-        tuple(m.name for m in them.permitted),
-        tuple(repeated),
-    )
+    counts = tuple(sorted(set(nodes)))
+    prediction = Prediction(setting, tuple(chosen), counts, tolerance, tuple(repeated))
+    prediction.sentence  # noqa: B018  refuses what cannot be simulated
+    return prediction
 
 
 def ways(node: Node) -> tuple[Method, ...]:
@@ -261,138 +371,21 @@ def rare(n: int, node: Node) -> Method:
     return (method if node.ranks > 1 else between(method, n)).after(RARELY)
 
 
-class _Comparison:
-    """Seconds a step of methods on numbers of nodes; each is simulated when first asked for.
-
-    Attributes:
-        permitted: the methods that may be recommended, in order of what they change.
-        plain: DDP's own exchange of fp32; None: not among the methods.
-    """
-
-    def __init__(self, setting: Setting, methods: Sequence[Method], tolerance: Tolerance) -> None:
-        self.setting, self.methods, self.tolerance = setting, methods, tolerance
-        self.permitted = [m for m in methods if tolerance.permits(m)] or list(methods)
-        fp32 = (m for m in methods if m.codec is None and m.value_nbytes == FP32_NBYTES)
-        self.plain = next(fp32, None)
-        self._results: dict[tuple[str, int], Simulation] = {}
-
-    def result(self, method: Method, n: int) -> Simulation:
-        key = method.name, n
-        if key not in self._results:
-            self._results[key] = self.setting.simulate(method, n)
-        return self._results[key]
-
-    def seconds(self, method: Method, n: int) -> float:
-        """Return seconds a step over a whole run, its warm start included."""
-        start, first = self.tolerance.start(method, self.methods)
-        own = self.result(method, n).seconds
-        return (1 - start) * own + start * self.result(first or FP32, n).seconds if start else own
-
-    def fastest(self, n: int) -> Method:
-        """Return the fastest permitted method; of equally fast ones the first."""
-        limit = (1 + TIE) * min(self.seconds(m, n) for m in self.permitted)
-        return next(m for m in self.permitted if self.seconds(m, n) <= limit)
-
-    def choose(self, n: int) -> Method:
-        """Return the fastest method, or the first one without a codec that is hardly slower."""
-        fastest = self.fastest(n)
-        limit = (1 + ENOUGH) * self.seconds(fastest, n)
-        close = (m for m in self.permitted if m.keeps_loss and self.seconds(m, n) <= limit)
-        return next(close, fastest)
-
-    def best_nodes(self, counts: Sequence[int]) -> int:
-        """Return the fewest nodes whose best method trains nearly as fast as any number."""
-        weak = self.setting.workload.weak
-        pace = {
-            n: min(self.seconds(m, n) for m in self.permitted) / (n if weak else 1) for n in counts
-        }
-        return next(n for n in counts if pace[n] <= (1 + ENOUGH) * min(pace.values()))
-
-    def crossings(self, counts: Sequence[int]) -> tuple[Crossing, ...]:
-        """Return where the fastest method changes; between two counts by halving, as if none came
-        back there.
-        """
-        out = []
-        for low, end in itertools.pairwise(counts):
-            while (before := self.fastest(low)) is not self.fastest(end):
-                high = end
-                while high - low > 1:
-                    middle = (low + high) // 2
-                    same = self.fastest(middle) is before
-                    low, high = (middle, high) if same else (low, middle)
-                out.append(Crossing(high, before.name, self.fastest(high).name))
-                low = high
-        return tuple(out)
-
-    def break_even(self, n: int, rates: Rates) -> float | None:
-        """Return the link rate above which no permitted method saves more than 5 % of the seconds
-        of a step with fp32.
-        """
-        plain, others = self.plain, [m for m in self.permitted if m is not self.plain]
-        if plain is None or not others or n == 1:
-            return None
-
-        def pays(rate: float) -> bool:
-            link = Link(rate, self.setting.link.latency_s)
-            setting = replace(self.setting, link=link, rates=rates)
-            limit = setting.simulate(plain, n).seconds / (1 + ENOUGH)
-            return any(setting.simulate(m, n).seconds < limit for m in others)
-
-        low, high = RATE_RANGE
-        if pays(high):
-            return math.inf
-        if not pays(low):
-            return 0.0
-        while high / low > 1 + RATE_TOLERANCE:
-            middle = math.sqrt(low * high)
-            low, high = (middle, high) if pays(middle) else (low, middle)
-        return math.sqrt(low * high)
-
-
-def _formula(setting: Setting, ratio: float, ranks: int) -> int | float:
-    """Return the number of nodes of the formula; collectives as measured count as those of fp32."""
-    work, transport = setting.workload, setting.transport
-    if work.weak:
-        return math.inf  # a step computes as much on any number of nodes
-    if work.t_frame == 0:
-        return 1
-    measured = transport.seconds("all_reduce", ring_bytes(work.numel, ranks)) if transport else 0
-    return optimal_nodes(
-        minibatch=work.minibatch,
-        t_frame=work.t_frame,
-        t_post=work.t_post,
-        t_comm_fp32=8 * FP32_NBYTES * work.numel / setting.link.bits_per_s + measured,
-        t_update=work.t_update,
-        compression_ratio=ratio,
-        parallel_post=work.parallel_post,
-    )
-
-
 # ---- the recommendation in words -----------------------------------------------------------------
 
 
-def _sentence(
-    them: _Comparison,
-    method: Method,
-    result: Simulation,
-    counts: Sequence[int],
-    speedup: float,
-    span: tuple[float, float] | None,
-    optimum: float,
-) -> str:
-    """Return the recommendation by seconds; `span` is the range of rates at which compression stops
-    paying, None if there is none.
-    """
-    setting, n, took = them.setting, result.nodes, format_seconds(result.seconds)
+def _by_seconds(them: Prediction) -> str:
+    setting, method, n = them.setting, them.method, them.nodes
+    took, span = format_seconds(them.best.seconds), them.break_even_range
     where = "over these ranks" if setting.as_measured else f"over {setting.link}"
     if n == 1:
         return (
             f"Do not compress and do not distribute: {where} no more nodes are faster than one"
             f" ({took} a step)."
         )
-    largest = ", the largest number asked for," if n == counts[-1] and len(counts) > 1 else ""
+    largest = ", the largest number asked for," if n == them.counts[-1] > them.counts[0] else ""
     train = f"{where}, train on {n} nodes ({took} a step){largest}"
-    times = f"{speedup:.2g} times as fast as fp32" if them.plain is not None else ""
+    times = f"{them.speedup:.2g} times as fast as fp32" if them.plain is not None else ""
     if method.compresses or method.local is not None:
         verb = "Compress" if method.local is None else "Exchange rarely"
         text = f"{verb}: {train} with {method.name}{times and f', {times}'}."
@@ -410,22 +403,22 @@ def _sentence(
             text += f" Below {format_rates(*span)} compression would pay there."
     if setting.workload.weak or method.local is not None:
         return text
+    optimum = them.optimal_nodes
     bound = "sets no bound" if math.isinf(optimum) else f"gives {optimum} node{'s' * (optimum > 1)}"
     return f"{text} With double buffering the formula of Seide et al. {bound} for {method.name}."
 
 
-def _accuracy(them: _Comparison, method: Method, n: int, counts: Sequence[int]) -> str:
+def _accuracy(them: Prediction) -> str:
     """Return what is said of accuracy: of the method recommended, and of the fastest way of every
-    codec that is left out.
-
-    A codec is compared on the `n` nodes that are recommended; where that is one node, on the best
-    of `counts`.
+    codec that is left out, on the nodes that are recommended; where that is one, on the best.
     """
-    tolerance, left_out = them.tolerance, [m for m in them.methods if m not in them.permitted]
+    method, n = them.method, them.nodes
+    counts = them.counts if n == 1 else [n]
+    tolerance, left_out = them.tolerance, [m for m in them.methods if m not in them.candidates]
     if tolerance.optimizer is None and not tolerance.by_seconds:
         return f" {OMITS}" if left_out else ""
     text, said, own = tolerance.of(method) if n > 1 else "", set(), them.seconds(method, n)
-    took = {m: min(them.seconds(m, k) for k in (counts if n == 1 else [n])) for m in left_out}
+    took = {m: min(them.seconds(m, k) for k in counts) for m in left_out}
     for other in sorted(left_out, key=took.__getitem__):
         if other.kind not in said and took[other] * (1 + ENOUGH) < own:
             said.add(other.kind)
@@ -433,14 +426,15 @@ def _accuracy(them: _Comparison, method: Method, n: int, counts: Sequence[int]) 
     return text
 
 
-def _rarely(them: _Comparison, method: Method, n: int) -> str:
+def _rarely(them: Prediction) -> str:
     """Return what local steps would do, where the recommended method waits for the network for most
     of its time; "" where it does not, or local steps were asked for.
     """
+    method, n, result = them.method, them.nodes, them.best
     local = any(m.local is not None for m in them.methods)
     if n == 1 or them.setting.double_buffering or local:
         return ""
-    late, result = rare(n, them.setting.node), them.result(method, n)
+    late = rare(n, them.setting.node)
     if result.exposed_seconds <= WAITS * result.seconds:
         return ""
     own, instead = them.seconds(method, n), them.seconds(late, n)

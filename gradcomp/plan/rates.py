@@ -32,6 +32,7 @@ from gradcomp.exchange.second import owners_feed_back
 from gradcomp.exchange.sizing import BucketPlan, Strategy
 from gradcomp.exchange.stats import Stats
 from gradcomp.kernels import CPU, of
+from gradcomp.memory.moments import Precondition, SecondMoments
 from gradcomp.memory.planes import Planes
 from gradcomp.memory.store import StateStore
 from gradcomp.optim import SplitSGD
@@ -41,7 +42,9 @@ from gradcomp.plan.nodes import exact
 
 STAGES = ("statistics", "encode", "owner", "decode")
 CAST_STAGES = ("cast", "uncast")
-OUTER = "outer step"  # stands beside the methods: what an exchange after local steps takes besides
+# stand beside the methods: what exchanges after local steps, and with ``precondition=True`` take
+# besides
+OUTER, PRECONDITION = "outer step", "precondition"
 SIZES = (1 << 13, 1 << 20)  # elements
 WORLD_SIZES = (2, 8)
 REPEATS = 5
@@ -68,13 +71,15 @@ class StageRate:
         return sum(rate * count for rate, count in zip(rates, features, strict=True))
 
 
+FREE_STAGE = StageRate()
+
+
 @dataclass(frozen=True)
 class Rates:
     """CPU seconds of the stages of every method.
 
     Attributes:
-        stages: by method name, then by stage; a method that is missing costs as another exchange of
-            its codec does, or nothing.
+        stages: by method name, then by stage; a method that is missing costs nothing.
     """
 
     stages: Mapping[str, Mapping[str, StageRate]] = field(default_factory=dict)
@@ -82,50 +87,37 @@ class Rates:
     def stage_seconds(
         self, method: Method, world_size: int, numel: int, owned: int
     ) -> tuple[float, ...]:
-        """Return the seconds of every stage of one bucket.
-
-        Args:
-            method: how it is exchanged.
-            world_size: N.
-            numel: values of the bucket.
-            owned: values of it that the rank owns.
+        """Return the seconds of every stage of a bucket of `numel` values, of which the rank owns
+        `owned`.
         """
-        rates = self.stages.get(method.name) or self._alike(method)
-        return tuple(
-            rates.get(stage, StageRate()).seconds(
-                _features(method, stage, world_size, numel, owned)
-            )
+        rates = self.stages.get(method.name, {})
+        seconds = [
+            rates.get(stage, FREE_STAGE).seconds(_features(method, stage, world_size, numel, owned))
             for stage in _stages_of(method)
-        )
+        ]
+        if method.precondition:
+            seconds[STAGES.index("encode")] += self._besides(PRECONDITION, numel)
+        return tuple(seconds)
 
     def outer_seconds(self, numel: int) -> float:
         """Return the seconds of forming so many values' pseudo-gradients and of applying their
         average.
         """
-        rate = self.stages.get(OUTER, {}).get("apply", StageRate())
-        return rate.seconds(_per_value(numel))
+        return self._besides(OUTER, numel)
 
-    def _alike(self, method: Method) -> Mapping[str, StageRate]:
-        """Return the rates of the same exchange of the same codec with another second phase: files
-        may be older than a method.
-        """
-        for other in METHODS:
-            alike = (other.kind, other.exchange) == (method.kind, method.exchange)
-            if alike and other.codec is not None and other.name in self.stages:
-                return self.stages[other.name]
-        return {}
+    def _besides(self, name: str, numel: int) -> float:
+        return self.stages.get(name, {}).get("apply", FREE_STAGE).seconds(_per_value(numel))
 
     @staticmethod
     def median(repeated: Sequence[Rates]) -> Rates:
         """Return the median of every rate of several measurements of the same methods."""
 
         def middle(method: str, stage: str) -> StageRate:
-            found = [astuple(one.stages[method][stage]) for one in repeated]
-            return StageRate(*(statistics.median(values) for values in zip(*found, strict=True)))
+            found = (astuple(one.stages[method][stage]) for one in repeated)
+            return StageRate(*map(statistics.median, zip(*found, strict=True)))
 
-        stages = repeated[0].stages.items()
         return Rates(
-            {method: {one: middle(method, one) for one in found} for method, found in stages}
+            {m: {s: middle(m, s) for s in stages} for m, stages in repeated[0].stages.items()}
         )
 
     def to_dict(self) -> dict[str, dict[str, dict[str, float]]]:
@@ -133,13 +125,6 @@ class Rates:
         return {
             m: {s: asdict(rate) for s, rate in stages.items()} for m, stages in self.stages.items()
         }
-
-    @staticmethod
-    def from_dict(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Rates:
-        """Return the rates that `to_dict` was called on."""
-        return Rates(
-            {m: {s: StageRate(**rate) for s, rate in stages.items()} for m, stages in found.items()}
-        )
 
     @staticmethod
     def load(path: Path) -> Rates:
@@ -153,10 +138,11 @@ class Rates:
             found = json.loads(path.read_text(encoding="utf-8"))
             found = found.get("rates", found)
             for method, stages in found.items():
-                names = ("apply",) if method == OUTER else _stages_of(find_method(method))
+                beside = method in (OUTER, PRECONDITION)
+                names = ("apply",) if beside else _stages_of(find_method(method))
                 for unknown in sorted(set(stages) - set(names)):
                     raise ValueError(f"{method} has no stage {unknown!r}, only {', '.join(names)}")
-            return Rates.from_dict(found)
+            return Rates({m: {s: StageRate(**r) for s, r in v.items()} for m, v in found.items()})
         except (TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{path} does not hold rates: {error}") from None
 
@@ -216,12 +202,13 @@ def calibrate(
         raise ValueError(f"world_sizes must be powers of two up to 64, got {world_sizes!r}")
 
     def rate(make: Callable[[int], Callable[[], object]]) -> StageRate:
-        """Return the rate of an action that is made for a number of values."""
         return _fit([(_per_value(numel), _median_s(make(numel), repeats)) for numel in sizes])
 
     out: dict[str, dict[str, StageRate]] = {}
     if any(method.local is not None for method in methods):
         out[OUTER] = {"apply": rate(_outer_step)}
+    if any(method.compresses for method in methods):
+        out[PRECONDITION] = {"apply": rate(_preconditioning)}
     for method in {m.each_step.name: m.each_step for m in methods}.values():
         if method.codec is None:
             if method.value_nbytes < FP32_NBYTES:
@@ -267,7 +254,6 @@ def _run_exchange(
 
 
 def _median_s(action: Callable[[], object], repeats: int) -> float:
-    """Return the median seconds of an action, of all times but the first."""
     seconds = []
     for _ in range(repeats + 1):
         begun = time.perf_counter()
@@ -277,15 +263,30 @@ def _median_s(action: Callable[[], object], repeats: int) -> float:
 
 
 def _rounding(numel: int) -> Callable[[], Tensor]:
-    """Round values to bf16 and divide them, as for a mean."""
     values = torch.randn(numel)
     return lambda: values.bfloat16().div_(2)
 
 
 def _widening(numel: int) -> Callable[[], Tensor]:
-    """Widen bf16 to fp32."""
     values, half = torch.empty(numel), torch.randn(numel).bfloat16()
     return lambda: values.copy_(half)
+
+
+def _preconditioning(numel: int) -> Callable[[], None]:
+    """Take values, residuals and averages to units of second moments and back, and observe."""
+    moments, slot = SecondMoments(Precondition(), {0: numel}), Slot(0, numel, numel, True, 0)
+    values, residual = torch.randn(numel), torch.randn(numel)
+    units, out, spare = (torch.empty(numel) for _ in range(3))
+    moments.observe([slot], values, 0)
+    moments.planes.commit([0])
+
+    def step() -> None:
+        moments.divide(slot, values, residual, units, out)
+        torch.mul(residual, units, out=spare)
+        out.mul_(units)
+        moments.observe([slot], out, 1)
+
+    return step
 
 
 def _outer_step(numel: int) -> Callable[[], None]:

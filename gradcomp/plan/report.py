@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 from gradcomp.plan.accuracy import FAMILIES, Measured
-from gradcomp.plan.costs import FP32_NBYTES, Method
+from gradcomp.plan.costs import FP32_NBYTES, Method, label
 from gradcomp.plan.links import format_rates, format_seconds
 from gradcomp.plan.models import Model
-from gradcomp.plan.predict import TIE, Prediction
+from gradcomp.plan.predict import Prediction
 
 FLOOR_S = 1e-6
 SAMPLE = 1_000_000  # values
@@ -67,25 +67,21 @@ def seconds_table(found: Prediction) -> Table:
     """Return what is lost in accuracy and seconds a step by method and nodes, of every number of
     nodes the fastest in bold.
     """
-    tolerance, by_nodes = found.tolerance, found.by_nodes
-    costs = [tolerance.costs(row.method) for row in found.rows]
+    costs = {method: found.tolerance.costs(method) for method in found.methods}
     heads, mixed = [""], set()  # columns in nats and in points, whose cells name their unit
-    for name in tolerance.columns:
-        units = {row.training.unit for cost in costs if (row := cost[name]) is not None}
+    for name in found.tolerance.columns:
+        units = {row.training.unit for cost in costs.values() if (row := cost[name]) is not None}
         mixed |= {name} if len(units) > 1 else set()
         heads.append("\n".join(("loss,", SHORT.get(name, name), *([] if name in mixed else units))))
-    least = {n: min(row.result.seconds for row in rows) for n, rows in by_nodes.items()}
+    seconds = {(m, n): found.simulated(m, n).seconds for m in found.methods for n in found.counts}
     lines = []
-    for rows in zip(*by_nodes.values(), strict=True):
-        method, cells = rows[0].method, []
-        for name, cost in tolerance.costs(method).items():
-            cells.append(_loss(method, cost, with_unit=name in mixed))
-        for row in rows:
-            seconds, n = row.result.seconds, row.result.nodes
-            is_least = seconds == least[n] and n > 1
-            cells.append(f"{'[bold green]' if is_least else ''}{format_seconds(seconds)}")
+    for method, cost in costs.items():
+        cells = [_loss(method, row, with_unit=name in mixed) for name, row in cost.items()]
+        for n in found.counts:
+            least = n > 1 and seconds[method, n] == min(seconds[m, n] for m in found.methods)
+            cells.append(f"{'[bold green]' if least else ''}{format_seconds(seconds[method, n])}")
         lines.append([method.name, *cells])
-    return _table("a step takes, by nodes", [*heads, *map(str, by_nodes)], lines, 0)
+    return _table("a step takes, by nodes", [*heads, *map(str, found.counts)], lines, 0)
 
 
 def _loss(method: Method, row: Measured | None, *, with_unit: bool) -> str:
@@ -98,12 +94,10 @@ def _loss(method: Method, row: Measured | None, *, with_unit: bool) -> str:
 def fastest_table(found: Prediction) -> Table:
     """Return where the time of the fastest method goes, by nodes."""
     waits, lines = found.setting.stragglers.any, []
-    for n, everything in found.by_nodes.items():
-        rows = [row for row in everything if row.method.name in found.permitted]
-        least = min(row.seconds for row in rows)
-        row = next(row for row in rows if row.seconds <= (1 + TIE) * least)
-        result = row.result
-        cells = [str(n), row.method.name, format_seconds(result.compute_seconds)]
+    for n in found.counts:
+        method = found.fastest(n)
+        result = found.simulated(method, n)
+        cells = [str(n), method.name, format_seconds(result.compute_seconds)]
         cells += [format_seconds(result.straggler_seconds)] if waits else []
         exposed = result.exposed_seconds
         cells += [format_seconds(exposed if exposed > FLOOR_S else 0), f"{result.hidden_share:.0%}"]
@@ -111,7 +105,7 @@ def fastest_table(found: Prediction) -> Table:
         if n == 1:  # nothing is exchanged
             cells[1], cells[-3:] = "", [""] * 3
         lines.append(cells)
-    some = "that may be recommended " if len(found.permitted) < len(everything) else ""
+    some = "that may be recommended " if len(found.candidates) < len(found.methods) else ""
     heads = f"nodes method compute {'waits ' * waits}exposed hidden sent ratio".split()
     return _table(f"where the time of the fastest {some}goes", heads, lines, 1)
 
@@ -119,16 +113,16 @@ def fastest_table(found: Prediction) -> Table:
 def accuracy_lines(found: Prediction) -> list[str]:
     """Return where the losses were measured, and what options they need: a line each training."""
     lines: dict[str, dict[str, None]] = {}
-    for row in found.rows:
-        for cost in found.tolerance.costs(row.method).values():
+    for method in found.methods:
+        for cost in found.tolerance.costs(method).values():
             if cost is not None:
                 but = f" (decides nothing: {cost.doubt})" if cost.doubt else ""
                 told = lines.setdefault(str(cost.training), {})
-                told[f"{cost.codec.name} {cost.price}{but}"] = None
+                told[f"{label(cost.codec)} {cost.price}{but}"] = None
     known = [
         f"Loss over fp32 of {training}: {', '.join(costs)}." for training, costs in lines.items()
     ]
-    if not all(row.method.keeps_loss for row in found.rows):
+    if not all(method.keeps_loss for method in found.methods):
         known.append(
             '"-" was not measured; a loss is that of one model, not of yours'
             " (docs/explanation/accuracy.md)."
@@ -140,11 +134,10 @@ def spread_lines(found: Prediction) -> list[str]:
     """Return how far measurements of the codecs' CPU time differ, a line; none where they were
     not repeated.
     """
-    permitted = [row.method for row in found.rows if row.method.name in found.permitted]
-    method = next((m for m in (found.method, *permitted) if m.compresses), None)
+    method = next((m for m in (found.method, *found.candidates) if m.compresses), None)
     if method is None or len(found.repeated) < 2:
         return []
-    ranks = max(2, found.by_nodes[found.nodes][0].result.ranks)
+    ranks = max(2, found.best.ranks)
     owned = SAMPLE if method.exchange == "all_gather" else SAMPLE // ranks
     each = [sum(one.stage_seconds(method, ranks, SAMPLE, owned)) for one in found.repeated]
     least, most = format_seconds(min(each)), format_seconds(max(each))
@@ -169,13 +162,10 @@ def plot(model: Model, found: Prediction, path: Path) -> None:
     `path` decides the format.
     """
     plots = importlib.import_module("gradcomp.bench.plots")  # a layer above, as --measure is
-    by_nodes, setting = found.by_nodes, found.setting
-    counts = list(by_nodes)
-    series = {
-        rows[0].method.name: (counts, [row.result.seconds for row in rows])
-        for rows in zip(*by_nodes.values(), strict=True)
-    }
-    series["computing"] = counts, [rows[0].result.compute_seconds for rows in by_nodes.values()]
+    counts, methods, setting = found.counts, found.methods, found.setting
+    series = {m.name: (counts, [found.simulated(m, n).seconds for n in counts]) for m in methods}
+    computing = [found.simulated(methods[0], n).compute_seconds for n in counts]
+    series["computing"] = counts, computing
 
     def draw(figure: Any) -> None:
         ax = figure.subplots()
@@ -206,7 +196,7 @@ def to_dict(model: Model, found: Prediction) -> dict[str, Any]:
         "stragglers": asdict(setting.stragglers),
         "optimizer": found.tolerance.optimizer,
         "tolerances": found.tolerance.limits,
-        "losses": {row.method.name: _losses(found, row.method) for row in found.rows},
+        "losses": {method.name: _losses(found, method) for method in found.methods},
         "rows": [{"method": row.method.name, **asdict(row.result)} for row in found.rows],
         "crossings": [asdict(crossing) for crossing in found.crossings],
         "crossing_lines": crossing_lines(found),

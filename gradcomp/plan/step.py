@@ -53,11 +53,7 @@ MAIN, CODECS, LINK, INSIDE, TRANSPORT = range(5)  # resources
 
 
 class Jobs:
-    """Jobs that follow each other, on resources that serve them first in, first out.
-
-    Args:
-        servers: how many jobs a resource serves at once.
-    """
+    """Jobs that follow each other, on resources that serve so many at once, first in, first out."""
 
     def __init__(self, servers: Mapping[Hashable, int]) -> None:
         self._free = dict(servers)
@@ -119,12 +115,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Setting:
-    """All but the method and the number of nodes; see the arguments of `simulate`.
-
-    Raises:
-        TypeError: `cores` is not a number.
-        ValueError: `cores` is not positive and finite.
-    """
+    """All but the method and the number of nodes; arguments and errors as of `simulate`."""
 
     workload: Workload
     link: Link
@@ -149,21 +140,16 @@ class Setting:
         return rings / result.sent_nbytes if result.sent_nbytes else 1.0
 
     def simulate(self, method: Method, nodes: int) -> Simulation:
-        """Return what a step of so many nodes takes; errors as of the function `simulate`."""
+        """Return what a step of so many nodes takes."""
         if isinstance(nodes, bool) or not isinstance(nodes, int) or not 1 <= nodes <= MAX_NODES:
             raise ValueError(f"nodes must be an integer from 1 to {MAX_NODES}, got {nodes!r}")
         if method.local is not None:
             return self._local_steps(method.each_step, method.local, nodes)
         work, halves, ranks = self.workload, 1 + self.double_buffering, nodes * self.node.ranks
-        buckets = plan_buckets(
-            method,
-            work.parameters,
-            ranks,
-            bucket_cap_mb=work.bucket_cap_mb,
-            node_ranks=self.node.ranks,
-        )
+        cap = work.bucket_cap_mb
+        buckets = plan_buckets(method, work.parameters, ranks, cap, self.node.ranks)
         compute = work.samples(ranks) * work.t_frame / halves
-        update = work.t_update + work.parallel_post * work.t_post / ranks
+        update = work.t_update + work.t_post / ranks
         travels = between(method, nodes)
         slices = [one for b in buckets for one in slice_work(travels, b, ranks, nodes, self.rates)]
         factors, counts = self.stragglers.factors(nodes, double_buffering=self.double_buffering)
@@ -190,10 +176,8 @@ class Setting:
 
     def _local_steps(self, method: Method, local: LocalSteps, nodes: int) -> Simulation:
         """Return what a step takes where H of them are followed by one exchange, which nothing
-        hides but the steps that it may be late.
-
-        Times of H steps differ less than those of one, by the root of H. With fewer than two cores
-        codecs and the moving of bytes are hidden by no step.
+        hides but the steps that it may be late; with fewer than two cores these do not hide codecs
+        and the moving of bytes. Times of H steps differ less than those of one, by the root of H.
         """
         if self.double_buffering:
             raise ValueError(
@@ -207,7 +191,7 @@ class Setting:
             )
         h, work, ranks = local.every, self.workload, nodes * self.node.ranks
         # every rank updates all parameters, and does all of the post-processing
-        update = h * (work.t_update + work.parallel_post * work.t_post)
+        update = h * (work.t_update + work.t_post)
         update += self.rates.outer_seconds(work.numel) if ranks > 1 else 0.0
         whole = replace(work, t_frame=h * work.t_frame, t_post=0.0, t_update=update, overlaps=False)
         calmer = replace(self.stragglers, jitter=self.stragglers.jitter / math.sqrt(h))
@@ -251,9 +235,8 @@ class Setting:
         seconds of each exchange on the first one.
 
         Args:
-            slices: stages of each, in the order in which backward makes them ready; none where
-                nothing is exchanged.
-            pieces: of backward: (share, slices ready after it).
+            slices: stages of each, as backward makes them ready; none: nothing is exchanged.
+            pieces: of `backward_pieces`.
             compute: seconds of forward and backward: ``[half][node]``.
             update: seconds of a model update.
             counts: nodes that each of these stands for.

@@ -11,9 +11,10 @@ those steps from below.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gradcomp.arguments import suggestion
+from gradcomp.engine.rate import DIVIDES, OTHERS
 from gradcomp.plan.accuracy import (
     FAMILIES,
     OWN_WARM_UP,
@@ -21,7 +22,7 @@ from gradcomp.plan.accuracy import (
     TOLERANCES,
     Measured,
     expected,
-    family_of_name,
+    family_of_names,
 )
 from gradcomp.plan.advice import FALLBACK
 from gradcomp.plan.costs import Method
@@ -40,12 +41,9 @@ OPTIMIZERS = tuple(_NAMES.split())
 
 
 def check_optimizer(name: str) -> str:
-    """Return the name of an optimizer.
-
-    Raises:
-        ValueError: it is not one of `OPTIMIZERS`.
-    """
-    family_of_name(name)
+    """Return the name of an optimizer; one that is not in `OPTIMIZERS` is a ValueError."""
+    if not name.isidentifier():
+        raise ValueError(f"optimizer must be a name such as adamw, sgd or lamb, got {name!r}")
     if name.lower() not in OPTIMIZERS:
         raise ValueError(
             f"optimizer {name!r} is unknown{suggestion(name, OPTIMIZERS) or ';'} "
@@ -87,8 +85,17 @@ class Tolerance:
     def columns(self) -> dict[str, str | None]:
         """Families to show losses of, by their names: that of the optimizer, or all."""
         if self.optimizer is not None:
-            return {self.optimizer: family_of_name(self.optimizer)}
+            return {self.optimizer: family_of_names([self.optimizer])}
         return {name: family for family, name in FAMILIES.items() if family not in OWN_WARM_UP}
+
+    @property
+    def scales_lr(self) -> bool:
+        """Whether ``precondition=True`` comes with a larger learning rate (`gradcomp.engine.rate`)
+        under the optimizer, as in the rows of the table that need it; True without an optimizer.
+        """
+        name = "adam" if self.optimizer is None else self.optimizer.lower()
+        others = (*OTHERS, "split")  # see `gradcomp.plan.advice.resolve_auto`
+        return any(word in name for word in DIVIDES) and not any(word in name for word in others)
 
     def costs(self, method: Method) -> dict[str, Measured | None]:
         """Return what a method costs, by column; None: not measured."""
@@ -98,14 +105,20 @@ class Tolerance:
         if codec is None or method.keeps_loss or late:
             return dict.fromkeys(self.columns)
         every = 1 if local is None else local.every
+        table = [row for row in TABLE if not row.scale_lr or self.scales_lr]
         return {
-            name: expected(family, codec, TABLE, self.limits, every)
+            name: expected(family, codec, table, self.limits, every)
             for name, family in self.columns.items()
         }
 
     def cost(self, method: Method) -> Measured | None:
         """Return what a method costs under the optimizer; None: not measured, or no optimizer."""
         return self.costs(method)[self.optimizer] if self.optimizer is not None else None
+
+    def as_measured(self, method: Method) -> Method:
+        """Return a method with the options that take time and that its loss was measured with."""
+        row = self.cost(method)
+        return method if row is None else replace(method, precondition=row.precondition)
 
     def permits(self, method: Method) -> bool:
         """Whether a method may be recommended.
@@ -134,9 +147,8 @@ class Tolerance:
         row = self.cost(method)
         if row is None or row.warmup_codec is None:
             return (row.start if row is not None else 0.0), None
-        alike = [
-            m for m in methods if m.codec is not None and m.codec.name == row.warmup_codec.name
-        ]
+        name = row.warmup_codec.name
+        alike = [m for m in methods if m.codec is not None and m.codec.name == name]
         same = [m for m in alike if m.name.split()[1:] == method.name.split()[1:]]
         return row.start, next(iter((*same, *alike)), None)
 
@@ -158,11 +170,8 @@ class Tolerance:
         )
 
     def against(self, method: Method, ratio: float) -> str:
-        """Return the sentence that says why a faster method is not recommended.
-
-        Args:
-            method: one that is not permitted.
-            ratio: seconds a step of the recommended method over its own.
+        """Return the sentence that says why a method that is so many times as fast is not
+        recommended.
         """
         row = self.cost(method)
         under = f" under {self.optimizer}" if self.optimizer is not None else ""

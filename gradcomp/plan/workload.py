@@ -32,7 +32,6 @@ class Workload:
         t_frame: seconds of forward and backward of one sample on one rank.
         t_update: seconds of a model update, on every rank.
         t_post: seconds of post-processing a gradient, shared out over the ranks.
-        parallel_post: how often `t_post` is spent.
         flops: forward FLOPs by parameter, which share backward out over the buckets; None, or all
             zero: in proportion to values.
         forward_share: of `t_frame`; a third by default, since backward makes two products for each
@@ -52,7 +51,6 @@ class Workload:
     t_frame: float
     t_update: float = 0.0
     t_post: float = 0.0
-    parallel_post: float = 1.0
     flops: tuple[float, ...] | None = None
     forward_share: float = 1 / 3
     bucket_cap_mb: float | None = None
@@ -65,7 +63,7 @@ class Workload:
         if self.numel > MAX_NUMEL:
             raise ValueError(f"parameters must hold at most {MAX_NUMEL} values, got {self.numel}")
         exact("minibatch", self.minibatch, positive=True)
-        for name in ("t_frame", "t_update", "t_post", "parallel_post"):
+        for name in ("t_frame", "t_update", "t_post"):
             exact(name, getattr(self, name))
         if exact("forward_share", self.forward_share) > 1:
             raise ValueError(f"forward_share must be in [0, 1], got {self.forward_share!r}")
@@ -187,10 +185,6 @@ class Transport:
 
     alpha_s: dict[str, float] = field(default_factory=dict)
     beta_s: dict[str, float] = field(default_factory=dict)
-
-    def seconds(self, kind: str, nbytes: int) -> float:
-        """Return the seconds of one collective."""
-        return sum(self.parts(kind, nbytes))
 
     def parts(self, kind: str, nbytes: int) -> tuple[float, float]:
         """Return the seconds of one collective that are waiting, and those that are moving and

@@ -748,13 +748,17 @@ def recommend(*words, rate=1e8, latency_s=1e-4, left_s=0.0):
     return advise.recommend(Link(rate, latency_s), Node(), 2, options, 2.0, left_s)
 
 
+ENTROPY = (
+    'ddp.register(model, EntropyCoded(1.25), exchange="all_gather", optimizer=optimizer,'
+    " precondition=True)"
+)
 BLOCK4 = 'ddp.register(model, Block(4), exchange="all_gather", optimizer=optimizer)'
 
 
 @pytest.mark.parametrize(
     ("words", "rate", "method", "code"),
     [
-        ([], 1e8, "block4 all_gather", BLOCK4),
+        ([], 1e8, "entropy:bits=1.25 all_gather", ENTROPY),
         (["--parameters", "1e5"], 1e11, "fp32", ""),
         (["--optimizer", "sgd"], 1e8, "block4 all_gather", BLOCK4),
         (["--every", "30", "--tolerance", "0.04"], 1e10, "every 30", "sync_every=30"),

@@ -37,7 +37,7 @@ from gradcomp.plan.accuracy import (
     Measured,
     expected,
     family_of,
-    family_of_name,
+    family_of_names,
     ways,
     within,
 )
@@ -161,12 +161,12 @@ def test_the_worst_of_several_trainings_counts_and_few_seeds_do_not():
 )
 def test_families(kind, family):
     assert family_of(kind(NET.parameters(), lr=0.1)) == family
-    assert family_of_name(kind.__name__) == (None if kind is MySGD else family)
+    assert family_of_names([kind.__name__]) == (None if kind is MySGD else family)
 
 
 @pytest.mark.parametrize("name", ["ZeroOneAdam", "OneBitLamb"])
 def test_what_sends_momenta_is_not_in_the_table(name):
-    assert family_of_name(name) is None and hasattr(gradcomp.optim, name)
+    assert family_of_names([name]) is None and hasattr(gradcomp.optim, name)
 
 
 # ---- what auto chooses ---------------------------------------------------------------------------

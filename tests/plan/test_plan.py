@@ -157,6 +157,10 @@ def test_models_are_found_with_their_flops(name, found, gflops):
 # ---- bytes ---------------------------------------------------------------------------------------
 
 
+def sent_nbytes(bucket):
+    return sum(c.nbytes for c in bucket.collectives if c is not None)
+
+
 @pytest.mark.parametrize("model", ["LeNet", "ResNet-50"])
 @pytest.mark.parametrize("method", [m for m in METHODS if m.codec], ids=lambda m: m.name)
 def test_bytes_are_those_of_the_bucket_plans(model, method):
@@ -171,7 +175,7 @@ def test_bytes_are_those_of_the_bucket_plans(model, method):
                 slots.append(Slot(p.index, p.numel, p.group_numel, p.compressed, offset))
                 offset += p.numel
             plan = BucketPlan(codec, slots, strategy, world_size, 0, slicing=Slicing())
-            assert (bucket.sent_nbytes, bucket.slices) == (plan.sent_nbytes, len(plan.slices))
+            assert (sent_nbytes(bucket), bucket.slices) == (plan.sent_nbytes, len(plan.slices))
             sent += plan.sent_nbytes
         if strategy == choose(codec, world_size, method.exchange):
             options = {"exchange": method.exchange, "bucket_cap_mb": cap}
@@ -182,7 +186,7 @@ def test_bytes_are_those_of_the_bucket_plans(model, method):
 def test_ddps_own_all_reduce_sends_a_ring():
     for name, share in (("fp32", 1), ("bf16", 0.5)):
         planned = plan_buckets(find_method(name), MODELS["LeNet"](), 8)
-        sent = sum(b.sent_nbytes for b in planned)
+        sent = sum(map(sent_nbytes, planned))
         assert sent == pytest.approx(share * ring_bytes(1_256_080, 8), abs=4)
         assert {c.rounds for b in planned for c in b.collectives} == {14}
 
@@ -207,7 +211,7 @@ formula = partial(optimal_nodes, **BY_HAND)
     [
         *((formula, n, NOT_POSITIVE) for n in ("minibatch", "t_frame", "compression_ratio")),
         *((formula, n, NEGATIVE) for n in ("t_post", "t_comm_fp32", "t_update", "parallel_post")),
-        *((work, n, NEGATIVE) for n in ("t_frame", "t_update", "t_post", "parallel_post")),
+        *((work, n, NEGATIVE) for n in ("t_frame", "t_update", "t_post")),
         *((work, n, NOT_POSITIVE) for n in ("minibatch", "bucket_cap_mb")),
         (work, "forward_share", (*NEGATIVE, 2)),
         (lambda flops: work(flops=(flops,)), "flops", NEGATIVE),
@@ -225,13 +229,11 @@ formula = partial(optimal_nodes, **BY_HAND)
         (LocalSteps, "every", (0, *NO_INTEGER)),
         (step, "nodes", (0, 4097, *NO_INTEGER)),
         (step, "cores", NOT_POSITIVE),
-        (partial(plan_buckets, METHODS[0], ONE, 2), "bucket_cap_mb", NOT_POSITIVE),
         (partial(predict, work(), Link(1e9)), "nodes", ([],)),
         (partial(predict, work(), Link(1e9), [2]), "methods", ([],)),
         (calibrate, "sizes", ((100,), ())),
         (calibrate, "world_sizes", ((6,), (3,))),
         (lambda shape: own_model("mine", [["w", shape]]), "shape", (3, [0], [2.5], [True])),
-        (partial(own_model, "mine", ONE), "forward_flops", NOT_POSITIVE),
     ],
 )
 def test_a_bad_value_is_named(make, name, values):

@@ -11,7 +11,7 @@ import pytest
 from gradcomp import Block, OneBit
 from gradcomp.plan import METHODS, Rates, StageRate, cli
 from gradcomp.plan.accuracy import expected
-from gradcomp.plan.rates import CAST_STAGES, OUTER, STAGES
+from gradcomp.plan.rates import CAST_STAGES, OUTER, PRECONDITION, STAGES
 
 BLOCK2, ONEBIT = (expected("adam", codec).figure for codec in (Block(2), OneBit()))
 FAMILIES = {"Adam and its relatives", "SGD"}
@@ -26,6 +26,7 @@ def ask(capsys, monkeypatch, tmp_path):
     returns what was printed, on one line, and what was written.
     """
     stages = {m.name: dict.fromkeys(STAGES if m.codec else CAST_STAGES, RATE) for m in METHODS}
+    stages[PRECONDITION] = {"apply": RATE}
     rates, file = tmp_path / "rates.json", tmp_path / "plan.json"
     rates.write_text(json.dumps(Rates(stages).to_dict()))
 
@@ -69,8 +70,9 @@ def test_it_answers_and_writes(ask, tmp_path):
         ("", "block4", FAMILIES, [BLOCK2, "+0.51"]),
         ("--by-seconds", "onebit", FAMILIES, [BLOCK2, "+0.51"]),
         ("--codec onebit,block2,block4", "onebit", FAMILIES, [BLOCK2, "+0.51"]),
-        ("--optimizer adamw", "block4", {"adamw"}, [BLOCK2]),
-        ("--optimizer adamw --tolerance 0.05", "block2", {"adamw"}, [BLOCK2]),
+        ("--optimizer adamw", "entropy:bits=1.25", {"adamw"}, [BLOCK2]),
+        ("--optimizer splitadamw", "block4", {"splitadamw"}, [BLOCK2]),
+        ("--optimizer splitadamw --tolerance 0.05", "block2", {"splitadamw"}, [BLOCK2]),
         ("--optimizer sgd", "block4", {"sgd"}, ["+0.51"]),
         ("--optimizer sgd --tolerance-points 2 --tolerance 0.1", "onebit", {"sgd"}, ["+0.51"]),
         ("--optimizer muon", "block4", {"muon"}, ["-"]),
@@ -168,6 +170,7 @@ def test_it_calibrates_where_no_rates_are_given_and_takes_them_again(ask, tmp_pa
     # its rates differ from time to time
     assert "Codecs were timed 3 times here: onebit " in shown and len(found["rates_repeated"]) == 3
     beside = {"terngrad all_gather", "terngrad exact", "outer step"}  # of local steps
+    beside.add("precondition")
     assert found["rates"].keys() == {"onebit all_gather", "onebit reduce_scatter", *beside}
     assert 0 < found["rates"]["onebit all_gather"]["encode"]["per_value_s"] < 1e-5
     assert cli.main([*words, str(second), "--rates", str(first)]) == 0
@@ -241,6 +244,9 @@ def test_node_counts(text, expected):
         ("--rates /nowhere.json", "/nowhere.json: No such file"),
         ("--rates list.json", "list.json does not hold rates"),
         ("--rates rates.json --every 30", "rates.json has no rates of 'outer step'"),
+        ("--rates old.json --codec entropy", "old.json has no rates of 'entropy all_gather'"),
+        ("--rates old.json --codec ternary --optimizer sgd", "no rates of 'ternary all_gather'"),
+        ("--rates old.json --codec fp32,onebit --optimizer adamw", "no rates of 'precondition'"),
         ("--measure --flops 1e12", "give --frame-time"),
         ("--ranks 2", "--ranks needs --measure"),
         ("--measure --ranks 1", "--ranks must be at least 2, got 1"),
@@ -256,6 +262,7 @@ def test_bad_input_is_one_sentence(words, message, ask, capsys, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "huge.json").write_text(json.dumps([["w", [10**11, 10**11]]]))
     (tmp_path / "list.json").write_text("[1]")
+    (tmp_path / "old.json").write_text('{"onebit all_gather": {}, "onebit reduce_scatter": {}}')
     rates = ["--rates", str(ask.rates)] if "/nowhere/x" in words or "--plot" in words else []
     try:
         status = cli.main([*words.split(), *rates])

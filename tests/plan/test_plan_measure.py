@@ -10,8 +10,9 @@ import pytest
 from gradcomp.bench import measure
 from gradcomp.bench.predict import planned
 from gradcomp.bench.ranks import Place, run
-from gradcomp.plan import Rates, Transport, calibrate, find_model
-from gradcomp.plan.rates import StageRate
+from gradcomp.plan import Rates, Transport, find_model
+from gradcomp.plan.cli import build_parser, understand
+from gradcomp.plan.rates import OUTER, StageRate
 
 pytestmark = pytest.mark.slow
 
@@ -45,6 +46,27 @@ def test_a_measurement_becomes_a_workload():
     assert larger.t_update == pytest.approx(2e-3 * other.numel / lenet.numel)
 
 
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("", (128, False, 1e-3, 2e-3, 0.0, (1, 2), 1.5)),
+        ("--weak", (64, True, 1e-3, 2e-3, 0.0, (1, 2), 1.5)),
+        (
+            "--minibatch 32 --nodes 2,4 --cores 3 --update-time 7ms --post-time 1ms",
+            (32, False, 1e-3, 7e-3, 1e-3, (2, 4), 3.0),
+        ),
+    ],
+)
+def test_measured_figures_take_the_place_of_defaults(words, wanted):
+    transport, rates = Transport({"all_gather": 1e-3}, {}), Rates({OUTER: {}})
+    found = measure.Measured(2, 64, 1e-3, 0.4, 2e-3, 4e-3, rates, transport, 1.5)
+    _, asked = understand(build_parser().parse_args(["--measure", *words.split()]), found)
+    setting, work = asked.setting, asked.setting.workload
+    times = work.t_frame, work.t_update, work.t_post
+    assert (work.minibatch, work.weak, *times, asked.counts, setting.cores) == wanted
+    assert setting.transport is transport and setting.as_measured and setting.rates == rates
+
+
 def rates_of_the_slowest():
     """Rank 0 is slow in one stage, rank 1 in the other."""
     one, two = (0.1, 0.2) if measure.dist.get_rank() else (0.05, 0.3)
@@ -55,13 +77,6 @@ def rates_of_the_slowest():
 def test_the_slowest_rank_counts_to_the_last_bit(gloo):
     slow = {"encode": StageRate(0.1, per_value_s=0.3), "decode": StageRate(0.3)}
     assert gloo(2, rates_of_the_slowest) == [(Rates({"m": slow}), 0.1)] * 2
-
-
-def test_sizes_that_do_not_share_out_are_refused():
-    with pytest.raises(ValueError, match=r"sizes must be multiples of 512, got \(100,\)"):
-        calibrate(sizes=(100,))
-    with pytest.raises(ValueError, match="world_sizes must be powers of two"):
-        calibrate(world_sizes=(6,))
 
 
 def measure_quickly(emit):
