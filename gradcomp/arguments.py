@@ -1,5 +1,5 @@
 """Command lines of gradcomp's programs: one line for what is wrong, and the word that was
-probably meant.
+probably meant. Checks of numbers that functions take.
 """
 
 from __future__ import annotations
@@ -7,7 +7,8 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 SIMILAR, VERY_SIMILAR = 0.6, 0.8  # shares of letters in common
@@ -30,6 +31,26 @@ def suggestion(word: str, known: Iterable[str]) -> str:
         one for place, one in enumerate(near[:2]) if place == 0 or likeness[one] >= VERY_SIMILAR
     ]
     return f"; did you mean {' or '.join(chosen)}?" if chosen else ""
+
+
+def check_integer(name: str, value: object, least: int, most: int | None = None) -> None:
+    """Raise ValueError unless an argument is an integer from `least` to `most`."""
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if not is_integer or not least <= value <= (value if most is None else most):  # type: ignore[operator]
+        allowed = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"{name} must be an integer {allowed}, got {value!r}")
+
+
+def check_number(name: str, value: Any, low: float, high: float, rule: str = "") -> float:
+    """Return an argument as a float.
+
+    Raises:
+        ValueError: it is no number from `low` to `high`; `rule` says so in other words.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        rule = rule or f"a number from {low:g} to {high:g}"
+        raise ValueError(f"{name} must be {rule}, got {value!r}")
+    return float(value)
 
 
 def count(text: str) -> int:
@@ -88,6 +109,29 @@ class Parser(argparse.ArgumentParser):
         """
         help_text = f"{text} (default: %(default)s)"
         self.add_argument(f"--{name}", type=kind, default=default, help=help_text)
+
+    def add_groups(self, text: str, types: Mapping[str, Callable[[str], Any]]) -> None:
+        """Add the groups of options that a text describes. Options that are not given are None,
+        unless `set_defaults` says otherwise.
+
+        Args:
+            text: for each group, apart by an empty line, its title and then lines such as
+                ``--wait S: longest wait``. An option without a value is a switch; a value such as
+                ``{auto,mpi}`` lists the choices.
+            types: `type` of argparse for values of these names; others are texts.
+        """
+        for described in text.split("\n\n"):
+            title, *options = re.split(r"\n(?=--)", described)
+            group = self.add_argument_group(title)
+            for option in options:
+                head, words = option.split(": ", 1)
+                name, _, value = head.partition(" ")
+                settings: dict[str, Any] = {"metavar": value, "type": types.get(value, str)}
+                if value.startswith("{"):
+                    settings["choices"] = value[1:-1].split(",")
+                elif not value:
+                    settings = {"action": "store_true", "default": None}
+                group.add_argument(name, help=" ".join(words.split()), **settings)
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from . import mpirun, records
-from .mpirun import LaunchError
+from .mpirun import LaunchError, parse_hosts, read_hostfile
 from .ports import free_port
 from .supervise import supervise
 
@@ -75,17 +75,10 @@ def build_parser() -> argparse.ArgumentParser:
     text = "hosts to start ranks on, each with its number of ranks if you like, such as"
     text += " node1:4,node2:4 (default: this host)"
     where.add_argument(
-        *("-H", "--host"),
-        dest="hosts",
-        metavar="A,B:4",
-        type=mpirun.parse_hosts,
-        default=[],
-        help=text,
+        "-H", "--host", dest="hosts", metavar="A,B:4", type=parse_hosts, default=[], help=text
     )
     text = "file with one host a line: NAME, NAME:4 or NAME slots=4 (default: this host)"
-    where.add_argument(
-        "--hostfile", dest="hosts", metavar="FILE", type=mpirun.read_hostfile, help=text
-    )
+    where.add_argument("--hostfile", dest="hosts", metavar="FILE", type=read_hostfile, help=text)
     text = "bind each rank to one core or socket; none leaves the threads of torch free"
     text += " (default: %(default)s)"
     parser.add_argument("--bind", choices=("none", "core", "socket"), default="none", help=text)
@@ -165,7 +158,8 @@ def _program(options: argparse.Namespace) -> list[str]:
 
 def _added(options: argparse.Namespace, given: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that the command gets besides the `given` ones."""
-    address = given.get("MASTER_ADDR") or (options.hosts[0].name if options.hosts else "127.0.0.1")
+    first = options.hosts[0].partition(":")[0] if options.hosts else "127.0.0.1"
+    address = given.get("MASTER_ADDR") or first
     port = given.get("MASTER_PORT")
     if port and _is_taken(address, port):
         raise LaunchError(

@@ -29,16 +29,6 @@ class LaunchError(Exception):
     """Something the user can put right, said in one line."""
 
 
-class Host(NamedTuple):
-    """One host and how many ranks it takes, None where nothing is said."""
-
-    name: str
-    slots: int | None
-
-    def __str__(self) -> str:
-        return self.name if self.slots is None else f"{self.name}:{self.slots}"
-
-
 class Mpi(NamedTuple):
     """An mpirun: path, flavour (openmpi, mpich or unknown), major version (0 if unknown)."""
 
@@ -84,12 +74,12 @@ def parse_version(path: str, text: str) -> Mpi:
     return Mpi(path, "unknown", 0)
 
 
-def parse_hosts(text: str) -> list[Host]:
-    """Read ``a,b:4``."""
+def parse_hosts(text: str) -> list[str]:
+    """Read ``a,b:4``: names of hosts, with the number of ranks each takes if that is given."""
     return [_host(word) for word in text.split(",")]
 
 
-def read_hostfile(path: str) -> list[Host]:
+def read_hostfile(path: str) -> list[str]:
     """Read a line a host: ``name``, ``name:4`` or ``name slots=4``; ``#`` begins a comment."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -102,20 +92,19 @@ def read_hostfile(path: str) -> list[Host]:
     return hosts
 
 
-def _host(word: str) -> Host:
-    found = re.fullmatch(r"([\w.\-]+)(?::([1-9]\d*))?", word.strip())
-    if not found:
+def _host(word: str) -> str:
+    if not re.fullmatch(r"[\w.\-]+(:[1-9]\d*)?", word.strip()):
         raise LaunchError(
             f"{word!r} is not a host: write NAME or NAME:RANKS (in a file also NAME slots=RANKS)"
         )
-    return Host(found[1], int(found[2]) if found[2] else None)
+    return word.strip()
 
 
 def command(
     mpi: Mpi,
     ranks: int,
     *,
-    hosts: Sequence[Host] = (),
+    hosts: Sequence[str] = (),
     bind: str = "none",
     as_root: bool,
     forward: Sequence[str] = (),
@@ -126,7 +115,7 @@ def command(
     Without `hosts` the ranks run on this host, or on what a batch system has allotted. `forward`
     names the variables that Open MPI passes to other hosts.
     """
-    options, names = [], ",".join(map(str, hosts))
+    options, names = [], ",".join(hosts)
     if mpi.flavour == "openmpi":
         modern = mpi.major >= 5
         target = "package" if bind == "socket" and modern else bind

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradcomp.amp.gradients import gradients, unscale
+from gradcomp.arguments import check_integer, check_number
 from gradcomp.comm.base import Communicator
 from gradcomp.engine.options import MAX_TIMEOUT_S
 from gradcomp.errors import PeerMismatch
@@ -20,28 +21,11 @@ from gradcomp.exchange.agree import gather
 STATE_VERSION = 1
 RULES = ("nnabla", "torch")
 SMALLEST, LARGEST = 2.0**-126, 2.0**126  # normal float32 numbers, with their reciprocals
+MOST = 2**31 - 1  # of counts
 EPSILON, FLOAT_MAX = sys.float_info.epsilon, sys.float_info.max
 _RECORD = struct.Struct("<iqd")  # verdict, counter, scale
 
 _Outputs = TypeVar("_Outputs")
-
-
-def check_count(name: str, value: object, least: int, most: int = 2**31 - 1) -> None:
-    """Raise ValueError unless `value` is an integer from `least` to `most`."""
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise ValueError(f"{name} must be an integer from {least} to {most}, got {value!r}")
-
-
-def in_range(name: str, value: Any, low: float, high: float, rule: str = "") -> float:
-    """Return `value` as a float.
-
-    Raises:
-        ValueError: it is no number from `low` to `high`; `rule` says so in other words.
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-        rule = rule or f"a number from {low:g} to {high:g}"
-        raise ValueError(f"{name} must be {rule}, got {value!r}")
-    return float(value)
 
 
 class DynamicLossScaler:
@@ -85,18 +69,18 @@ class DynamicLossScaler:
     ) -> None:
         if rule not in RULES:
             raise ValueError(f"rule must be one of {RULES}, got {rule!r}")
-        check_count("interval", interval, 1)
+        check_integer("interval", interval, 1, MOST)
         if comm is not None and not isinstance(comm, Communicator):
             raise ValueError(f"comm must be a gradcomp communicator, got {type(comm).__name__}")
         self._rule, self._interval, self._counter, self._comm = rule, interval, 0, comm
         limit = f"a positive number of seconds, at most {MAX_TIMEOUT_S:g}"
-        self._timeout_s = in_range("timeout_s", timeout_s, SMALLEST, MAX_TIMEOUT_S, limit)
-        self._factor = in_range(
+        self._timeout_s = check_number("timeout_s", timeout_s, SMALLEST, MAX_TIMEOUT_S, limit)
+        self._factor = check_number(
             "factor", factor, 1.0 + EPSILON, FLOAT_MAX, "a finite number above 1"
         )
-        low = in_range("min_scale", min_scale, SMALLEST, LARGEST)
-        high = in_range("max_scale", max_scale, low, LARGEST)
-        bounded = low, high, in_range("scale", scale, low, high)
+        low = check_number("min_scale", min_scale, SMALLEST, LARGEST)
+        high = check_number("max_scale", max_scale, low, LARGEST)
+        bounded = low, high, check_number("scale", scale, low, high)
         self._min, self._max, self._scale = map(_float32, bounded) if rule == "torch" else bounded
         self._skipped = False
         self.forget_step()
@@ -225,7 +209,7 @@ class DynamicLossScaler:
         given = {name: value for name, value in state.items() if name not in ("version", "counter")}
         other = DynamicLossScaler(**given, comm=self._comm, timeout_s=self._timeout_s)
         beyond = 1 if other._rule == "nnabla" else -1
-        check_count("counter of this state", state["counter"], 0, other._interval + beyond)
+        check_integer("counter of this state", state["counter"], 0, other._interval + beyond)
         other._counter = state["counter"]
         self.__dict__.update(other.__dict__)
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradcomp.amp.scaler import FLOAT_MAX, DynamicLossScaler, check_count, in_range
+from gradcomp.amp.scaler import FLOAT_MAX, MOST, DynamicLossScaler
+from gradcomp.arguments import check_integer, check_number
 from gradcomp.engine.controls import Controls
 from gradcomp.errors import GradcompError, UnsupportedTensor
 
@@ -57,11 +58,11 @@ class DynamicLossScalingUpdater:
         model: torch.nn.Module | None = None,
         compression: Controls | None = None,
     ) -> None:
-        check_count("accumulate", accumulate, 1)
-        check_count("max_retries", max_retries, 0)
+        check_integer("accumulate", accumulate, 1, MOST)
+        check_integer("max_retries", max_retries, 0, MOST)
         if weight_decay is not None:
             rule = "None or a finite number of at least 0"
-            in_range("weight_decay", weight_decay, 0.0, FLOAT_MAX, rule)
+            check_number("weight_decay", weight_decay, 0.0, FLOAT_MAX, rule)
         if on_overflow not in ("retry", "skip"):
             raise ValueError(f"on_overflow must be 'retry' or 'skip', got {on_overflow!r}")
         controls = "what gradcomp.ddp.register returned, or a GradientAverager"

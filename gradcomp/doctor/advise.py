@@ -6,6 +6,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from gradcomp.plan.accuracy import written
@@ -25,14 +26,10 @@ def link_of(
     identities: Sequence[str], pairs: Sequence[Mapping[str, Any]]
 ) -> tuple[Link, Node, int] | None:
     """Return the link of every node, what a node is, and the number of nodes; None if nothing was
-    measured.
+    measured. `identities` are those of every rank's host, `pairs` of `measure_all`.
 
     A node is a host if all have as many ranks, and else a rank. Its rate is the sum over all pairs
     of its ranks with ranks of other nodes in one round, in the best round. The slowest node counts.
-
-    Args:
-        identities: of every rank's host.
-        pairs: of `gradcomp.doctor.pairs.measure_all`.
     """
     good = [pair for pair in pairs if not pair["failed"]]
     counts = {host: identities.count(host) for host in identities}
@@ -54,14 +51,9 @@ def link_of(
 def recommend(
     link: Link, node: Node, nodes: int, options: Mapping[str, Any], cores: float, left_s: float
 ) -> dict[str, Any]:
-    """Return what the planner recommends, as JSON can hold it.
-
-    Args:
-        link, node, nodes: of `link_of`.
-        options: of the command line: what is trained.
-        cores: of a rank.
-        left_s: seconds that may be used; if they are few, codecs are assumed to take no time, and
-            `rates_measured` is False.
+    """Return what the planner recommends for a link of `link_of` and the training that the command
+    line describes, as JSON can hold it. If few seconds are left, codecs are assumed to take no
+    time, and `rates_measured` is False.
     """
     rows = max(1, round(options["parameters"] / WIDTH))
     # matrices of at most a million values: buckets are made of several of them
@@ -102,12 +94,7 @@ def recommend(
         "step_s": step.seconds,
         "exposed_s": step.exposed_seconds,
         "break_even_bits_per_s": None if break_even == math.inf else break_even,
-        "link": {
-            "bits_per_s": link.bits_per_s,
-            "latency_s": link.latency_s,
-            "nodes": nodes,
-            "ranks_of_a_node": node.ranks,
-        },
+        "link": {**asdict(link), "nodes": nodes, "ranks_of_a_node": node.ranks},
         "sentence": found.sentence,
         "rates_measured": bool(rates.stages),
     }

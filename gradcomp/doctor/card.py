@@ -1,5 +1,5 @@
-"""What one rank reports of itself: versions, kernels, cores, interfaces, options. Nothing is
-measured but the time that the look-up of a name takes.
+"""What one rank reports of itself: versions, kernels, cores, interfaces, options, timeouts.
+Nothing is measured but the time that the look-up of a name takes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import platform
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ import numpy as np
 import torch
 
 from gradcomp.comm.addresses import host_identity
+from gradcomp.comm.store import setup_timeout_s
+from gradcomp.comm.torch_private import default_timeout_s
 from gradcomp.doctor.interfaces import gloo_takes, interfaces
 from gradcomp.kernels import native
 from gradcomp.payload.wire import VERSION as WIRE
@@ -27,6 +29,7 @@ from gradcomp.version import __version__
 
 PROTOCOL = 2  # of the messages between ranks; a rank with another one is named and not asked
 CGROUP = Path("/sys/fs/cgroup")
+OVER_MPI_S = 300.0  # default of timeout_s if it does not come from a process group
 STARTERS = {
     "TORCHELASTIC_RUN_ID": "torchrun",
     "OMPI_COMM_WORLD_RANK": "mpirun of Open MPI",
@@ -38,12 +41,8 @@ STARTERS = {
 
 
 def card(rank: int, options: Mapping[str, Any], mpi: str | None) -> dict[str, Any]:
-    """Return what this rank is, as JSON can hold it.
-
-    Args:
-        rank: of this process.
-        options: of the command line, as far as ranks must agree on them.
-        mpi: library and thread level where bytes go over MPI, else None.
+    """Return what this rank is, as JSON can hold it; `options` are those on which ranks must agree,
+    `mpi` is library and thread level where bytes go over MPI.
     """
     found = interfaces()
     versions = {"gradcomp": __version__, "wire format": str(WIRE), "torch": torch.__version__}
@@ -89,28 +88,52 @@ def cpu_quota(root: Path = CGROUP) -> float | None:
     return None
 
 
-class Lookup:
-    """Asks for the name of a host's address in a thread, since nothing bounds the wait.
+def start_lookup(host: str) -> Callable[[], float]:
+    """Ask for the name of a host's address in a thread, since nothing bounds the wait; return what
+    returns the seconds that it took, or has taken so far.
 
     torch asks for it whenever a process first connects to another (pytorch#159007). A name server
     that does not answer costs 10 s there, at each start of each rank.
     """
+    begun, ended = time.monotonic(), list[float]()
 
-    def __init__(self, host: str) -> None:
-        self._begun, self._took_s = time.monotonic(), None  # type: float, float | None
-        threading.Thread(
-            target=self._ask, args=(host,), name="gradcomp-lookup", daemon=True
-        ).start()
-
-    def _ask(self, host: str) -> None:
+    def ask() -> None:
         # UnicodeError: of a text that cannot be a host's name
         with contextlib.suppress(OSError, UnicodeError):
             address = socket.getaddrinfo(host, None, socket.AF_INET)[0][4][0]
             # the form in which torch asks: /etc/hosts does not answer it by the other form
             socket.getnameinfo((f"::ffff:{address}", 0), 0)
-        self._took_s = time.monotonic() - self._begun
+        ended.append(time.monotonic())
 
-    @property
-    def seconds(self) -> float:
-        """What it took, or has taken so far."""
-        return time.monotonic() - self._begun if self._took_s is None else self._took_s
+    threading.Thread(target=ask, name="gradcomp-lookup", daemon=True).start()
+    return lambda: (ended[0] if ended else time.monotonic()) - begun
+
+
+def timeouts(
+    over: str, timeout_s: float | None, torch_timeout_s: float | None, apart_s: float
+) -> dict[str, Any]:
+    """Return the timeouts, in seconds, of a training on these ranks.
+
+    Args:
+        over: "gloo" or "mpi".
+        timeout_s, torch_timeout_s: that its script gives; None: the defaults.
+        apart_s: how far apart the ranks came to the doctor.
+    """
+    torch_s = torch_timeout_s or (default_timeout_s() if over == "gloo" else None)
+    ours_s = timeout_s or (OVER_MPI_S if torch_s is None or over == "mpi" else torch_s)
+    try:
+        setup_s, problem = setup_timeout_s(ours_s), ""
+    except ValueError as error:
+        setup_s, problem = ours_s, str(error)
+    ends = os.environ.get("SLURM_JOB_END_TIME", "")
+    job_s = max(0.0, int(ends) - time.time()) if ends.isdecimal() else None
+    named = {"setup": setup_s, "gradcomp": ours_s, "torch": torch_s, "end of the job": job_s}
+    return {
+        "setup_s": setup_s,  # longest wait for the others to call `register`
+        "gradcomp_s": ours_s,  # until gradcomp gives a silent peer up
+        "torch_s": torch_s,  # until torch's collectives do; None over MPI, which needs none
+        "job_s": job_s,  # until the job ends, None if no variable says so
+        "apart_s": apart_s,
+        "setup_problem": problem,  # why GRADCOMP_SETUP_TIMEOUT_S is not valid
+        "order": ", ".join(f"{name} {s:g} s" for name, s in named.items() if s is not None),
+    }

@@ -17,51 +17,36 @@ SIOCGIFFLAGS = 0x8913  # Linux: flags of an interface
 IFF_UP, IFF_LOOPBACK, IFF_RUNNING = 0x1, 0x8, 0x40
 SYS = Path("/sys/class/net")
 INFINIBAND = "32"  # ARPHRD_INFINIBAND in /sys/class/net/NAME/type
-# names that container engines and hypervisors give to what joins their guests, where the kernel
-# does not say "bridge"
+# names that container engines and hypervisors give, where the kernel does not say "bridge"
 BRIDGES = re.compile(
     r"docker\d|br-[0-9a-f]+$|virbr|cni|flannel|cali|lxc|lxd|podman|vmnet|vboxnet|kube"
 )
 
 
 class Interface(NamedTuple):
-    """One interface.
-
-    Attributes:
-        name: as in GLOO_SOCKET_IFNAME.
-        kind: "loopback", "bridge" (of containers or virtual machines), "virtual", "infiniband" or
-            "ethernet".
-        is_up: whether it is switched on and has a carrier.
-        mbit: speed that the kernel gives, in Mbit/s; None where it gives none.
-        addresses: at which other hosts could find it.
+    """One interface; `kind` is "loopback", "bridge" (of containers or virtual machines), "virtual",
+    "infiniband" or "ethernet".
     """
 
-    name: str
+    name: str  # as in GLOO_SOCKET_IFNAME
     kind: str
-    is_up: bool
-    mbit: int | None
-    addresses: tuple[str, ...]
+    is_up: bool  # switched on, with a carrier
+    mbit: int | None  # speed that the kernel gives, in Mbit/s; None where it gives none
+    addresses: tuple[str, ...]  # at which other hosts could find it
 
     @property
     def carries(self) -> bool:
-        """Whether it may lead to other hosts."""
+        """Return whether it may lead to other hosts."""
         return self.is_up and bool(self.addresses) and self.kind not in ("loopback", "bridge")
 
 
 class Choice(NamedTuple):
-    """What gloo takes.
+    """What gloo takes."""
 
-    Attributes:
-        variable: GLOO_SOCKET_IFNAME; "" where it is not set.
-        names: the interfaces; empty if gloo finds none.
-        why: how gloo chooses them, in words.
-        problem: why gloo cannot start; "" if it can.
-    """
-
-    variable: str
-    names: tuple[str, ...]
-    why: str
-    problem: str = ""
+    variable: str  # GLOO_SOCKET_IFNAME; "" where it is not set
+    names: tuple[str, ...]  # the interfaces; empty if gloo finds none
+    why: str  # how gloo chooses them, in words
+    problem: str = ""  # why gloo cannot start; "" if it can
 
 
 def interfaces() -> list[Interface]:
@@ -70,11 +55,8 @@ def interfaces() -> list[Interface]:
 
 
 def gloo_takes(found: Sequence[Interface], variable: str | None = None) -> Choice:
-    """Return which of this host's interfaces gloo takes, without starting it.
-
-    Args:
-        found: of `interfaces`.
-        variable: the value of GLOO_SOCKET_IFNAME; None: that of this process.
+    """Return which interfaces of this host gloo takes, without starting it; `variable` is the
+    value of GLOO_SOCKET_IFNAME, by default that of this process.
     """
     text = os.environ.get(INTERFACE_VARIABLE, "") if variable is None else variable
     if not text:
@@ -103,17 +85,15 @@ def _by_host_name(found: Sequence[Interface]) -> Choice:
     """
     host = socket.gethostname()
     names = tuple(one.name for one in found if one.kind == "loopback" and one.is_up)[:1]
-    why = (
-        f"host name {host} resolves to no address of this host, so gloo falls back to the loopback"
-    )
+    why = "no address of this host, so gloo falls back to the loopback"
     for address in _resolve(host):
         taken = tuple(one.name for one in found if address in one.addresses and one.is_up)[:1]
         is_loopback = address.startswith("127.") or address == "::1"
         if taken or is_loopback:
-            names = names if is_loopback else taken
-            why = f"host name {host} resolves to {address}"
+            names, why = names if is_loopback else taken, address
             break
-    return Choice("", names, why, "" if names else "no interface is up, the loopback neither")
+    problem = "" if names else "no interface is up, the loopback neither"
+    return Choice("", names, f"host name {host} resolves to {why}", problem)
 
 
 def _resolve(host: str) -> list[str]:

@@ -11,7 +11,7 @@ import os
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from gradcomp.comm.addresses import INTERFACE_VARIABLE
 from gradcomp.comm.store import SETUP_VARIABLE
@@ -35,37 +35,26 @@ MUST_AGREE = ("gradcomp", "wire format", "torch")
 
 Found = Mapping[str, Any]  # see `gradcomp.doctor.session.examine`
 Card = Mapping[str, Any]  # see `gradcomp.doctor.card.card`
+Level = Literal["wrong", "note"]
+Said = Iterator[tuple[Level, str, str]]  # level, text and remedy of findings
 
 
 class Finding(NamedTuple):
-    """One thing that was found.
+    """One thing that was found."""
 
-    Attributes:
-        level: "wrong", which changes the exit status, or "note".
-        topic: the section of the report that it belongs to.
-        text: what was found.
-        do: what to do about it, or "".
-    """
-
-    level: str
-    topic: str
+    level: str  # "wrong", which changes the exit status, or "note"
+    topic: str  # the section of the report that it belongs to
     text: str
-    do: str = ""
-
-
-def wrong(topic: str, text: str, do: str = "") -> Finding:
-    """Return a finding that changes the exit status."""
-    return Finding("wrong", topic, text, do)
-
-
-def note(topic: str, text: str, do: str = "") -> Finding:
-    """Return a finding that does not change the exit status."""
-    return Finding("note", topic, text, do)
+    do: str  # what to do about it, or ""
 
 
 def findings(found: Found) -> list[Finding]:
     """Return what every check says of `gradcomp.doctor.session.examine`'s dictionary."""
-    return [finding for check in CHECKS for finding in check(found)]
+    return [
+        Finding(level, topic, *rest)
+        for topic, check in CHECKS.items()
+        for level, *rest in check(found)
+    ]
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -98,11 +87,16 @@ def speed(mbit: int | None) -> str:
     return "speed unknown" if mbit is None else format_rate(mbit * 1e6)
 
 
+def are_apart(cards: Sequence[Card]) -> bool:
+    """Return whether these ranks are on more than one host."""
+    return len({card["identity"] for card in cards}) > 1
+
+
 def cannot_connect(cards: Sequence[Card]) -> bool:
-    """Tell whether gloo would fail, or wait forever, with the interfaces that these ranks take."""
-    between_hosts = len({card["identity"] for card in cards}) > 1
+    """Return whether gloo would fail, or wait forever, with the interfaces it takes here."""
     return any(
-        card["gloo"]["problem"] or (between_hosts and "loopback" in {i.kind for i in _used(card)})
+        card["gloo"]["problem"]
+        or (are_apart(cards) and "loopback" in {i.kind for i in _used(card)})
         for card in cards
     )
 
@@ -119,42 +113,41 @@ def _listed(values: Mapping[str, Sequence[int]]) -> str:
 # ---- checks --------------------------------------------------------------------------------------
 
 
-def _ranks(found: Found) -> Iterator[Finding]:
-    """Ranks that do not answer, or that run another doctor."""
+def _ranks(found: Found) -> Said:
+    """Ranks that do not answer."""
     cards, who = found["ranks"], ranks_text(found["silent"]) if found["silent"] else ""
-    for card in cards:
-        if card["protocol"] != PROTOCOL:
-            text = (
-                f"rank {card['rank']} has another doctor (gradcomp {card['versions']['gradcomp']}"
-            )
-            text += f" there, {__version__} on rank 0): nothing was measured"
-            yield wrong("versions", text, "install the same gradcomp on every host")
     if who and found["measured"]:
         remedy = "look at what the process does (py-spy dump), and at the network of its host"
-        yield wrong("ranks", f"{who} fell silent while measuring", remedy)
+        yield "wrong", f"{who} fell silent while measuring", remedy
     elif who:
         text = f"{who} did not answer within {cards[0]['options']['wait']:g} s"
         remedy = "check that the process runs, is not stopped, and that it reaches rank 0's host"
-        yield wrong("ranks", text, remedy)
+        yield "wrong", text, remedy
     elif len(cards) < found["world_size"]:
         text = f"{NO_ADDRESS}: only rank 0 was examined, without links and without a lost peer"
-        yield note("ranks", text, SET_ADDRESS)
+        yield "note", text, SET_ADDRESS
 
 
-def _versions(found: Found) -> Iterator[Finding]:
-    """Versions, options and launchers that differ between ranks."""
+def _versions(found: Found) -> Said:
+    """Another doctor; versions, options and launchers that differ between ranks."""
+    for card in found["ranks"]:
+        if card["protocol"] != PROTOCOL:
+            text = (
+                f"rank {card['rank']} has another doctor (gradcomp {card['versions']['gradcomp']}"
+                f" there, {__version__} on rank 0): nothing was measured"
+            )
+            yield "wrong", text, "install the same gradcomp on every host"
     for name, values in _differing(found["ranks"], "versions"):
-        level = "wrong" if name in MUST_AGREE else "note"
-        remedy = "install the same on every host"
-        yield Finding(level, "versions", f"{name} differs: {values}", remedy)
+        level: Level = "wrong" if name in MUST_AGREE else "note"
+        yield level, f"{name} differs: {values}", "install the same on every host"
     for option, values in _differing(found["ranks"], "options"):
         text = f"--{option.replace('_', '-')} differs: {values}; rank 0's was taken"
         remedy = "start every rank with the same command line: training needs that as well"
-        yield wrong("versions", text, remedy)
+        yield "wrong", text, remedy
     starters = by(found["ranks"], lambda card: card["starter"] or "nothing")
     if len(starters) > 1:
         text = f"ranks were started by different launchers: {_listed(starters)}"
-        yield wrong("versions", text, "start all of them with one")
+        yield "wrong", text, "start all of them with one"
 
 
 def _differing(cards: Sequence[Card], what: str) -> Iterator[tuple[str, str]]:
@@ -165,47 +158,53 @@ def _differing(cards: Sequence[Card], what: str) -> Iterator[tuple[str, str]]:
             yield name, _listed(values)
 
 
-def _kernels(found: Found) -> Iterator[Finding]:
+def _kernels(found: Found) -> Said:
     """Kernels that are slow, or differ between ranks."""
-    cards = {card["rank"]: card for card in found["ranks"]}
     tiers = by(found["ranks"], lambda card: card["tier"])
+    best = {card["tier"]: card["tiers"][-1] for card in reversed(found["ranks"])}
     for tier, ranks in tiers.items():
-        who, best = ranks_text(ranks), cards[ranks[0]]["tiers"][-1]
-        if tier != best:
-            text = f"{who}: the {best} tier is switched off"
-            yield note("kernels", text, "unset GRADCOMP_DISABLE_CPU_FEATURES")
+        if tier != best[tier]:
+            text = f"{ranks_text(ranks)}: the {best[tier]} tier is switched off"
+            yield "note", text, "unset GRADCOMP_DISABLE_CPU_FEATURES"
         elif tier == "portable":
-            text = f"{who}: plain C kernels, several times slower; this CPU has no vector"
-            text += " instructions that gradcomp knows"
-            yield note("kernels", text)
+            why = "this CPU has no vector instructions that gradcomp knows"
+            yield "note", f"{ranks_text(ranks)}: plain C kernels, several times slower; {why}", ""
     if len(tiers) > 1:
-        text = f"tiers differ: {_listed(tiers)}; results are the same to the bit, the slowest rank"
-        text += " sets the pace"
-        yield note("kernels", text)
+        text = "results are the same to the bit, the slowest rank sets the pace"
+        yield "note", f"tiers differ: {_listed(tiers)}; {text}", ""
 
 
-def _network(found: Found) -> Iterator[Finding]:
-    """Interfaces that gloo takes: missing, the loopback between hosts, a bridge, a slow one."""
+def _network(found: Found) -> Said:
+    """Interfaces that gloo takes: missing, the loopback between hosts, a bridge, a slow one. Name
+    servers that do not answer.
+    """
     cards, over_mpi = found["ranks"], found["over"] == "mpi"
-    between_hosts = len({card["identity"] for card in cards}) > 1
-    level = "note" if over_mpi else "wrong"
+    level: Level = "note" if over_mpi else "wrong"
     of_mpi = " (gloo's; an MPI chooses by itself)" if over_mpi else ""
     alike, shared = defaultdict(list), defaultdict(set)
     for card in cards:
-        problem = _wrong_interface(card, between_hosts)
+        problem = _wrong_interface(card, are_apart(cards))
         if problem is not None:
             alike[problem].append(card["rank"])
         for one in _used(card):
             for address in one.addresses if one.kind != "loopback" else ():
                 shared[address].add(card["identity"])
     for (text, remedy), ranks in alike.items():
-        yield Finding(level, "network", f"{ranks_text(ranks)}: {text}{of_mpi}", remedy)
+        yield level, f"{ranks_text(ranks)}: {text}{of_mpi}", remedy
     for address, hosts in shared.items():
         if len(hosts) > 1:
-            text = f"{len(hosts)} hosts have the address {address}{of_mpi}: it leads from each of"
-            text += " them to itself"
+            text = f"{len(hosts)} hosts have the address {address}{of_mpi}"
             remedy = f"set {INTERFACE_VARIABLE} to an interface that joins the hosts"
-            yield Finding(level, "network", text, remedy)
+            yield level, f"{text}: it leads from each of them to itself", remedy
+    waits = {card["rank"]: card.get("lookup_s", 0.0) for card in cards}
+    slow = [rank for rank, seconds in waits.items() if seconds >= LOOKUP_S]
+    if slow:  # torch asks them at every start
+        text = f"the name of an address is looked up for {format_seconds(max(waits.values()))}"
+        remedy = (
+            "repair the name server in /etc/resolv.conf, or set RES_OPTIONS='timeout:1 attempts:1'"
+            " on every rank, or name the hosts in /etc/hosts as ::ffff:ADDRESS"
+        )
+        yield "note", f"{ranks_text(slow)}: {text}, as torch does at every start", remedy
 
 
 def _wrong_interface(card: Card, between_hosts: bool) -> tuple[str, str] | None:
@@ -230,58 +229,12 @@ def _wrong_interface(card: Card, between_hosts: bool) -> tuple[str, str] | None:
     fast, slow = carriers[-1], min(used, key=lambda i: i.mbit or 0)
     if (fast.mbit or 0) < FASTER * sum(i.mbit or 0 for i in used):
         return None
-    text = f"gloo takes {slow.name} ({speed(slow.mbit)}) although {fast.name} ({speed(fast.mbit)})"
-    text += " is up"
-    return text, f"{INTERFACE_VARIABLE}={fast.name}, if it leads to the other ranks"
+    better = f"although {fast.name} ({speed(fast.mbit)}) is up"
+    remedy = f"{INTERFACE_VARIABLE}={fast.name}, if it leads to the other ranks"
+    return f"gloo takes {slow.name} ({speed(slow.mbit)}) {better}", remedy
 
 
-def _names(found: Found) -> Iterator[Finding]:
-    """Name servers that do not answer: torch asks them at every start."""
-    waits = {card["rank"]: card.get("lookup_s", 0.0) for card in found["ranks"]}
-    slow = [rank for rank, seconds in waits.items() if seconds >= LOOKUP_S]
-    if slow:
-        text = f"{ranks_text(slow)}: the name of an address is looked up for"
-        text += f" {format_seconds(max(waits.values()))}, as torch does at every start"
-        remedy = "repair the name server in /etc/resolv.conf, or set RES_OPTIONS='timeout:1"
-        remedy += " attempts:1' on every rank, or name the hosts in /etc/hosts as ::ffff:ADDRESS"
-        yield note("network", text, remedy)
-
-
-def _link(found: Found) -> Iterator[Finding]:
-    """Pairs that do not reach each other or are slow, and links slower than their interfaces."""
-    cards, pairs = found["ranks"], found["pairs"]
-    if found["not_connected"]:  # then pairs fail for the same reason
-        remedy = "look for a firewall between the hosts, and at the interfaces below 'network'"
-        yield wrong("link", found["not_connected"], remedy)
-        return
-    for pair in pairs:
-        if pair["failed"] and not found["silent"]:  # a silent rank is named already
-            text = f"{ranks_text(pair['ranks'])} do not reach each other: {pair['failed']}"
-            yield wrong("link", text, "look for a firewall, or another interface")
-    hosts = [card["identity"] for card in cards]
-    for kind, level in (("between", "wrong"), ("inside", "note")):
-        some = [
-            pair
-            for pair in pairs
-            if not pair["failed"]
-            and (len({hosts[rank] for rank in pair["ranks"]}) > 1) == (kind == "between")
-        ]
-        rate = statistics.median(pair["bits_per_s"] for pair in some) if some else 0.0
-        for pair in [pair for pair in some if pair["bits_per_s"] * OUTLIER < rate][:5]:
-            text = f"{ranks_text(pair['ranks'])}: {format_rate(pair['bits_per_s'])}, where pairs"
-            text += f" {kind} hosts have {format_rate(rate)}"
-            remedy = "look at the cable, the port and the interface of these hosts"
-            yield Finding(level, "link", text, remedy)
-        speeds = [i.mbit * 1e6 for card in cards for i in _used(card) if i.mbit]
-        if some and kind == "between" and speeds and rate < SLOW_LINK * min(speeds):
-            text = f"pairs between hosts have {format_rate(rate)} over interfaces that say"
-            text += f" {format_rate(min(speeds))}"
-            remedy = "something between the hosts is slower (a switch, a limit, another job):"
-            remedy += " iperf3 shows whether it is the network"
-            yield note("link", text, remedy)
-
-
-def _cores(found: Found) -> Iterator[Finding]:
+def _cores(found: Found) -> Said:
     """More threads or ranks than cores; ranks that are bound to the same core."""
     cards = found["ranks"]
     for alike in by(cards, lambda card: card["identity"]).values():
@@ -290,24 +243,57 @@ def _cores(found: Found) -> Iterator[Finding]:
         where = f"{ranks_text(alike)} on {here[0]['host']}" if len(cards) > 1 else "here"
         if sum(threads) > cores + 0.5 and max(threads) > 1:
             each = max(1, int(cores // len(here)))
-            text = f"{where}: {sum(threads)} threads of torch on {cores:g} cores take the cores"
-            text += " from each other"
+            text = f"{where}: {sum(threads)} threads of torch on {cores:g} cores"
             remedy = f"OMP_NUM_THREADS={each}, or torch.set_num_threads({each})"
-            yield wrong("cores", text, remedy)
+            yield "wrong", f"{text} take the cores from each other", remedy
         elif len(here) > cores + 0.5:
             text = f"{where}: {len(here)} ranks on {cores:g} cores"
-            remedy = "fewer ranks: they compute no faster than the cores there are"
-            yield note("cores", text, remedy)
+            yield "note", text, "fewer ranks: they compute no faster than the cores there are"
         bound = Counter(tuple(card["cores"]) for card in here)
         machine = max(os.cpu_count() or 1, max(max(card["cores"]) for card in here) + 1)
         for some, count in bound.items():
             if count > len(some) and len(some) * 2 <= machine and len(bound) > 1:
                 same = ranks_text([card["rank"] for card in here if tuple(card["cores"]) == some])
                 text = f"{same} are bound to the same {len(some)} of {machine} cores"
-                yield wrong("cores", text, "look at the launcher's --bind-to")
+                yield "wrong", text, "look at the launcher's --bind-to"
 
 
-def _timeouts(found: Found) -> Iterator[Finding]:
+def _link(found: Found) -> Said:
+    """Pairs that do not reach each other or are slow, and links slower than their interfaces."""
+    cards, pairs = found["ranks"], found["pairs"]
+    if found["not_connected"]:  # then pairs fail for the same reason
+        remedy = "look for a firewall between the hosts, and at the interfaces below 'network'"
+        yield "wrong", found["not_connected"], remedy
+        return
+    for pair in pairs:
+        if pair["failed"] and not found["silent"]:  # a silent rank is named already
+            text = f"{ranks_text(pair['ranks'])} do not reach each other: {pair['failed']}"
+            yield "wrong", text, "look for a firewall, or another interface"
+    kinds: tuple[tuple[str, Level], ...] = ("between", "wrong"), ("inside", "note")
+    for kind, level in kinds:
+        some = [
+            pair
+            for pair in pairs
+            if not pair["failed"]
+            and are_apart([card for card in cards if card["rank"] in pair["ranks"]])
+            == (kind == "between")
+        ]
+        rate = statistics.median(pair["bits_per_s"] for pair in some) if some else 0.0
+        for pair in [pair for pair in some if pair["bits_per_s"] * OUTLIER < rate][:5]:
+            slow = f"{ranks_text(pair['ranks'])}: {format_rate(pair['bits_per_s'])}"
+            text = f"{slow}, where pairs {kind} hosts have {format_rate(rate)}"
+            yield level, text, "look at the cable, the port and the interface of these hosts"
+        speeds = [i.mbit * 1e6 for card in cards for i in _used(card) if i.mbit]
+        if some and kind == "between" and speeds and rate < SLOW_LINK * min(speeds):
+            said = f"over interfaces that say {format_rate(min(speeds))}"
+            remedy = (
+                "something between the hosts is slower (a switch, a limit, another job): iperf3"
+                " shows whether it is the network"
+            )
+            yield "note", f"pairs between hosts have {format_rate(rate)} {said}", remedy
+
+
+def _timeouts(found: Found) -> Said:
     """Timeouts in the wrong order, too short for a step, or very long."""
     limits, compute_s = found["timeouts"], found["ranks"][0]["options"]["compute"]
     ours_s, setup_s, apart_s = (limits[f"{name}_s"] for name in ("gradcomp", "setup", "apart"))
@@ -316,47 +302,55 @@ def _timeouts(found: Found) -> Iterator[Finding]:
     group = f"init_process_group(timeout=timedelta(seconds={ours_s:g}))"
 
     if limits["setup_problem"]:
-        yield wrong("timeouts", limits["setup_problem"], f"unset {SETUP_VARIABLE}")
+        yield "wrong", limits["setup_problem"], f"unset {SETUP_VARIABLE}"
     if apart_s > setup_s / 2:
-        text = f"the ranks came {apart_s:.0f} s apart, and wait {setup_s:g} s for each other to"
-        text += " register"
-        yield wrong("timeouts", text, f"{SETUP_VARIABLE}={4 * apart_s:.0f}, on every rank")
+        waits = f"wait {setup_s:g} s for each other to register"
+        remedy = f"{SETUP_VARIABLE}={4 * apart_s:.0f}, on every rank"
+        yield "wrong", f"the ranks came {apart_s:.0f} s apart, and {waits}", remedy
     if compute_s >= ours_s / 2:
-        text = f"a step computes for {compute_s:g} s, and a peer is given up after {ours_s:g} s: a"
-        text += " slow step would end training"
+        text = f"a step computes for {compute_s:g} s, and a peer is given up after {ours_s:g} s"
         remedy = f"timeout_s={10 * compute_s:.0f} in register, and the same in init_process_group"
-        yield wrong("timeouts", text, remedy)
+        yield "wrong", f"{text}: a slow step would end training", remedy
     if torch_s < ours_s:
-        text = f"torch gives up after {torch_s:g} s, before gradcomp after {ours_s:g} s: the error"
-        text += " then names no rank"
-        yield wrong("timeouts", text, f"{group}, or a shorter timeout_s in register")
+        text = f"torch gives up after {torch_s:g} s, before gradcomp after {ours_s:g} s"
+        remedy = f"{group}, or a shorter timeout_s in register"
+        yield "wrong", f"{text}: the error then names no rank", remedy
     if torch_s > ALIKE * ours_s:
-        text = f"gradcomp gives a peer up after {ours_s:g} s, torch's own collectives (broadcast of"
-        text += f" buffers) after {torch_s:g} s"
-        yield note("timeouts", text, f"{group} makes them alike")
+        later = f"torch's own collectives (broadcast of buffers) after {torch_s:g} s"
+        text = f"gradcomp gives a peer up after {ours_s:g} s, {later}"
+        yield "note", text, f"{group} makes them alike"
     if ours_s >= LONG_S:
-        text = "a peer that falls silent without ending (a frozen host, a pulled cable) is given up"
-        text += f" after {ours_s:g} s"
-        remedy = "a shorter timeout_s in register and in init_process_group, several times the"
-        remedy += " longest step and checkpoint"
-        yield note("timeouts", text, remedy)
+        who = "a peer that falls silent without ending (a frozen host, a pulled cable)"
+        remedy = (
+            "a shorter timeout_s in register and in init_process_group, several times the longest"
+            " step and checkpoint"
+        )
+        yield "note", f"{who} is given up after {ours_s:g} s", remedy
     if job_s < ours_s:
         text = f"the job ends in {job_s:.0f} s, before a silent peer is given up after {ours_s:g} s"
-        yield note("timeouts", text, "a shorter timeout_s")
+        yield "note", text, "a shorter timeout_s"
 
 
-def _lost_peer(found: Found) -> Iterator[Finding]:
+def _lost_peer(found: Found) -> Said:
     """A lost peer that was not noticed, or not in time."""
     for rank, seen in found["lost_peer"]["seen"].items():
         one = seen.get("silent")
         if one is None:
             text = f"the probe did not come to its end on rank {rank}: {seen['failed']}"
-            remedy = "the same would happen to training: send this report"
-            yield wrong("lost peer", text, remedy)
+            yield "wrong", text, "the same would happen to training: send this report"
         elif one["error"] != PeerLost.__name__ or one["seconds"] > PATIENCE_S + LATE_S:
-            text = f"rank {rank} did not get an error for a lost peer in time (silent:"
-            text += f" {one['error'] or 'no error'} after {one['seconds']:.1f} s)"
-            yield wrong("lost peer", text, "send this report")
+            got = f"{one['error'] or 'no error'} after {one['seconds']:.1f} s"
+            text = f"rank {rank} did not get an error for a lost peer in time (silent: {got})"
+            yield "wrong", text, "send this report"
 
 
-CHECKS = (_ranks, _versions, _kernels, _network, _names, _cores, _link, _timeouts, _lost_peer)
+CHECKS = {
+    "ranks": _ranks,
+    "versions": _versions,
+    "kernels": _kernels,
+    "network": _network,
+    "cores": _cores,
+    "link": _link,
+    "timeouts": _timeouts,
+    "lost peer": _lost_peer,
+}

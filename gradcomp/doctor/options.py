@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradcomp.arguments import Parser
+from gradcomp.arguments import Parser, count
 from gradcomp.plan.accuracy import TOLERANCES
 from gradcomp.plan.links import parse_seconds
 from gradcomp.plan.tolerance import check_optimizer
@@ -66,18 +66,47 @@ def _count(text: str) -> float:
     return scale * _number(digits, 0.999 / scale, MAX_PARAMETERS / scale, what)
 
 
-def _steps(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps of at least 1")
-    return int(text)
-
-
 def _optimizer(text: str) -> str:
     try:
         check_optimizer(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
+
+
+# Groups of options: a title, then lines with name, placeholder (none for a switch) and help.
+OPTIONS = """\
+how it looks
+--seconds S: longest time for all checks once all ranks have come, in seconds (default: 10)
+--wait S: longest wait for ranks to come, in seconds; those that do not are named (default: 20)
+--over {{auto,gloo,mpi}}: transport to check: gloo, mpi, or auto, which is MPI if an MPI started
+    these ranks and gloo otherwise (default: auto)
+--json FILE: write every number to this file, or to the standard output (-) in place of the text
+--plain: use no colours, even on a terminal
+
+your training, for the recommendation
+--parameters N: number of parameters of your model, such as 124e6 or 124M (default: 25e6)
+--compute SECONDS: seconds of forward and backward of a step on one rank (default: 0.1)
+--optimizer NAME: optimizer of your training, such as adamw or sgd; codecs that lose accuracy under
+    it are not recommended (default: adamw)
+--tolerance NATS: largest loss over fp32 that is accepted, in nats (default: {nats})
+--every H: also consider exchanges after H local steps (gradcomp.DiLoCo) (default: exchange at
+    every step)
+
+the timeouts that your script sets
+--timeout S: timeout_s that your script gives to register or to the communicator, in seconds
+    (default: that of the library)
+--torch-timeout S: timeout that your script gives to init_process_group, in seconds (default: that
+    of torch, 1800)
+"""
+TYPES: dict[str, Callable[[str], Any]] = {
+    "S": _positive,
+    "N": _count,
+    "SECONDS": _duration,
+    "NAME": _optimizer,
+    "NATS": _tolerance,
+    "H": count,
+}  # by placeholder; all others are texts
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -90,37 +119,10 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    how = parser.add_argument_group("how it looks")
-    text = "longest time for all checks once all ranks have come, in seconds (default: 10)"
-    how.add_argument("--seconds", type=_positive, default=10.0, metavar="S", help=text)
-    text = "longest wait for ranks to come, in seconds; those that do not are named (default: 20)"
-    how.add_argument("--wait", type=_positive, default=20.0, metavar="S", help=text)
-    text = "transport to check: gloo, mpi, or auto, which is MPI if an MPI started these ranks and"
-    text += " gloo otherwise (default: auto)"
-    how.add_argument("--over", choices=("auto", "gloo", "mpi"), default="auto", help=text)
-    text = "write every number to this file, or to the standard output (-) in place of the text"
-    how.add_argument("--json", metavar="FILE", help=text)
-    how.add_argument("--plain", action="store_true", help="use no colours, even on a terminal")
-
-    what = parser.add_argument_group("your training, for the recommendation")
-    text = "number of parameters of your model, such as 124e6 or 124M (default: 25e6)"
-    what.add_argument("--parameters", type=_count, default=25e6, metavar="N", help=text)
-    text = "seconds of forward and backward of a step on one rank (default: 0.1)"
-    what.add_argument("--compute", type=_duration, default=0.1, metavar="SECONDS", help=text)
-    text = "optimizer of your training, such as adamw or sgd; codecs that lose accuracy under it"
-    text += " are not recommended (default: adamw)"
-    what.add_argument("--optimizer", type=_optimizer, default="adamw", metavar="NAME", help=text)
-    text = f"largest loss over fp32 that is accepted, in nats (default: {TOLERANCES['nats']})"
-    what.add_argument("--tolerance", type=_tolerance, metavar="NATS", help=text)
-    text = "also consider exchanges after H local steps (gradcomp.DiLoCo) (default: exchange at"
-    what.add_argument("--every", type=_steps, metavar="H", help=f"{text} every step)")
-
-    limits = parser.add_argument_group("the timeouts that your script sets")
-    text = "timeout_s that your script gives to register or to the communicator, in seconds"
-    text += " (default: that of the library)"
-    limits.add_argument("--timeout", type=_positive, metavar="S", help=text)
-    text = "timeout that your script gives to init_process_group, in seconds (default: that of"
-    limits.add_argument("--torch-timeout", type=_positive, metavar="S", help=f"{text} torch, 1800)")
+    parser.add_groups(OPTIONS.format(**TOLERANCES), TYPES)
+    parser.set_defaults(
+        seconds=10.0, wait=20.0, over="auto", parameters=25e6, compute=0.1, optimizer="adamw"
+    )
     return parser
 
 

@@ -6,6 +6,7 @@ each direction by itself, and of both at once.
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import time
 from collections.abc import Sequence
@@ -13,11 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gradcomp.comm.base import Channel, Communicator
+from gradcomp.comm.base import Channel, Communicator, first_line
 from gradcomp.doctor.words import Words
 
 _NUMBER = struct.Struct("<d")
-# exchanges of a few bytes, and seconds after which fewer of them do
+# exchanges of a few bytes, and seconds after which fewer of them are enough
 TURNS, FEWEST_TURNS, TURNS_S = 40, 5, 0.25
 FIRST_NBYTES, MOST_NBYTES = 1 << 16, 1 << 25
 GROWTH = 8  # of messages, at most
@@ -27,26 +28,17 @@ SILENT_S = 3.0  # a rank that says nothing for so long is named
 
 
 class Pair(NamedTuple):
-    """What two ranks have measured.
+    """What two ranks have measured."""
 
-    Attributes:
-        ranks: both, the lower one first.
-        latency_s: of a few bytes, one way.
-        bits_per_s: of one direction by itself, the slower one.
-        both_bits_per_s: of each direction, both at once: less where acknowledgements wait behind
-            data, or both share something.
-        nbytes: of the longest message that was measured.
-        round: in which it was measured, beside all others of this round.
-        failed: what went wrong; "" for nothing.
-    """
-
-    ranks: tuple[int, int]
-    latency_s: float = 0.0
-    bits_per_s: float = 0.0
+    ranks: tuple[int, int]  # the lower one first
+    latency_s: float = 0.0  # of a few bytes, one way
+    bits_per_s: float = 0.0  # of one direction by itself, the slower one
+    # of each direction, both at once: less where acknowledgements wait behind data, or both share
+    # something
     both_bits_per_s: float = 0.0
-    nbytes: int = 0
-    round: int = 0
-    failed: str = ""
+    nbytes: int = 0  # of the longest message that was measured
+    round: int = 0  # in which it was measured, beside all others of this round
+    failed: str = ""  # what went wrong; "" for nothing
 
 
 def rounds(world_size: int) -> list[list[tuple[int, int]]]:
@@ -90,29 +82,20 @@ def measure_all(comm: Communicator, words: Words, deadline: float) -> list[dict[
 
 
 def _measure(comm: Communicator, ranks: tuple[int, int], number: int, share_s: float) -> Pair:
-    pair: Communicator | None = None
     try:
-        pair = comm.subset(ranks, SILENT_S)
-        found = measure_pair(pair, ranks, min(0.25, max(0.02, 0.08 * share_s)))
+        with contextlib.closing(comm.subset(ranks, SILENT_S)) as pair:
+            found = measure_pair(pair, ranks, min(0.25, max(0.02, 0.08 * share_s)))
         return found._replace(round=number)
     except Exception as error:  # noqa: BLE001 - whatever a transport has to say is what was asked for
-        first = (str(error) or type(error).__name__).splitlines()[0]
-        return Pair(ranks, round=number, failed=f"rank {comm.rank}: {first}")
-    finally:
-        if pair is not None:
-            pair.close()
+        return Pair(ranks, round=number, failed=f"rank {comm.rank}: {first_line(error)}")
 
 
 def measure_pair(
     comm: Communicator, ranks: tuple[int, int] = (0, 1), message_s: float = 0.1
 ) -> Pair:
     """Return what the two ranks of `comm` measure with each other; both call it and both get the
-    same.
-
-    Args:
-        comm: of two ranks.
-        ranks: what they are called in the result.
-        message_s: about what the longest message takes; the shorter one of both counts.
+    same. They are called `ranks` in the result. The longest message takes about `message_s`, of
+    which the shorter one counts.
 
     Raises:
         TimeoutError, ConnectionError: as `Work.wait`.

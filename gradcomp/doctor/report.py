@@ -42,7 +42,19 @@ def show(found: Found, out: TextIO | None = None, *, plain: bool = False) -> Non
     def colored(level: str, text: str) -> str:
         return f"\x1b[{COLORS[level]}m{text}\x1b[0m" if has_colors else text
 
-    for topic, texts in _sections(found).items():
+    cards = found["ranks"]
+    sections = {
+        "ranks": _ranks(found),
+        "versions": _same(cards, lambda card: ", ".join(map(" ".join, card["versions"].items()))),
+        "kernels": _same(cards, lambda card: f"{card['tier']} tier"),
+        "network": _same(cards, _network),
+        "link": _link(found),
+        "cores": _same(cards, _cores, here=len(cards) > 1),
+        "timeouts": [f"{found['timeouts']['order']}, each to be no shorter than the one before"],
+        "lost peer": _lost(found),
+        "recommended": _advice(found),
+    }
+    for topic, texts in sections.items():
         findings = [one for one in found["findings"] if one["topic"] == topic]
         levels = {one["level"] for one in findings}
         lines = texts or ["not measured"]
@@ -54,27 +66,11 @@ def show(found: Found, out: TextIO | None = None, *, plain: bool = False) -> Non
             lines += [f"  -> {one['do']}"] if one["do"] else []
         for number, line in enumerate(lines):
             print(f"{topic if number == 0 else '':<{WIDTH}}{line}", file=stream)
-    last = colored("wrong" if found["status"] else "ok", verdict(found))
+    last = colored("wrong" if found["status"] else "ok", _verdict(found))
     print(f"\n{last}", file=stream, flush=True)
 
 
-def _sections(found: Found) -> dict[str, list[str]]:
-    """Return the lines of every topic, without findings."""
-    cards = found["ranks"]
-    return {
-        "ranks": _ranks(found),
-        "versions": _same(cards, _versions),
-        "kernels": _same(cards, lambda card: f"{card['tier']} tier"),
-        "network": _same(cards, _network),
-        "link": _link(found),
-        "cores": _same(cards, _cores, here=len(cards) > 1),
-        "timeouts": [f"{found['timeouts']['order']}, each to be no shorter than the one before"],
-        "lost peer": _lost(found),
-        "recommended": _advice(found),
-    }
-
-
-def verdict(found: Found) -> str:
+def _verdict(found: Found) -> str:
     """Return the last line."""
     wrong = sum(one["level"] == "wrong" for one in found["findings"])
     notes = len(found["findings"]) - wrong
@@ -107,10 +103,6 @@ def _same(cards: Sequence[Found], text: Callable[[Found], str], *, here: bool = 
     return [f"{ranks_text(ranks)}: {line}" for line, ranks in found.items()]
 
 
-def _versions(card: Found) -> str:
-    return ", ".join(f"{name} {version}" for name, version in card["versions"].items())
-
-
 def _cores(card: Found) -> str:
     quota = "" if card["quota"] is None else f" (the container grants {card['quota']:g})"
     return f"{len(card['cores'])} cores{quota}, {card['threads']} threads of torch"
@@ -140,19 +132,21 @@ def _link(found: Found) -> list[str]:
         for p in good
     ]
     if len(good) > MOST_PAIRS:
-        rates = sorted(pair["bits_per_s"] for pair in good)
-        late = sorted(pair["latency_s"] for pair in good)
-        spans = [
-            f"{text(some[0])} to {text(some[-1])}, middle {text(statistics.median(some))}"
-            for some, text in ((rates, format_rate), (late, format_seconds))
-        ]
         slowest = min(good, key=lambda pair: pair["bits_per_s"])
-        lines = [f"{len(good)} pairs: {spans[0]}", f"latency {spans[1]}"]
-        lines += [f"the slowest: {ranks_text(slowest['ranks'])}"]
+        lines = [
+            f"{len(good)} pairs: {_span([pair['bits_per_s'] for pair in good], format_rate)}",
+            f"latency {_span([pair['latency_s'] for pair in good], format_seconds)}",
+            f"the slowest: {ranks_text(slowest['ranks'])}",
+        ]
     if found["pairs_not_measured"]:
         text = f"{found['pairs_not_measured']} pairs were not measured: the time ran out (--seconds"
         lines.append(f"{text} gives more)")
     return lines
+
+
+def _span(values: Sequence[float], text: Callable[[float], str]) -> str:
+    middle = text(statistics.median(values))
+    return f"{text(min(values))} to {text(max(values))}, middle {middle}"
 
 
 def _lost(found: Found) -> list[str]:

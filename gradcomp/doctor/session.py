@@ -26,11 +26,10 @@ from gradcomp.comm.mpi import RANK_VARIABLES, MpiCommunicator, describe_mpi, loa
 from gradcomp.comm.torch_private import store_below
 from gradcomp.comm.torchdist import TorchCommunicator, open_group, open_store
 from gradcomp.doctor import advise, judge
-from gradcomp.doctor.card import PROTOCOL, Lookup, card
+from gradcomp.doctor.card import PROTOCOL, card, start_lookup, timeouts
 from gradcomp.doctor.judge import NO_ADDRESS, SET_ADDRESS, ranks_text
 from gradcomp.doctor.options import agreed
 from gradcomp.doctor.pairs import measure_all
-from gradcomp.doctor.timeouts import timeouts
 from gradcomp.doctor.words import Words
 from gradcomp.errors import GradcompError, peers_answer
 from gradcomp.version import __version__
@@ -49,28 +48,19 @@ Found = dict[str, Any]
 
 @dataclass
 class Me:
-    """This process among the ranks.
-
-    Attributes:
-        rank, world_size: of the job.
-        over: "gloo" or "mpi".
-        mpi: library and thread level, None over gloo.
-        address: of the store, None if there is one rank, or if MPI's ranks do not know it.
-    """
+    """This process among the ranks."""
 
     rank: int
     world_size: int
-    over: str
-    mpi: str | None = None
+    over: str  # "gloo" or "mpi"
+    mpi: str | None = None  # library and thread level
+    # of the store; None if there is one rank, or if MPI's ranks do not know it
     address: tuple[str, int] | None = None
+    doing: str = "starting"  # for the message of `end_after`
 
     @staticmethod
     def find(over: str, variables: Mapping[str, str] | None = None) -> Me:
-        """Return who this is, by the variables of its launcher.
-
-        Args:
-            over: "auto", "gloo" or "mpi".
-            variables: by default those of the environment.
+        """Return who this is, by the variables of its launcher (default: those of `os.environ`).
 
         Raises:
             ValueError: the variables are incomplete, or do not fit each other.
@@ -120,23 +110,19 @@ class Me:
         open_group(store_below(self._store, "group"), self.rank, self.world_size, CONNECT_S)
         return TorchCommunicator(timeout_s=TIMEOUT_S)
 
+    def end_after(self, seconds: float) -> None:
+        """End this process after `seconds`: a call may not return."""
 
-class Watch:
-    """Ends this process if a call does not return for `seconds`."""
+        def give_up() -> None:
+            say(
+                f"rank {self.rank} gave up after {seconds:g} s of {self.doing}: a call did not"
+                " return. A rank is stuck, or the network drops everything"
+            )
+            os._exit(1)
 
-    def __init__(self, rank: int, seconds: float) -> None:
-        self.doing = "starting"
-        self._rank, self._seconds = rank, seconds
-        self._timer = threading.Timer(seconds, self._give_up)
-        self._timer.daemon = True
-        self._timer.start()
-
-    def _give_up(self) -> None:
-        say(
-            f"rank {self._rank} gave up after {self._seconds:g} s of {self.doing}: a call did not"
-            " return. A rank is stuck, or the network drops everything"
-        )
-        os._exit(1)
+        timer = threading.Timer(seconds, give_up)
+        timer.daemon = True
+        timer.start()
 
 
 def say(text: str) -> None:
@@ -154,13 +140,12 @@ def examine(me: Me, options: argparse.Namespace) -> Found | None:
     mine = card(me.rank, agreed(options), me.mpi)
     if me.address is None:
         return None if me.rank else _conclude([mine], options, me, begun, {}, 0.0)
-    watch = Watch(me.rank, 2 * options.wait + options.seconds + BESIDE_S)
-    watch.doing = "meeting the other ranks"
-    lookup = Lookup(me.address[0])
+    me.end_after(2 * options.wait + options.seconds + BESIDE_S)
+    me.doing, lookup_s = "meeting the other ranks", start_lookup(me.address[0])
     words = me.meet(options.wait)
-    mine["lookup_s"] = lookup.seconds
+    mine["lookup_s"] = lookup_s()
     if me.rank == 0:
-        return _ask(me, words, mine, options, watch, begun)
+        return _ask(me, words, mine, options, begun)
     words.post(0, "card", mine)
     go = words.collect([0], "go", 2 * options.wait).get(0)
     if go is None:
@@ -169,13 +154,11 @@ def examine(me: Me, options: argparse.Namespace) -> Found | None:
             " report: is it running, and not stopped?"
         )
         raise SystemExit(1)
-    words.post(0, "seen", _measure(me, words, go, watch) if go["measure"] else {})
+    words.post(0, "seen", _measure(me, words, go) if go["measure"] else {})
     return None
 
 
-def _ask(
-    me: Me, words: Words, mine: Found, options: argparse.Namespace, watch: Watch, begun: float
-) -> Found:
+def _ask(me: Me, words: Words, mine: Found, options: argparse.Namespace, begun: float) -> Found:
     """Return what rank 0 finds: collect the cards, have every rank measure, and conclude."""
     others, cards = range(1, me.world_size), {0: mine}
     first_at = last_at = time.monotonic()  # others can connect from now on
@@ -198,21 +181,21 @@ def _ask(
         words.collect(sorted(cards)[1:], "seen", LATE_S)
         return _conclude(here, options, me, begun, {}, last_at - first_at, silent)
     started = time.monotonic()
-    seen = {0: _measure(me, words, go, watch)}
+    seen = {0: _measure(me, words, go)}
     # ranks that did not connect, or waited for a silent one, take the time that there is
     is_short = seen[0]["failed"] or any(pair["failed"] for pair in seen[0]["pairs"])
     left_s = max(0.0, started + options.seconds - time.monotonic()) if is_short else 0.0
     seen |= words.collect(others, "seen", LATE_S + left_s)
     silent = [rank for rank in others if rank not in seen]
-    watch.doing = "predicting"
+    me.doing = "predicting"
     return _conclude(here, options, me, started, seen, last_at - first_at, silent)
 
 
-def _measure(me: Me, words: Words, go: Found, watch: Watch) -> Found:
+def _measure(me: Me, words: Words, go: Found) -> Found:
     """Return what this rank sees: pairs and a lost peer, or why it sees none."""
     seen: Found = {"pairs": [], "probe": {}, "failed": ""}
     begun, members = time.monotonic(), go["members"]
-    watch.doing = "connecting"
+    me.doing = "connecting"
     try:
         comm = me.connect()
     except TROUBLE as error:
@@ -222,11 +205,11 @@ def _measure(me: Me, words: Words, go: Found, watch: Watch) -> Found:
         )
         return seen
     try:
-        watch.doing = "measuring pairs"
+        me.doing = "measuring pairs"
         seen["pairs"] = measure_all(comm, words, begun + PAIRS_SHARE * go["seconds"])
-        watch.doing = "losing a peer"
-        left_s = go["seconds"] - (time.monotonic() - begun)
+        me.doing = "losing a peer"
         if me.rank in members:
+            left_s = go["seconds"] - (time.monotonic() - begun)
             seen["probe"] = _probe(comm, members, left_s, words)
     finally:
         comm.close()
@@ -234,10 +217,8 @@ def _measure(me: Me, words: Words, go: Found, watch: Watch) -> Found:
 
 
 def members_of(hosts: Sequence[str]) -> list[int]:
-    """Return the ranks of a probe: one each of up to three hosts, or up to three of one host.
-
-    Args:
-        hosts: of every rank, what tells its host from others.
+    """Return the ranks of a probe, out of the `hosts` of all: one each of up to three hosts, or up
+    to three of one host.
     """
     firsts = [hosts.index(host) for host in dict.fromkeys(hosts)]
     others = [rank for rank in range(len(hosts)) if rank not in firsts]
@@ -335,9 +316,7 @@ def _conclude(
 
 def _merged(pairs: Sequence[Found]) -> list[Found]:
     """Return one of the two entries of each pair, one that worked if there is one."""
-    found: dict[tuple[int, ...], Found] = {}
-    for pair in sorted(pairs, key=lambda pair: bool(pair["failed"])):
-        found.setdefault(tuple(pair["ranks"]), pair)
+    found = {tuple(pair["ranks"]): pair for pair in sorted(pairs, key=lambda p: not p["failed"])}
     return [found[ranks] for ranks in sorted(found)]
 
 

@@ -33,7 +33,7 @@ class Words:
         self._ask("set", f"{key}/{self.rank}/{to}", json.dumps(data))
 
     def has(self, source: int, key: str) -> bool:
-        """Whether rank `source` has left a message for this one."""
+        """Return whether rank `source` has left a message for this one."""
         return bool(self._ask("check", [f"{key}/{source}/{self.rank}"]))
 
     def collect(self, sources: Iterable[int], key: str, timeout_s: float) -> dict[int, Any]:

@@ -21,6 +21,7 @@ from gradcomp.engine.options import Advanced, CommonOptions, takes
 from gradcomp.integrations.checkpoints import Stateful, read, write
 from gradcomp.integrations.versions import imported
 from gradcomp.integrations.watch import DdpWatch, Watch
+from gradcomp.integrations.wrapped import attach_prepared, check_on_cpu, inner
 from gradcomp.local.steps import DiLoCo
 
 if TYPE_CHECKING:
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 
 with imported("accelerate"):
     from accelerate.utils import broadcast
-
-    from gradcomp.integrations.prepared import attach_prepared, check_on_cpu, inner
 
 # by Accelerator and names of files
 _carried: weakref.WeakKeyDictionary[Any, dict[str, Engine]] = weakref.WeakKeyDictionary()

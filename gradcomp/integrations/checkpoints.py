@@ -47,13 +47,9 @@ def gather_states(state: Stateful, comm: Communicator) -> list[dict[str, Any]] |
 
 
 def restore(state: Stateful, comm: Communicator, found: Any, where: str, remedy: str) -> bool:
-    """Load this rank's state, or the states of all ranks of a run; return whether there was any.
-    All ranks call it with the same kind.
-
-    Args:
-        found: the state or a list of all ranks' states; None or an empty list if there is none.
-        where: the checkpoint, for messages.
-        remedy: how to go on without it.
+    """Load `found`, this rank's state or a list of those of all ranks of a run; return whether it
+    had any. All ranks call it with the same kind. `where` is the checkpoint and `remedy` how to go
+    on without it, for messages.
 
     Raises:
         ValueError: states of another codec, exchange or model.
@@ -109,12 +105,9 @@ def read(
     """Load what `write` wrote, with as many ranks or others; return whether there was something on
     all ranks. Collective.
 
-    Args:
-        needed: whether it is an error if there is nothing.
-
     Raises:
         ValueError: a file that cannot be read, on every rank; states of another codec, exchange or
-            model.
+            model; nothing where something is `needed`.
         PeerLost: "checkpoint"; a rank did not call this.
     """
     kind, found, error = NOTHING, None, None
@@ -134,12 +127,14 @@ def read(
         why = f": {error}" if error else ""
         text = f"rank {votes.index(BROKEN)} cannot read its {files} in {folder}{why}"
         raise ValueError(text) from error
-    text = f"{folder} has no {files}: it was not saved with local steps; load model and optimizer"
-    text += " yourself before you begin them"
+    text = (
+        f"{folder} has no {files}: it was not saved with local steps; load model and optimizer"
+        " yourself before you begin them"
+    )
     if len(set(votes)) > 1:
         without = [rank for rank, vote in enumerate(votes) if vote != max(votes)]
-        text = f"ranks {without} have no {files} in {folder}, others have: copy those of all ranks"
-        text += " there"
+        missing = f"ranks {without} have no {files} in {folder}"
+        text = f"{missing}, others have: copy those of all ranks there"
         if not needed:
             warnings.warn(text, stacklevel=3)
         found = None

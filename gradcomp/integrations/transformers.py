@@ -16,12 +16,11 @@ from gradcomp.engine.options import COMMON, Options, check_names
 from gradcomp.integrations.checkpoints import read, write
 from gradcomp.integrations.versions import imported
 from gradcomp.integrations.watch import DdpWatch
+from gradcomp.integrations.wrapped import attach_prepared
 
 with imported("transformers"):
     from transformers import Trainer, TrainerCallback
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
-
-    from gradcomp.integrations.prepared import attach_prepared
 
 
 class Compressed:

@@ -15,7 +15,7 @@ from gradcomp.engine.watch import NOT_CALLED, OR_TWICE, Mine, Steps, before_any_
 from gradcomp.errors import GradcompError
 
 
-class Watch:
+class Watch(Steps):
     """Raises GradcompError before a step of an optimizer, if nothing was exchanged since the step
     before.
 
@@ -38,22 +38,14 @@ class Watch:
         late: bool = False,
     ) -> None:
         self._why, mine = why, Mine(parameters)
-        self._steps = Steps(mine, now, self._missed, late=late)
+        super().__init__(mine, now, self._refuse, late=late)
         self._hooks: list[Any] = [before_any_step(mine, self.check)] if automatic else []
-
-    def check(self, optimizer: torch.optim.Optimizer, *step: Any) -> None:
-        """Raise if the optimizer has gradients and nothing was exchanged; a hook for steps."""
-        self._steps.check(optimizer, *step)
-
-    def restart(self) -> None:
-        """Take note that the state was loaded, which is no exchange."""
-        self._steps.restart()
 
     def close(self) -> None:
         """Watch no longer; closing twice is harmless."""
         remove(self._hooks)
 
-    def _missed(self) -> None:
+    def _refuse(self) -> None:
         raise GradcompError(f"{NOT_CALLED}: {self._why()}. The optimizer has changed nothing yet")
 
 
@@ -70,8 +62,8 @@ class DdpWatch(Watch):
         super().__init__(model.parameters(), now, self._cause, automatic=automatic)
         self._hooks.append(model.register_forward_pre_hook(self._forward))
 
-    def check(self, optimizer: torch.optim.Optimizer, *step: Any) -> None:
-        super().check(optimizer, *step)
+    def check(self, optimizer: torch.optim.Optimizer, args: Any = (), kwargs: Any = None) -> None:
+        super().check(optimizer, args, kwargs)
         self._forwards = self._synced = 0
 
     def _forward(self, module: Any, _: Any) -> None:

@@ -16,6 +16,12 @@ from gradcomp.ddp import CompressionState
 from gradcomp.engine.options import Options
 from gradcomp.errors import UnsupportedTensor
 
+_GPU = "accelerate runs on", "Accelerator(cpu=True), TrainingArguments(use_cpu=True)"
+_ALONE = (
+    "accelerate runs one process",
+    "start several with torchrun --nproc-per-node 2 (accelerate launch --cpu starts one)",
+)
+
 
 def attach(
     model: nn.Module,
@@ -34,10 +40,8 @@ def attach(
     Args:
         options: common options and ``advanced``, as keywords of `gradcomp.ddp.register`.
         ranks: that the framework runs.
-        wrapper: what returns the wrapped model, for the message of a TypeError.
-        alone: as of `warn_alone`.
-        hint: the end of that message.
-        stacklevel: of the warning, from `warn_alone` to the user's call.
+        wrapper, hint: what returns the wrapped model, and the end of a TypeError's message.
+        alone, stacklevel: of `warn_alone`, up to the user's call.
     """
     Options(**options)  # refuses wrong values in a run of one rank, too
     if isinstance(model, DistributedDataParallel):
@@ -49,6 +53,45 @@ def attach(
         )
     warn_alone(*alone, stacklevel=stacklevel)
     return None
+
+
+def attach_prepared(
+    accelerator: Any,
+    model: nn.Module,
+    codec: Codec | str,
+    optimizer: Any,
+    options: Mapping[str, Any],
+) -> CompressionState | None:
+    """Register on what accelerate has prepared, for accelerate itself and for Transformers."""
+    check_on_cpu(accelerator)
+    hook = getattr(accelerator.ddp_handler, "comm_hook", None)
+    if getattr(hook, "value", "no") != "no":
+        raise ValueError(
+            f"comm_hook={hook} of DistributedDataParallelKwargs: DDP takes one communication hook;"
+            " leave it out for gradcomp's"
+        )
+    return attach(
+        model,
+        codec,
+        inner(optimizer),
+        options,
+        ranks=accelerator.num_processes,
+        wrapper="accelerator.prepare(model)",
+        alone=_ALONE,
+        stacklevel=6,
+    )
+
+
+def inner(optimizer: Any) -> Any:
+    """Return torch's own optimizer of one that accelerate has prepared."""
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+
+
+def check_on_cpu(accelerator: Any) -> None:
+    """Raise UnsupportedTensor unless an accelerator is on the CPU."""
+    check_device(accelerator.device, *_GPU)
 
 
 def warn_alone(what: str, remedy: str, *, stacklevel: int = 3) -> None:

@@ -5,8 +5,6 @@ References:
     data-parallel distributed training of speech DNNs", Interspeech.
 """
 
-from typing import NoReturn
-
 from gradcomp.onebit_sgd.adagrad import AggregateAdagrad, LocalAdagrad, MomentumAdagrad
 from gradcomp.onebit_sgd.batch_size import BatchSizeChoice, BatchSizeTrial, find_batch_size
 from gradcomp.onebit_sgd.double_buffer import DoubleBuffer
@@ -23,11 +21,3 @@ __all__ = [
     "OverlapReport",
     "find_batch_size",
 ]
-
-
-def warm_start_steps(*arguments: object, **options: object) -> NoReturn:
-    """Raise RuntimeError: it was one division, which a script writes itself."""
-    raise RuntimeError(
-        "gradcomp.onebit_sgd.warm_start_steps was removed: write"
-        " warmup_steps=math.ceil(samples / samples_per_exchange)"
-    )

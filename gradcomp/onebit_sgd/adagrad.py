@@ -17,28 +17,24 @@ References:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from gradcomp.arguments import check_number
 from gradcomp.kernels import of
 from gradcomp.memory.transform import Transform
 
+SMALLEST = 2.0**-149  # in float32, above 0
+
 
 def _check(name: str, value: Any, *, above_0: bool = False, below: float = 3e38) -> float:
-    """Return a number as float; ValueError unless it is at least 0 (or above) and below `below`, in
-    float32.
-    """
-    known = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not known or not 0 <= value < below or (above_0 and np.float32(value) == 0):
-        least = "above 0" if above_0 else "of at least 0"
-        raise ValueError(
-            f"{name} must be a number {least} and below {below:g} in float32, got {value!r}"
-        )
-    return float(value)
+    least, low = ("above 0", SMALLEST) if above_0 else ("of at least 0", 0.0)
+    rule = f"a number {least} and below {below:g} in float32"
+    return check_number(name, value, low, math.nextafter(below, 0.0), rule)
 
 
 class _Adagrad(Transform):
@@ -117,14 +113,13 @@ class MomentumAdagrad(torch.optim.Optimizer):
         eps: float = 1e-10,
         initial_accumulator_value: float = 0.0,
     ) -> None:
+        initial = _check("initial_accumulator_value", initial_accumulator_value)
         defaults = {
             "lr": _check("lr", lr),
             "momentum": _check("momentum", momentum, below=1.0),
             "weight_decay": _check("weight_decay", weight_decay),
             "eps": _check("eps", eps, above_0=True),
-            "initial_accumulator_value": _check(
-                "initial_accumulator_value", initial_accumulator_value
-            ),
+            "initial_accumulator_value": initial,
         }
         super().__init__(params, defaults)
 

@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradcomp.arguments import check_integer, check_number
 from gradcomp.comm.base import Channel, Communicator
 from gradcomp.errors import GradcompError
 from gradcomp.exchange.agree import Shown, agree, gather
-from gradcomp.onebit_sgd.rollback import rolled_back
+from gradcomp.onebit_sgd.restore import rolled_back
 
 Train = Callable[[int, int], Iterable[float | Tensor]]
 _RESULT = struct.Struct("<dqd")  # sum of losses, steps, seconds
@@ -160,12 +161,9 @@ def find_batch_size(
     values = {name: Shown(value, repr(value)) for name, value in arguments.items()}
     agree(own, values, timeout_s, called=called, phase="batch_size", channel=channel)
     for name, value in (counts | {k: v for k, v in bounds.items() if v is not None}).items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        check_integer(name, value, 1)
     for (name, number), least in zip(numbers.items(), (1.01, 1.0, 0.0), strict=True):
-        known = isinstance(number, (int, float)) and not isinstance(number, bool)
-        if not known or not least <= number <= 1e3:
-            raise ValueError(f"{name} must be a number from {least:g} to 1000, got {number!r}")
+        check_number(name, number, least, 1e3)
     sizes = candidates(current, own.world_size, smallest, largest, multiple, step, factor)
     if samples < 2 * sizes[-1]:
         raise ValueError(

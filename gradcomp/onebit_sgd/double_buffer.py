@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradcomp.arguments import check_integer
 from gradcomp.averager import GradientAverager
 from gradcomp.codecs import Codec
 from gradcomp.comm.base import Communicator
@@ -29,11 +30,9 @@ from gradcomp.errors import GradcompError
 from gradcomp.exchange.agree import gather
 from gradcomp.exchange.stats import Stats
 from gradcomp.memory.momentum import Momentum
-from gradcomp.onebit_sgd.groups import Options as GroupOptions
-from gradcomp.onebit_sgd.groups import apply_options, read_options
 from gradcomp.onebit_sgd.halves import cut
 from gradcomp.onebit_sgd.report import OverlapComparison, OverlapReport
-from gradcomp.onebit_sgd.rollback import rolled_back
+from gradcomp.onebit_sgd.restore import GroupOptions, apply_options, read_options, rolled_back
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -195,8 +194,7 @@ class DoubleBuffer:
             ValueError: `count` is no integer of at least 0.
             PeerLost: a rank did not answer.
         """
-        if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count < 2**63:
-            raise ValueError(f"count must be an integer of at least 0, got {count!r}")
+        check_integer("count", count, 0, 2**63 - 1)
         self.drain()
         mine = struct.pack("<q", count)
         return int(max(struct.unpack("<q", data)[0] for data in self._gather("most", mine)))
@@ -248,8 +246,7 @@ class DoubleBuffer:
             ValueError: `steps` is no positive integer.
             PeerLost, ValueError, TypeError: as `step`; everything is put back.
         """
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise ValueError(f"steps must be an integer of at least 1, got {steps!r}")
+        check_integer("steps", steps, 1)
         self._check_open()
 
         def plain() -> None:

@@ -9,17 +9,13 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 
 def cut(batch: tuple[Any, ...]) -> tuple[list[tuple[Any, ...]], list[float]]:
-    """Return the two halves of a minibatch, and the share of its samples that each has.
-
-    Args:
-        batch: tensors whose first dimension counts samples, None, and containers of these that
-            torch's pytree knows (tuples, lists, dictionaries). Halves are views; of an odd number
-            the first has one more.
+    """Return the two halves of a minibatch, views, and the share of its samples that each has. Of
+    an odd number the first has one more.
 
     Raises:
         ValueError: fewer than 2 samples, tensors with different numbers of samples, a tensor
             without dimensions, no tensor.
-        TypeError: anything else in the minibatch.
+        TypeError: something that is no tensor, None, or container that torch's pytree knows.
     """
     leaves = [leaf for leaf in tree_flatten(batch)[0] if leaf is not None]
     if foreign := [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor)]:

@@ -13,7 +13,6 @@ import importlib
 import json
 import multiprocessing
 import os
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -178,16 +177,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     codecs = ", ".join(dict.fromkeys(m.kind for m in METHODS))
-    for text in OPTIONS.format(codecs=codecs, **TOLERANCES).split("\n\n"):
-        title, *options = re.split(r"\n(?=--)", text)
-        group = parser.add_argument_group(title)
-        for option in options:
-            head, words = option.split(": ", 1)
-            name, *value = head.split(" ")
-            settings: dict[str, Any] = {"action": "store_true", "default": None}
-            if value:
-                settings = {"metavar": value[0], "type": TYPES.get(value[0], str)}
-            group.add_argument(name, help=" ".join(words.split()), **settings)
+    parser.add_groups(OPTIONS.format(codecs=codecs, **TOLERANCES), TYPES)
     for name in GONE:
         parser.add_argument(name, nargs="?", const=True, help=argparse.SUPPRESS)
     return parser

@@ -401,11 +401,6 @@ def test_warm_start_leaves_everything_clean():
     assert np.array_equal(warm[0]["v"].numpy(), plain)
 
 
-def test_warm_start_steps_shows_the_division():
-    with pytest.raises(RuntimeError, match=r"math\.ceil\(samples / samples_per_exchange\)"):
-        gradcomp.onebit_sgd.warm_start_steps(500, samples_per_exchange=200)
-
-
 # ---- refusals ------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,5 @@
-"""Put a training back to where it was, bit for bit: weights, optimizer, residuals, random
-numbers.
+"""Put back what a training has changed, bit for bit: the options in an optimizer's groups, or
+everything: weights, optimizer, residuals, random numbers.
 """
 
 from __future__ import annotations
@@ -12,10 +12,61 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradcomp.errors import GradcompError
-from gradcomp.onebit_sgd.groups import read_options, write_options
+
+GroupOptions = list[dict[str, Any]]
+
+
+def read_options(optimizer: torch.optim.Optimizer) -> GroupOptions:
+    """Return copies of every group's options, without the parameters."""
+    return [
+        {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def write_options(optimizer: torch.optim.Optimizer, options: GroupOptions) -> None:
+    """Set the groups to what `read_options` returned; options added since are deleted."""
+    for group, saved in zip(optimizer.param_groups, options, strict=True):
+        for key in group.keys() - saved.keys() - {"params"}:
+            del group[key]
+        for key, value in saved.items():
+            _set(group, key, value)
+
+
+@contextmanager
+def apply_options(optimizer: torch.optim.Optimizer, options: GroupOptions) -> Iterator[None]:
+    """Give the groups `options` inside, and what they have now afterwards, except for what a hook
+    of the step has changed. With another number of groups than then, change nothing.
+    """
+    now = read_options(optimizer)
+    if len(options) == len(now):
+        write_options(optimizer, options)
+    try:
+        yield
+    finally:
+        for group, before, used in zip(optimizer.param_groups, now, options, strict=False):
+            for key, value in before.items():
+                if key not in group or key not in used or _same(group[key], used[key]):
+                    _set(group, key, value)
+
+
+def _set(group: dict[str, Any], key: str, value: Any) -> None:
+    """Set one option; write to a tensor in place, since schedulers and graphs hold it."""
+    there = group.get(key)
+    if isinstance(value, Tensor) and isinstance(there, Tensor) and there.shape == value.shape:
+        with torch.no_grad():
+            there.copy_(value)
+    else:
+        group[key] = copy.deepcopy(value)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
+    return bool(a == b)
 
 
 @contextmanager
@@ -28,11 +79,6 @@ def rolled_back(
     training modes, the optimizer's options and state, the state of `others`, and the generators of
     torch (CPU), Python and NumPy. Gradients become None. Memory: one more copy of all of it. An
     average that a `DoubleBuffer` among `others` has under way is applied first.
-
-    Args:
-        model: a module, in DDP or not.
-        optimizer: of its parameters.
-        others: with ``state_dict()`` and ``load_state_dict(state)``.
     """
     states = [copy.deepcopy(other.state_dict()) for other in others]  # first: a buffer drains
     modules = [(m, m.training, dict(m._parameters), dict(m._buffers)) for m in model.modules()]
