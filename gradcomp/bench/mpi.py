@@ -66,7 +66,7 @@ class Mpiexec(contextlib.ExitStack):
     def command(self, ranks: int, *, on_hosts: bool) -> list[str]:
         """Return the words that run a program on every rank: each on its host, or all here."""
         hosts = self._hosts if on_hosts else None
-        places = [self._launch.Host(hosts.address(n), 1) for n in range(ranks)] if hosts else []
+        places = [f"{hosts.address(n)}:1" for n in range(ranks)] if hosts else []
         words = self._launch.command(self._mpi, ranks, hosts=places, as_root=os.geteuid() == 0)
         if hosts is None:
             return list(words)
