@@ -534,16 +534,22 @@ def scaled() -> Iterator[Figure]:
         "fp32 ends at {:.4f}, {:.3f} below {:.4f} (seed 0), and 1.25 bits at {:.4f}",
         (longer, best - longer, best, losses(method, "entropy.jsonl", factor=2.0)[0]),
     )
-    lenet = {"workload": "lenet-demo", "optimizer": "sgd", "workers": 2, "batch": 32}
-    images: list[float] = []
-    for images_of in (
-        "fp32",
-        *(f"entropy:bits={bits},min_numel=1024,exempt=vectors" for bits in ("2.2", "1.25")),
+    usual_sgd = {"optimizer": "sgd", "workers": 2}
+    now, demo = {"batch": 0}, {"workload": "lenet-demo", "batch": 32}
+    lenet, resnet = {"workload": "lenet"}, {"workload": "resnet", "steps": 300}
+    for label, what, base, more in (
+        ("LeNet on Fashion-MNIST, the demo", demo, "entropy.jsonl", ",min_numel=1024"),
+        ("LeNet on Fashion-MNIST, a falling rate", lenet | now, "residual-decay.jsonl", ""),
+        ("a small ResNet on CIFAR-10, 300 steps", resnet | now, "entropy.jsonl", ""),
     ):
-        found = losses(images_of, "entropy.jsonl", **lenet)
-        images += [*found, statistics.fmean(found)]
-    text = "{:.2f} / {:.2f} / {:.2f}: {:.2f}"
-    yield f"fp32 {text}, 2.2 bits {text}, 1.25 bits {text}. On the perceptron", tuple(images)
+        images: list[float] = []
+        for images_of in ("fp32", "2.2", "1.25"):
+            bits = f"entropy:bits={images_of}{more},exempt=vectors"
+            one_of = ("fp32", base) if images_of == "fp32" else (bits, "entropy.jsonl")
+            found = losses(*one_of, **usual_sgd | what)
+            images += [*found, statistics.fmean(found)]
+        cells = " | ".join(["{:.2f} / {:.2f} / {:.2f}: {:.2f}"] * 3)
+        yield f"| {label} | {cells} |", tuple(images)
     (one,) = losses(usual.format("1") + ",scale_lr", "entropy.jsonl")
     yield "1 bit (25 times fewer bytes) ends at {:.4f}", (one,)
 
