@@ -751,7 +751,7 @@ ENTROPY = (
     'ddp.register(model, EntropyCoded(1.25), exchange="all_gather", optimizer=optimizer,'
     " precondition=True)"
 )
-BLOCK4 = 'ddp.register(model, Block(4), exchange="all_gather", optimizer=optimizer)'
+SGD = ENTROPY.replace(", precondition=True", "").replace("\n", "")
 
 
 @pytest.mark.parametrize(
@@ -759,7 +759,7 @@ BLOCK4 = 'ddp.register(model, Block(4), exchange="all_gather", optimizer=optimiz
     [
         ([], 1e8, "entropy:bits=1.25 all_gather", ENTROPY),
         (["--parameters", "1e5"], 1e11, "fp32", ""),
-        (["--optimizer", "sgd"], 1e8, "block4 all_gather", BLOCK4),
+        (["--optimizer", "sgd"], 1e8, "entropy:bits=1.25 all_gather", SGD),
         (["--every", "30", "--tolerance", "0.04"], 1e10, "every 30", "sync_every=30"),
     ],
 )
