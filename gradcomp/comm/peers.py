@@ -65,7 +65,10 @@ def find_lost(cards: Sequence[bytes], rank: int) -> tuple[int, str] | None:
         rank: of this process.
     """
     peers = {n: Peer(*json.loads(card)) for n, card in enumerate(cards) if n != rank}
-    refused, silent = _probe({n: p.address for n, p in peers.items() if p.address is not None})
+    try:
+        refused, silent = _probe({n: p.address for n, p in peers.items() if p.address is not None})
+    except OSError:  # no more file descriptors
+        return None
     stopped = {n for n, p in peers.items() if p.identity == _identity() and _is_stopped(p.pid)}
     # a rank that has ended may be one that gave up because of a stopped one
     for found, what in (

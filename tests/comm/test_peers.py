@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -90,6 +91,19 @@ def test_a_host_that_does_not_answer(nobody, monkeypatch):
     found = peers.find_lost([peers.here(True), away, peers.here(True)], 0)
     assert found == (1, "(pid 7 on away) cannot be reached") and time.monotonic() - begun < 10
     assert peers.find_lost([peers.here(True), away, away], 0) is None, "it may be this host"
+
+
+def test_without_file_descriptors_nobody_is_named(start):
+    (ended, card), mine = start(), peers.here(True)
+    ended.kill()
+    ended.wait()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        assert peers.find_lost([mine, card], 0) is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert peers.find_lost([mine, card], 0)[0] == 1
 
 
 def test_a_process_without_an_address_is_not_named():
