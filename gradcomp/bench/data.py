@@ -1,5 +1,5 @@
-"""Read real images: MNIST-style IDX files from a folder, or scikit-learn's digits when none is
-given.
+"""Read real images: MNIST-style IDX files from a folder, or scikit-learn's digits
+without one.
 
 IDX is the format that MNIST is published in: two zero bytes, a type byte (0x08 = unsigned byte),
 the number of dimensions, one big-endian u32 a dimension, then the values. A file is refused unless

@@ -225,7 +225,7 @@ class Communicator(ABC):
         return self._held() if self._held is not None else None
 
     def _check_claim(self, channel: Channel, user: Lease | None = None) -> None:
-        """Raise GradcompError where somebody else than `user` has claimed a channel."""
+        """Raise GradcompError where another user than `user` has claimed a channel."""
         holder = self._holder()
         if holder not in (None, user) and channel is not Channel.CONTROL:
             raise holder.refuse("a collective")
@@ -319,7 +319,7 @@ class Lease(Communicator):
         """Take the channels of exchanges; nothing happens where this lease has them.
 
         Raises:
-            GradcompError: somebody else has.
+            GradcompError: another user has.
         """
         with _leases:
             holder = self._comm._holder()

@@ -163,7 +163,7 @@ class _LinkWork(Work):
             if closed.is_set():
                 raise ConnectionError("the link was closed before this was sent")
             self._begun.set_result(self._start(self._comm))
-        except BaseException as error:  # noqa: BLE001 - raised where somebody waits
+        except BaseException as error:  # noqa: BLE001 - raised in `wait`
             self._begun.set_exception(error)
         self._link = None
 

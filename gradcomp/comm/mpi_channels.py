@@ -31,7 +31,7 @@ from gradcomp.comm.base import Channel, lost_in_setup
 T = TypeVar("T")
 
 SPIN_S = 0.0005  # poll without sleeping for so long
-# longest sleep between two polls: large messages move on only while somebody polls
+# longest sleep between two polls: large messages move on only while a thread polls
 MAX_PAUSE_S = 0.0002
 MAIN_THREAD_ONLY = (
     "MPI was initialised for calls from the main thread only, which overlapped exchanges cannot"

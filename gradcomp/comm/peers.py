@@ -57,8 +57,8 @@ def here(one_host: bool) -> bytes:
 
 
 def find_lost(cards: Sequence[bytes], rank: int) -> tuple[int, str] | None:
-    """Return one rank that is not at work, and what is known of it; None: there is none, or several
-    between which this cannot decide.
+    """Return one rank that is not at work, and what is known of it; None: all are, or there are
+    several between which this cannot decide.
 
     Args:
         cards: what `here` has returned on every rank.

@@ -59,7 +59,7 @@ def meet(
 ) -> list[bytes]:
     """Return every rank's `mine`. Collective over the ranks of `store`, which serves one meeting.
 
-    All ranks get the answer, or all get an error: who comes after somebody has given up fails at
+    All ranks get the answer, or all get an error: who comes after a rank has given up fails at
     once. Who leaves because of the answer calls `wait_until_read` before.
 
     Args:

@@ -184,7 +184,7 @@ def _check_options(
     for name, value in mine.items():
         if name not in given and name in defaults:
             raise ValueError(f"{where} has no {name!r}: it is of another optimizer")
-        if name not in given:  # what somebody else has put there, such as a scheduler's initial_lr
+        if name not in given:  # what others have put there, such as a scheduler's initial_lr
             continue
         if _numbers(value) is not None and name != "params":
             found = _numbers(given[name])

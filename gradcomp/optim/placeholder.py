@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# A signaling NaN by dtype, which arithmetic never returns: other bits show that somebody has
+# A signaling NaN by dtype, which arithmetic never returns: other bits show that a user has
 # calculated with the gradient in place.
 _NAN = {
     torch.float32: (torch.int32, 0x7FA00000),

@@ -161,7 +161,7 @@ class Requests:
                         return
                 try:
                     self._receive_one(SLICE_S)
-                except Exception as error:  # noqa: BLE001 - raised where somebody waits
+                except Exception as error:  # noqa: BLE001 - raised in `wait`
                     self._fail(error, self._asked())
 
     def _receive_one(self, timeout_s: float) -> None:
