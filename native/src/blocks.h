@@ -107,8 +107,9 @@ typedef struct {
 } gc_block_tier;
 
 /* gc_block_tier.take that always adds squares up. */
-void gc_take_squares_avx2(gc_block_totals *totals, gc_block_stage *stage, const gc_block_view *view,
-                          uint32_t chunk, uint32_t numel);
+typedef void gc_take_squares(gc_block_totals *totals, gc_block_stage *stage,
+                             const gc_block_view *view, uint32_t chunk, uint32_t numel);
+gc_take_squares gc_take_squares_avx2, gc_take_squares_avx512;
 
 void gc_encode_blocks(gc_encode_job *job, const gc_segment *segment, const gc_block_tier *tier);
 

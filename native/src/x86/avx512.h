@@ -3,6 +3,7 @@
 #ifndef GC_X86_AVX512_H
 #define GC_X86_AVX512_H
 
-gc_encode_kernel gc_ternary_encode_avx512, gc_onebit_encode_avx512, gc_entropy_encode_avx512;
+gc_encode_kernel gc_ternary_encode_avx512, gc_onebit_encode_avx512, gc_block_encode_avx512,
+    gc_entropy_encode_avx512;
 
 #endif

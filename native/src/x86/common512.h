@@ -24,4 +24,13 @@ GC_AVX512_INLINE __m512i gc_abs16(__m512 x)
     return _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(GC_ABS_MASK));
 }
 
+/* Sum of sixteen lanes by the tree that gc_lanes_total pins. */
+GC_AVX512_INLINE double gc_total16_avx512(const __m512d lanes[2])
+{
+    __m512d eight = _mm512_add_pd(lanes[0], lanes[1]);
+    __m256d four = _mm256_add_pd(_mm512_castpd512_pd256(eight), _mm512_extractf64x4_pd(eight, 1));
+    __m128d two = _mm_add_pd(_mm256_castpd256_pd128(four), _mm256_extractf128_pd(four, 1));
+    return _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)));
+}
+
 #endif

@@ -111,7 +111,7 @@ GC_AVX512 static double rest(const gc_entropy_stage *stage, uint32_t numel, floa
 
 void gc_entropy_encode_avx512(gc_encode_job *job, const gc_segment *segment)
 {
-    static const gc_entropy_encoder tier = {gc_take_squares_avx2, count, gc_weigh_avx2, quantize,
+    static const gc_entropy_encoder tier = {gc_take_squares_avx512, count, gc_weigh_avx2, quantize,
                                             gc_put_stream_bmi2,   rest};
     gc_encode_streams(job, segment, &tier);
 }

@@ -40,15 +40,6 @@ GC_AVX512_INLINE void take16(watch *seen, class_lanes *lanes, gc_onebit_stage *s
     add8(lanes, 1, _mm512_extractf32x8_ps(x, 1), (__mmask8)(is_one >> 8));
 }
 
-/* Sum of sixteen lanes by the tree that gc_lanes_total pins. */
-GC_AVX512_INLINE double total16(const __m512d lanes[2])
-{
-    __m512d eight = _mm512_add_pd(lanes[0], lanes[1]);
-    __m256d four = _mm256_add_pd(_mm512_castpd512_pd256(eight), _mm512_extractf64x4_pd(eight, 1));
-    __m128d two = _mm_add_pd(_mm256_castpd256_pd128(four), _mm256_extractf128_pd(four, 1));
-    return _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)));
-}
-
 /* Elements of the group from `at` on; those past `numel` are 0. */
 GC_AVX512_INLINE void take_rest(watch *seen, class_lanes *lanes, gc_onebit_stage *stage,
                                 const gc_onebit_view *view, uint32_t at, uint32_t i, uint32_t numel,
@@ -85,8 +76,8 @@ GC_AVX512_INLINE void take_body(gc_onebit_totals *totals, gc_onebit_stage *stage
         }
         if (i < end)
             take_rest(&seen, &lanes, stage, view, chunk + i, i, end - i, dtype);
-        totals->sums[0] += total16(lanes.zeros);
-        totals->sums[1] += total16(lanes.ones);
+        totals->sums[0] += gc_total16_avx512(lanes.zeros);
+        totals->sums[1] += gc_total16_avx512(lanes.ones);
     }
     uint32_t absmax = _mm512_reduce_max_epu32(seen.absmax);
     totals->absmax_bits = absmax > totals->absmax_bits ? absmax : totals->absmax_bits;
