@@ -11,7 +11,7 @@ TORCH ?=
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 RELEASE ?=
 
-# Packages are installed without bytecode and compiled by the first import: without this, where a shell sets it, each of hundreds of ranks would compile torch.
+# Packages are installed without bytecode and compiled by an import of what is used: without this, where a shell sets it, each of hundreds of ranks would compile torch.
 unexport PYTHONDONTWRITEBYTECODE
 
 BIN := $(VENV)/bin
@@ -143,6 +143,7 @@ $(BUILT): setup.py $(wildcard launch/__init__.py) pyproject.toml constraints.txt
 	@cd $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 		rm -rf torch/test torch/bin/test_* torch/bin/*Test torch/bin/protoc* && \
 		find scipy sklearn sympy networkx -type d -name tests -prune -exec rm -rf {} +  # 170 MB of their own tests
+	@$(BIN)/python -c 'import torch._dynamo, sklearn.datasets, matplotlib.pyplot, rich'  # compiled once, not by every process that imports them first
 	@touch $@
 
 # What the demo does without: first pytest and its kind, then frameworks and documentation, 1 GB more.

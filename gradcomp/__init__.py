@@ -5,40 +5,35 @@ One line after ``DistributedDataParallel(...)``::
     state = gradcomp.ddp.register(model, "ternary")
 
 Importing gradcomp starts no thread, no network and no MPI, and changes no environment variable.
-Packages that not every run needs are imported when they are first used.
+What it has, torch included, is imported when it is first used: the launcher, Ctrl-C and ``--help``
+do not wait for it.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from gradcomp import interrupt
-
-interrupt.begin()
-
-import torch
-
-from gradcomp import codecs, comm
-from gradcomp.allreduce import all_reduce
-from gradcomp.averager import GradientAverager
-from gradcomp.codecs import Block, EntropyCoded, Identity, OneBit, Ternary, TernGrad
-from gradcomp.engine.options import Advanced
-from gradcomp.errors import (
-    CorruptPayload,
-    GradcompError,
-    NotFinite,
-    PeerLost,
-    PeerMismatch,
-    UnsupportedTensor,
-)
-from gradcomp.memory.moments import Precondition
-from gradcomp.memory.transform import Transform
-from gradcomp.payload.form import removal
-from gradcomp.version import __version__, warn_about_torch
+from gradcomp.version import __version__
 
 if TYPE_CHECKING:
-    from gradcomp import amp, ddp, onebit_sgd, optim, plan, server
+    from gradcomp import amp, codecs, comm, ddp, fsdp, onebit_sgd, optim, plan, server
+    from gradcomp.allreduce import all_reduce
+    from gradcomp.averager import GradientAverager
+    from gradcomp.codecs import Block, EntropyCoded, Identity, OneBit, Ternary, TernGrad
+    from gradcomp.engine.options import Advanced
+    from gradcomp.errors import (
+        CorruptPayload,
+        GradcompError,
+        NotFinite,
+        PeerLost,
+        PeerMismatch,
+        UnsupportedTensor,
+    )
     from gradcomp.local import DiLoCo, LocalSGD
+    from gradcomp.memory.moments import Precondition
+    from gradcomp.memory.transform import Transform
 
 __all__ = [
     "Advanced",
@@ -72,9 +67,28 @@ __all__ = [
     "server",
 ]
 
-warn_about_torch(torch.__version__)
-
-
+# the modules of the names above that are not modules themselves
+HOMES = {
+    "Advanced": "engine.options",
+    "Block": "codecs",
+    "CorruptPayload": "errors",
+    "DiLoCo": "local",
+    "EntropyCoded": "codecs",
+    "GradcompError": "errors",
+    "GradientAverager": "averager",
+    "Identity": "codecs",
+    "LocalSGD": "local",
+    "NotFinite": "errors",
+    "OneBit": "codecs",
+    "PeerLost": "errors",
+    "PeerMismatch": "errors",
+    "Precondition": "memory.moments",
+    "TernGrad": "codecs",
+    "Ternary": "codecs",
+    "Transform": "memory.transform",
+    "UnsupportedTensor": "errors",
+    "all_reduce": "allreduce",
+}
 MOVED = {
     "Codec": "gradcomp.codecs.Codec",
     "Feedback": "gradcomp.allreduce.Feedback",
@@ -83,15 +97,19 @@ MOVED = {
     "RngKey": "gradcomp.codecs.RngKey",
     "forget_buffers": "gradcomp.allreduce.forget_buffers",
 }
-LATER = ("amp", "ddp", "fsdp", "local", "onebit_sgd", "optim", "plan", "server")
 
 
 def __getattr__(name: str) -> Any:
-    import importlib
+    if name in HOMES:
+        globals()[name] = found = getattr(import_module(f"gradcomp.{HOMES[name]}"), name)
+        return found
+    if not name.startswith("_") and find_spec(f"gradcomp.{name}"):
+        return import_module(f"gradcomp.{name}")
+    from gradcomp.payload.form import removal
 
-    if name in ("DiLoCo", "LocalSGD"):
-        return getattr(importlib.import_module("gradcomp.local"), name)
-    if name in LATER:
-        return importlib.import_module(f"gradcomp.{name}")
     why = f": use {MOVED[name]}" if name in MOVED else removal(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{why}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,8 +1,8 @@
 """Ctrl-C ends ``python -m gradcomp.bench`` and ``python -m gradcomp.plan`` with one line and status
 130, without a traceback.
 
-Python imports the package `gradcomp`, and with it torch, before a program's own first line. That
-takes seconds, so `begin` is the first thing that the package does.
+Python imports a program's package before the program's own first line. That takes seconds where
+torch is imported, too, so `begin` is the first thing that these packages do.
 """
 
 from __future__ import annotations

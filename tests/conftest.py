@@ -42,19 +42,19 @@ def tier(request):
 
 @pytest.fixture(scope="session")
 def pools():
-    """Return run(kind, world_size, function, *args) in warm processes: one pool for gloo, one
-    for each MPI and size.
+    """Return run(kind, world_size, function, *args) in warm processes: a pool for gloo and one
+    for each MPI, where 2 to 4 ranks are some of one job's.
     """
     kept = {}
 
     def run(kind, world_size, function, *args, timeout_s=120):
-        which = kind if kind == "gloo" else (kind, world_size)
+        size = 4 if 1 < world_size < 4 else world_size
+        which = kind if kind == "gloo" else (kind, size)
         pool = kept.get(which)
         if pool is None or not pool.alive():
             if pool is not None:
                 pool.close()
-            pool = RankPool() if kind == "gloo" else MpiPool(kind, world_size)
-            kept[which] = pool
+            pool = kept[which] = RankPool() if kind == "gloo" else MpiPool(kind, size)
         return pool.run(world_size, function, *args, timeout_s=timeout_s)
 
     yield run

@@ -3,3 +3,7 @@
 Importing this package imports none of them. They need the extra ``bench`` (rich, matplotlib,
 scikit-learn).
 """
+
+from gradcomp import interrupt
+
+interrupt.begin()

@@ -12,6 +12,9 @@ from torch import Tensor
 from gradcomp.errors import UnsupportedTensor
 from gradcomp.kernels.interface import NO_RESIDUALS, Code, Kernels, Payloads, Residuals
 from gradcomp.kernels.native import NativeKernels
+from gradcomp.version import warn_about_torch
+
+warn_about_torch(torch.__version__)
 
 CPU = torch.device("cpu")
 MakeKernels = Callable[[torch.device], Kernels]

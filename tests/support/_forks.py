@@ -5,6 +5,7 @@ pytest that it was started for does.
 """
 
 import contextlib
+import ctypes
 import fcntl
 import gc
 import importlib
@@ -15,9 +16,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from multiprocessing.connection import Client, Listener
+from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 
 IMPORTED = [
@@ -73,6 +76,72 @@ def run(request):
         traceback.print_exc()
     finally:
         os._exit(0)
+
+
+class Program:
+    """A Python program in a fork, with what tests use of `subprocess.Popen`; it begins with
+    everything imported, and ends as any other.
+    """
+
+    def __init__(self, script, *words):
+        self._errors, self.returncode = tempfile.TemporaryFile("w+"), None
+        reads, writes = os.pipe()
+        with tempfile.TemporaryDirectory(prefix="gradcomp-test-") as folder:
+            with Listener(f"{folder}/holder") as listener:
+                start(hold, listener.address, str(script), [str(word) for word in words])
+                self._holder = listener.accept()
+        for stream in (writes, self._errors.fileno()):
+            send_handle(self._holder, stream, None)
+        self.pid = self._holder.recv()
+        os.close(writes)
+        self.stdout = os.fdopen(reads)
+
+    def wait(self, timeout=None):
+        """Return the exit status, negative for a signal."""
+        if self.returncode is None:
+            if not self._holder.poll(timeout):
+                raise subprocess.TimeoutExpired("a program in a fork", timeout)
+            self.returncode = self._holder.recv()
+        return self.returncode
+
+    def communicate(self, timeout=None):
+        """Return what it printed, to stdout and stderr, when it has ended."""
+        out = []
+        reader = threading.Thread(target=lambda: out.append(self.stdout.read()), daemon=True)
+        reader.start()
+        self.wait(timeout)
+        reader.join()
+        self._errors.seek(0)
+        return out[0], self._errors.read()
+
+    def send_signal(self, number):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def kill(self):
+        if self.returncode is None and not self._holder.poll():
+            self.send_signal(signal.SIGKILL)
+
+
+def hold(address, script, words):
+    """Fork a program, tell who asked its id, and later its exit status."""
+    with Client(address) as asks:
+        streams = [recv_handle(asks) for _ in range(2)]
+        pid = os.fork()
+        if pid == 0:
+            be_program(streams, script, words)
+        asks.send(pid)
+        asks.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
+def be_program(streams, script, words):
+    """Run a script and end as the interpreter does; does not return."""
+    for number, stream in enumerate(streams, 1):
+        os.dup2(stream, number)
+    sys.argv, text = [script, *words], f"import runpy; runpy.run_path({script!r}, None, '__main__')"
+    # which ends the process at sys.exit, and keeps other exceptions where the interpreter does
+    failed = ctypes.pythonapi.PyRun_SimpleString(text.encode())
+    ctypes.pythonapi.Py_Exit(1 if failed else 0)
 
 
 def address():

@@ -139,14 +139,16 @@ def be_rank(address, rank, directory):
 
 
 class MpiPool(Pool):
-    """Ranks of one MPI job; each function runs with torch.distributed over gloo beside MPI."""
+    """Ranks of one MPI job, of which the first ones run a function, with torch.distributed over
+    gloo beside MPI; their COMM_WORLD has no other.
+    """
 
-    def __init__(self, flavour, world_size):
+    def __init__(self, flavour, size):
         self.directory = tempfile.TemporaryDirectory(prefix="gradcomp-test-")
         address, key = os.path.join(self.directory.name, "pool"), os.urandom(16)
         here = os.path.dirname(os.path.abspath(__file__))
         command = [
-            *mpirun(flavour, world_size),
+            *mpirun(flavour, size),
             os.path.join(here, "_mpi_serve.py"),
             address,
             key.hex(),
@@ -158,7 +160,7 @@ class MpiPool(Pool):
                 0,
             )
             try:
-                self.accept(listener, world_size)
+                self.accept(listener, size)
             except BaseException:
                 self.processes[0].terminate()
                 raise
@@ -235,8 +237,8 @@ def cpu_s():
     return sum(os.times()[:4])
 
 
-def serve(pipe, rank, directory):
-    """Run what comes down the pipe until it closes."""
+def serve(pipe, rank, directory, prepare=lambda world_size: None):
+    """Run what comes down the pipe until it closes, each function after prepare(world_size)."""
     import torch
     import torch.distributed as dist
 
@@ -257,6 +259,7 @@ def serve(pipe, rank, directory):
                 "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size
             )
             try:
+                prepare(world_size)
                 result = function(*args)
             finally:
                 if dist.is_initialized():

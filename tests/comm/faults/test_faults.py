@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import _forks
 import _restart
 import pytest
 from _ranks import mpi_environment, mpi_python
@@ -25,15 +26,7 @@ TIMEOUT_S = 3.0
 @contextlib.contextmanager
 def started(script, first, *more, world=3):
     """Start `script` FIRST RANK MORE... as every rank; kill what is left of them in the end."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, HERE / script, str(first), str(rank), *map(str, more)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
+    ranks = [_forks.Program(HERE / script, first, rank, *more) for rank in range(world)]
     try:
         yield ranks
     finally:
