@@ -7,6 +7,7 @@ has its whole table on the first of them, and a few rows, not the same ones, on 
 """
 
 import functools
+import gc
 import importlib
 import itertools
 import os
@@ -192,6 +193,7 @@ def pytest_collection_finish(session):
             if i.get_closest_marker("xdist_group") and "@" not in i.nodeid
         ]
         assert not apart, "pytest-xdist does not see groups: install what constraints.txt says"
+    gc.freeze()  # what is imported and collected need not be looked through by every gc.collect()
 
 
 def pytest_runtest_setup(item):

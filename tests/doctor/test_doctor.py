@@ -126,7 +126,9 @@ LAUNCHERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    "launcher", ["torchrun", "mpich", pytest.param("openmpi", marks=pytest.mark.long)]
+)
 def test_two_ranks_under_a_launcher(launcher, tmp_path):
     python = Path(sys.executable)
     if launcher != "torchrun":

@@ -77,18 +77,18 @@ def torchrun(request, gloo):
     "codec", ["terngrad", *(pytest.param(c, marks=pytest.mark.long) for c in ("onebit", "fp32"))]
 )
 def test_mpi_example_trains_on_four_ranks(pools, flavour, codec, launched):
-    script, options = EXAMPLE.with_name("mpi_train.py"), ["--codec", codec, "--epochs", "3"]
-    if launched:
-        out = under_mpi(flavour, 4, script.name, *options)
-    else:
-        out = "".join(pools(flavour, 4, program, str(script), *options))
+    options = ["--codec", codec, "--epochs", "3"]
+    out = example_over_mpi(pools, flavour, launched, 4, "mpi_train.py", *options)
     assert len(accuracies(out)) == 3 and accuracies(out)[-1] > 70.0, out  # 10 is chance
     (ratio,) = ratios_of(out)
     least, most = {"terngrad": (10, 11), "onebit": (29, 31), "fp32": (0.99, 1.01)}[codec]
     assert least < ratio < most and "fewer bytes than fp32; replicas are equal" in out, out
 
 
-def under_mpi(flavour, ranks, script, *options):
+def example_over_mpi(pools, flavour, launched, ranks, script, *options):
+    """Return what an example prints, under the launcher or in warm ranks."""
+    if not launched:
+        return "".join(pools(flavour, ranks, program, str(EXAMPLE.with_name(script)), *options))
     start = [mpi_python(flavour), "-m", "gradcomp.launch", "-n", str(ranks)]
     command = [*start, str(EXAMPLE.with_name(script)), *options]
     done = subprocess.run(
@@ -104,8 +104,9 @@ def test_the_mpi_example_does_not_use_torch_distributed():
 
 
 @pytest.mark.parametrize("flavour", ["mpich", pytest.param("openmpi", marks=pytest.mark.long)])
-def test_the_parameter_server_example_trains_over_mpi(flavour):
-    out = under_mpi(flavour, 3, "parameter_server.py", "--steps", "15")
+@pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_the_parameter_server_example_trains_over_mpi(pools, flavour, launched):
+    out = example_over_mpi(pools, flavour, launched, 3, "parameter_server.py", "--steps", "15")
     assert "equals gradcomp.all_reduce bit for bit" in out, out
 
 

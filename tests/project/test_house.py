@@ -214,7 +214,12 @@ print(json.dumps({
     out = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=kept
     )
-    nothing = {"environment": True, "alone": ["gradcomp.version"], "threads": 0, "native_threads": 0}
+    nothing = {
+        "environment": True,
+        "alone": ["gradcomp.version"],
+        "threads": 0,
+        "native_threads": 0,
+    }
     libraries = dict.fromkeys(("mpi", "initialised", "bench", "frameworks"), False)
     assert json.loads(out.stdout) == nothing | libraries
 

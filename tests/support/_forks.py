@@ -84,12 +84,15 @@ class Program:
     """
 
     def __init__(self, script, *words):
-        self._errors, self.returncode = tempfile.TemporaryFile("w+"), None
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the program
+        self.returncode = None
         reads, writes = os.pipe()
-        with tempfile.TemporaryDirectory(prefix="gradcomp-test-") as folder:
-            with Listener(f"{folder}/holder") as listener:
-                start(hold, listener.address, str(script), [str(word) for word in words])
-                self._holder = listener.accept()
+        with (
+            tempfile.TemporaryDirectory(prefix="gradcomp-test-") as folder,
+            Listener(f"{folder}/holder") as listener,
+        ):
+            start(hold, listener.address, str(script), [str(word) for word in words])
+            self._holder = listener.accept()
         for stream in (writes, self._errors.fileno()):
             send_handle(self._holder, stream, None)
         self.pid = self._holder.recv()
