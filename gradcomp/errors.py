@@ -5,8 +5,9 @@ message.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
+
+from gradcomp.waits import waiting
 
 
 class GradcompError(Exception):
@@ -92,19 +93,32 @@ class PeerLost(GradcompError):
         bucket: number of the bucket in its step, -1 when there is none.
         waited_s: seconds waited.
         detail: what is known of the reason.
+        rank: the rank that was lost, where that is known; a survivor that gave up before this one
+            because of another rank counts as lost where nothing else is known.
     """
 
-    def __init__(self, phase: str, bucket: int, waited_s: float, detail: str = "") -> None:
-        where = f"{phase} of bucket {bucket}" if bucket >= 0 else phase
-        text = f"lost a peer in {where} after {waited_s:.1f} s"
+    def __init__(
+        self,
+        phase: str,
+        bucket: int,
+        waited_s: float,
+        detail: str = "",
+        rank: int | None = None,
+    ) -> None:
+        text = f"lost a peer in {_place(phase, bucket)} after {waited_s:.1f} s"
         super().__init__(f"{text}: {detail}" if detail else text)
         self.phase = phase
         self.bucket = bucket
         self.waited_s = waited_s
         self.detail = detail
+        self.rank = rank
 
-    def __reduce__(self) -> tuple[type[PeerLost], tuple[str, int, float, str]]:
-        return type(self), (self.phase, self.bucket, self.waited_s, self.detail)
+    def __reduce__(self) -> tuple[type[PeerLost], tuple[str, int, float, str, int | None]]:
+        return type(self), (self.phase, self.bucket, self.waited_s, self.detail, self.rank)
+
+
+def _place(phase: str, bucket: int) -> str:
+    return f"{phase} of bucket {bucket}" if bucket >= 0 else phase
 
 
 @contextlib.contextmanager
@@ -115,14 +129,17 @@ def peers_answer(phase: str, bucket: int = -1, *, called: str = "") -> Iterator[
         called: what every rank has to call, for the message: a silent peer is often one that does
             something else.
     """
-    begun = time.perf_counter()
-    try:
-        yield
-    except (TimeoutError, ConnectionError) as error:
-        detail = str(error)
-        if called and isinstance(error, TimeoutError):
-            detail += f" (a rank is stuck, or does something else: every rank has to call {called})"
-        raise PeerLost(phase, bucket, time.perf_counter() - begun, detail) from error
+    with waiting(phase, _place(phase, bucket)) as wait:
+        try:
+            yield
+        except (TimeoutError, ConnectionError) as error:
+            detail = str(error)
+            if called and isinstance(error, TimeoutError):
+                detail += (
+                    f" (a rank is stuck, or does something else: every rank has to call {called})"
+                )
+            rank = getattr(error, "rank", None)  # of RankGone
+            raise PeerLost(phase, bucket, wait.seconds(), detail, rank) from error
 
 
 class UnsupportedTensor(GradcompError, TypeError):

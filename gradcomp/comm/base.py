@@ -21,12 +21,13 @@ Who may call what while what is under way, for every communicator:
 from __future__ import annotations
 
 import hashlib
+import logging
 import secrets
 import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
@@ -34,9 +35,12 @@ import torch
 from torch import Tensor
 
 from gradcomp.errors import GradcompError, PeerLost
+from gradcomp.waits import current
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+logger = logging.getLogger("gradcomp")
 
 Counts = Sequence[int]  # bytes to or from each rank
 Message = tuple[int, Tensor]  # its sender, and ``(n,)`` uint8
@@ -74,9 +78,28 @@ def first_line(error: BaseException) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
-def lost_in_setup(begun: float, why: str) -> PeerLost:
+def lost_in_setup(begun: float, why: str, rank: int | None = None) -> PeerLost:
     """Return the error of a meeting that began at `begun`, on `time.monotonic`'s clock."""
-    return PeerLost("setup", -1, time.monotonic() - begun, why)
+    return PeerLost("setup", -1, time.monotonic() - begun, why, rank)
+
+
+def tell_of_long_wait(rank: int, whom: Callable[[], str]) -> None:
+    """Log this thread's wait, once, when it takes much longer than usual.
+
+    Args:
+        rank: of this process.
+        whom: returns which ranks it waits for; "" where that is not known.
+    """
+    wait = current()
+    if wait is not None and wait.is_long() and not wait.told:
+        wait.told = True
+        seconds, known = f"{wait.seconds():.0f} s", whom() or "another rank, which is not known"
+        logger.warning("gradcomp: rank %d waits %s in %s for %s", rank, seconds, wait.what, known)
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 3" or "ranks 1, 3"."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def gave_up(reason: str) -> str:

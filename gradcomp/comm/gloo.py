@@ -24,14 +24,16 @@ from typing import Any
 
 from torch import Tensor
 
-from gradcomp.comm.base import Channel, RankGone, Work, first_line
+from gradcomp.comm.base import Channel, RankGone, Work, first_line, name_ranks, tell_of_long_wait
 from gradcomp.comm.peers import find_lost, here
 from gradcomp.comm.store import Look, Notes, meet
 from gradcomp.comm.torch_private import make_gloo, store_below, store_is_gone
 from gradcomp.errors import GradcompError, peers_answer
+from gradcomp.waits import current
 
 SLICE_S = 0.5  # longest wait that does not look whether this rank or a peer has given up
 LOOK_S = 0.2  # longest wait for the store to say so
+NOTE_S = 2.0  # from then on peers can read what this rank waits for
 GRACE_S = 0.1  # what a peer sent before it gave up may still arrive
 CONNECT_S = 60.0  # longest wait for ranks that are all there
 OWN_DESCRIPTORS = 4  # of a gloo group, beside a socket for each peer
@@ -107,6 +109,31 @@ class Groups:
             what += "; the ranks' store went with it, so another rank may have ended before"
         self.notes.give_up(what, rank=rank)
         return RankGone(rank, what=what)
+
+    def watch(self) -> None:
+        """Note, and log once, a wait of this thread that takes long."""
+        wait = current()
+        if wait is not None and wait.seconds() > NOTE_S:
+            if not wait.noted:
+                wait.noted = True
+                self.notes.wait_for(wait.what)
+            tell_of_long_wait(self._rank, self._whom)
+
+    def _whom(self) -> str:
+        """Return which ranks a long wait is for: one that is not at work any more, or else those
+        that have not noted that they wait, too.
+        """
+        found = find_lost(self._cards, self._rank)
+        if found is not None:
+            return f"rank {found[0]} {found[1].replace(') ', '), which ', 1)}"
+        waits = self.notes.who_waits(self._world_size, LOOK_S)
+        if waits is None:
+            return ""
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        away = [rank for rank in others if rank not in waits]
+        if away:
+            return f"{name_ranks(away)}, not waiting for any rank"
+        return "ranks that wait, too: " + ", ".join(f"{rank} in {waits[rank]}" for rank in others)
 
     def give_up(self, reason: str) -> None:
         """End every wait on these groups within a second: here, and by a note on the peers."""
@@ -216,9 +243,16 @@ class _GlooWork(Work):
                     self._settle(timeout_s)
                     return
                 self._look(error, timeout_s, ended=False, last=left <= SLICE_S)
+                self._groups.watch()
             else:
-                self._groups.pending.discard(self)
+                self._end()
                 return
+
+    def _end(self) -> None:
+        self._groups.pending.discard(self)
+        wait = current()
+        if wait is not None and wait.noted:
+            self._groups.notes.wait_for("")
 
     def _settle(self, timeout_s: float) -> None:
         """Return if the collective was done when it ended; raise what has happened otherwise."""
@@ -226,7 +260,7 @@ class _GlooWork(Work):
             self._work.wait(_patience(SLICE_S))
         except RuntimeError as error:
             self._look(error, timeout_s, ended=True, last=True)
-        self._groups.pending.discard(self)
+        self._end()
 
     def _look(self, error: RuntimeError, timeout_s: float, *, ended: bool, last: bool) -> None:
         """Return if it makes sense to wait on after `error`, raise what has happened otherwise."""

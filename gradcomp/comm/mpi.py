@@ -274,6 +274,7 @@ class MpiCommunicator(Communicator):
                     raise TimeoutError(f"no answer from a peer for {timeout_s:g} s")
                 if now >= news_at:
                     news_at = now + NEWS_EVERY_S
+                    base.tell_of_long_wait(self.rank, str)
                     channels.read_news()
                     gone = [news for rank, news in channels.gone.items() if rank in peers]
                     if gone or channels.broken:
@@ -323,7 +324,8 @@ class MpiCommunicator(Communicator):
                 call(waiting[rank].Wait)
             self.abort(str(error))
             why = f"ranks {missing} of {list(members)} did not make their communicator ({error})"
-            raise base.lost_in_setup(begun, why) from error
+            lost = missing[0] if len(missing) == 1 else None
+            raise base.lost_in_setup(begun, why, lost) from error
 
     def _lose(self, error: Exception) -> None:
         """A wait has ended without its answer: nothing else on these channels can be relied on."""

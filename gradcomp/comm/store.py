@@ -18,8 +18,16 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from gradcomp.comm.base import RankGone, first_line, gave_up, lost_in_setup
+from gradcomp.comm.base import (
+    RankGone,
+    first_line,
+    gave_up,
+    lost_in_setup,
+    name_ranks,
+    tell_of_long_wait,
+)
 from gradcomp.comm.torch_private import leave_store, limit_store, store_is_gone
+from gradcomp.waits import waiting
 
 SETUP_VARIABLE = "GRADCOMP_SETUP_TIMEOUT_S"
 # longest wait for the other ranks to make their communicators, unless the variable says otherwise
@@ -48,6 +56,7 @@ def setup_timeout_s(timeout_s: float) -> float:
     return min(timeout_s, seconds)
 
 
+@waiting("setup", "setup")
 def meet(
     store: Any,
     rank: int,
@@ -87,6 +96,7 @@ def meet(
                 looked = time.monotonic()
                 if gone := look(0.0):
                     raise RankGone(gone[0], what=gone[1])
+                tell_of_long_wait(rank, lambda: f"{name_ranks(absent(store, keys))} to have {what}")
             time.sleep(pause)
             pause = min(1.5 * pause, LONGEST_PAUSE_S)
         end = bytes(store.get("end"))
@@ -96,7 +106,7 @@ def meet(
                 for key in ("count", "end", *keys, "read"):
                     store.delete_key(key)
             return found
-        missing = [r for r, key in enumerate(keys) if not store.check([key])]
+        missing = absent(store, keys)
     except RuntimeError as error:
         why = (
             "the ranks' store does not answer: the process that hosts it (rank 0, or the launcher)"
@@ -106,9 +116,13 @@ def meet(
     if int(end) != rank and not missing:
         why = f"rank {end.decode()} gave up waiting before this rank came"
     else:
-        ranks, have = ("ranks", "have") if len(missing) > 1 else ("rank", "has")
-        why = f"{ranks} {', '.join(map(str, missing))} {have} not {what}"
-    raise lost_in_setup(begun, why)
+        why = f"{name_ranks(missing)} {'have' if len(missing) > 1 else 'has'} not {what}"
+    raise lost_in_setup(begun, why, missing[0] if len(missing) == 1 else None)
+
+
+def absent(store: Any, keys: list[str]) -> list[int]:
+    """Return the ranks whose keys are not there."""
+    return [rank for rank, key in enumerate(keys) if not store.check([key])]
 
 
 def wait_until_read(store: Any) -> None:
@@ -149,6 +163,28 @@ class Notes:
     def close(self) -> None:
         """Leave a note that this rank has closed, unless it or another rank has left one."""
         self._leave("closed", self._rank, CLOSED)
+
+    def wait_for(self, what: str) -> None:
+        """Leave a note of what this rank waits for; "" for nothing any more."""
+        if not _is_silent():
+            _Call(self._store, lambda: self._store.set(f"wait {self._rank}", what.encode()))
+
+    def who_waits(self, world_size: int, patience_s: float) -> dict[int, str] | None:
+        """Return what every rank that has left such a note waits for; None: the store does not
+        answer.
+        """
+        found: dict[int, str] = {}
+
+        def read() -> None:
+            for rank in range(world_size):
+                if self._store.check([f"wait {rank}"]):
+                    found[rank] = bytes(self._store.get(f"wait {rank}")).decode()
+
+        if _is_silent():
+            return None
+        call = _Call(self._store, read)
+        call.join(patience_s)
+        return {rank: what for rank, what in found.items() if what} if call.ended else None
 
     def look(self, patience_s: float) -> tuple[int, str] | None:
         """Return (rank, what it did) of a peer that has given up; None if unknown in time."""

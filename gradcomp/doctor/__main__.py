@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradcomp.comm.mpi_channels import end_job
+from gradcomp.doctor.attach import attach
 from gradcomp.doctor.options import parse
 from gradcomp.doctor.report import show
 from gradcomp.doctor.session import Me, examine, say
@@ -20,6 +21,8 @@ WRONG, BAD_USE = 1, 2  # exit statuses
 def main(argv: Sequence[str] | None = None) -> int:
     """Examine, print on rank 0, and return the exit status."""
     options = parse(argv)
+    if options.attach:
+        return attach(options.attach)
     logging.getLogger("gradcomp").setLevel(logging.ERROR)  # the report has its warnings
     try:
         me = Me.find(options.over)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradcomp.arguments import Parser, count
+from gradcomp.arguments import Parser, count, counts
 from gradcomp.plan.accuracy import TOLERANCES
 from gradcomp.plan.links import parse_seconds
 from gradcomp.plan.tolerance import check_optimizer
@@ -27,6 +27,8 @@ examples:
     srun -n 8 python -m gradcomp.doctor --parameters 1.3e9 --compute 0.8 --optimizer adamw
   for a script:
     python -m gradcomp.launch -n 4 -m gradcomp.doctor --json -
+  a run that seems to hang, from another shell on its machine:
+    python -m gradcomp.doctor --attach 4242,4243
 
 Start it exactly as you start your training: the same launcher, the same variables, the same hosts.
 Rank 0 prints. The exit status is 0 if all is well, 1 if something is wrong (every such line
@@ -83,6 +85,8 @@ how it looks
     these ranks and gloo otherwise (default: auto)
 --json FILE: write every number to this file, or to the standard output (-) in place of the text
 --plain: use no colours, even on a terminal
+--attach PIDS: check nothing; print what running ranks of this machine wait for, and how long: their
+    process numbers, a list such as 4242,4243 (Linux)
 
 your training, for the recommendation
 --parameters N: number of parameters of your model, such as 124e6 or 124M (default: 25e6)
@@ -106,6 +110,7 @@ TYPES: dict[str, Callable[[str], Any]] = {
     "NAME": _optimizer,
     "NATS": _tolerance,
     "H": count,
+    "PIDS": counts,
 }  # by placeholder; all others are texts
 
 

@@ -304,7 +304,12 @@ def test_a_collective_that_ends_just_after_a_wait_did_is_no_failure(ends, comple
     notes = SimpleNamespace(look=lambda seconds: gone, look_for_cause=lambda seconds: gone)
     lost = []
     groups = SimpleNamespace(
-        pending=set(), broken="", notes=notes, lose=lost.append, find_lost=lambda: None
+        pending=set(),
+        broken="",
+        notes=notes,
+        lose=lost.append,
+        find_lost=lambda: None,
+        watch=lambda: None,
     )
     work = _GlooWork(Ending(*ends, completed=completed), groups, ())
     if raised is None:

@@ -36,6 +36,7 @@ LAYERS = [
     {"payload"},
     {"kernels"},
     {"errors", "version", "interrupt", "arguments"},
+    {"waits"},
 ]
 LEVEL = {package: level for level, layer in enumerate(LAYERS) for package in layer}
 
