@@ -27,6 +27,7 @@ from gradcomp.comm import torch_private as private
 from gradcomp.comm.addresses import host_identity
 from gradcomp.comm.base import Channel, Communicator, Counts, Message, Work, first_line
 from gradcomp.comm.gloo import Groups
+from gradcomp.comm.local import LocalCommunicator
 from gradcomp.comm.mailbox import Mailbox
 from gradcomp.comm.store import meet, setup_timeout_s, wait_until_read
 from gradcomp.errors import PeerMismatch, peers_answer
@@ -280,6 +281,11 @@ def default_communicator() -> TorchCommunicator:
     if _default is None or _default[0] is not world or world is None:
         _default = (world, TorchCommunicator())
     return _default[1]
+
+
+def default_or_alone() -> Communicator:
+    """Return `default_communicator()`, or one of a single rank without torch.distributed."""
+    return default_communicator() if is_initialized() else LocalCommunicator.group(1)[0]
 
 
 def reduce_scatter(

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import re
 import warnings
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ import torch
 from gradcomp.comm.base import Communicator
 from gradcomp.comm.torchdist import gather_object
 from gradcomp.exchange.agree import gather
+from gradcomp.files import read_saved, replaced
 
 CALLED = "the framework's own save or load of a checkpoint"
 NOTHING, OWN, OTHERS, BROKEN = range(4)  # what a rank has found in a folder
@@ -85,8 +85,8 @@ def write(
     """
     path = Path(folder) / f"{name}-{comm.rank}-of-{comm.world_size}.pt"
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(state.state_dict(), path.with_suffix(".new"))
-    path.with_suffix(".new").replace(path)
+    with replaced(path) as file:
+        torch.save(state.state_dict(), file)
     if comm.rank == 0:
         for world, files in _runs(path.parent, name).items():
             if world != comm.world_size:  # of a run that wrote to this folder before
@@ -115,11 +115,11 @@ def read(
     own = Path(folder) / f"{name}-{comm.rank}-of-{comm.world_size}.pt"
     try:
         if own.exists():
-            kind, found = OWN, torch.load(own, weights_only=True)
+            kind, found = OWN, read_saved(own)
         elif len(runs) == 1 and comm.world_size not in runs:
             (others,) = runs.values()
-            kind, found = OTHERS, [torch.load(file, weights_only=True) for file in others]
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as broken:
+            kind, found = OTHERS, [read_saved(file) for file in others]
+    except (OSError, ValueError) as broken:
         kind, error = BROKEN, broken
     everyone = gather(comm, bytes([kind]), "checkpoint", comm.timeout_s, called=CALLED)
     votes = [vote[0] for vote in everyone]

@@ -152,19 +152,22 @@ def find_batch_size(
         PeerLost: a rank did not answer, for instance because its `train` raised.
         Exception: what `train` raises, after rolling back.
     """
-    own = comm if comm is not None else _default()
+    if comm is None:
+        from gradcomp.comm.torchdist import default_or_alone
+
+        comm = default_or_alone()
     counts = {"samples": samples, "current": current, "multiple": multiple}
     bounds = {"smallest": smallest, "largest": largest}
     numbers = {"step": step, "factor": factor, "margin": margin}
     arguments = counts | bounds | numbers | {"per_sample_lr": per_sample_lr}
     called, channel = "find_batch_size", Channel.CONTROL
     values = {name: Shown(value, repr(value)) for name, value in arguments.items()}
-    agree(own, values, timeout_s, called=called, phase="batch_size", channel=channel)
+    agree(comm, values, timeout_s, called=called, phase="batch_size", channel=channel)
     for name, value in (counts | {k: v for k, v in bounds.items() if v is not None}).items():
         check_integer(name, value, 1)
     for (name, number), least in zip(numbers.items(), (1.01, 1.0, 0.0), strict=True):
         check_number(name, number, least, 1e3)
-    sizes = candidates(current, own.world_size, smallest, largest, multiple, step, factor)
+    sizes = candidates(current, comm.world_size, smallest, largest, multiple, step, factor)
     if samples < 2 * sizes[-1]:
         raise ValueError(
             f"samples={samples} are too few: 2 steps of the largest minibatch to be tried,"
@@ -177,10 +180,10 @@ def find_batch_size(
         with rolled_back(model, optimizer, others):
             _scale_lr(optimizer, scale)
             mine = _RESULT.pack(*_run(train, size, samples))
-        found = gather(own, mine, "batch_size", timeout_s, called=called)
+        found = gather(comm, mine, "batch_size", timeout_s, called=called)
         trial = _merge(size, scale, [_RESULT.unpack(data) for data in found])
         trials.append(trial)
-        if progress and own.rank == 0:
+        if progress and comm.rank == 0:
             line = f"minibatch {size}: criterion {trial.criterion:.6g}, {trial.steps} steps"
             print(f"{line} in {trial.seconds:.1f} s", file=sys.stderr)
     choice = BatchSizeChoice(_choose(trials, margin), tuple(trials), margin)
@@ -215,14 +218,6 @@ def candidates(
             f"no multiple of {unit} to try between {low:g} and {high:g}; pass a smaller multiple="
         )
     return found
-
-
-def _default() -> Communicator:
-    """Return the default group's communicator, or one of a single rank."""
-    from gradcomp.comm.local import LocalCommunicator
-    from gradcomp.comm.torchdist import default_communicator, is_initialized
-
-    return default_communicator() if is_initialized() else LocalCommunicator.group(1)[0]
 
 
 def _scale_lr(optimizer: torch.optim.Optimizer, scale: float) -> None:

@@ -22,6 +22,7 @@ from urllib.parse import quote, unquote
 import torch
 from torch import Tensor
 
+from gradcomp.files import replaced
 from gradcomp.server.messages import as_bytes
 from gradcomp.server.spec import Spec, pack_spec, parse_spec
 
@@ -66,20 +67,12 @@ def parse_state(record: Tensor) -> State:
 
 def write_states(path: str | os.PathLike[str], records: Iterable[tuple[str, int, Tensor]]) -> None:
     """Write records of (key, shard, ``(nbytes,)`` uint8) into a file that appears when complete."""
-    path, count = Path(path), 0
-    beside = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        with beside.open("wb") as file:
-            with zipfile.ZipFile(file, "w") as archive:
-                for key, shard, record in records:
-                    archive.writestr(f"{shard}/{quote(key, safe='')}", record.numpy().tobytes())
-                    count += 1
-                archive.comment = FORMAT % count
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+    count = 0
+    with replaced(path) as file, zipfile.ZipFile(file, "w") as archive:
+        for key, shard, record in records:
+            archive.writestr(f"{shard}/{quote(key, safe='')}", record.numpy().tobytes())
+            count += 1
+        archive.comment = FORMAT % count
 
 
 def read_states(

@@ -18,7 +18,7 @@ if [ "$leg" = sanitize ]; then
     flags+=(-g -O1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all)
 elif [ "$leg" = threads ]; then
     compiler=${CC:-gcc}
-    flags+=(-g -O1 -D_POSIX_C_SOURCE=200809L -fsanitize=thread -pthread)
+    flags+=(-g1 -O0 -D_POSIX_C_SOURCE=200809L -fsanitize=thread -pthread)
     tests=(test_threads)
 else
     compiler=${CC_AARCH64:-aarch64-linux-gnu-gcc}

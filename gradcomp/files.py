@@ -1,0 +1,53 @@
+"""Files that are complete or not there, and checked before they are used."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+
+@contextlib.contextmanager
+def replaced(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Within it, write a file that takes the place of `path` once it is complete and on the disk;
+    after an error everything is as before.
+    """
+    path = Path(path)
+    beside = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        with beside.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # of the new name
+        finally:
+            os.close(folder)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def read_saved(path: str | os.PathLike[str]) -> Any:
+    """Return what ``torch.save`` has written, after a look at every byte's checksum.
+
+    Raises:
+        ValueError: damaged, cut off, or something else.
+        OSError: it cannot be read.
+    """
+    import torch
+
+    try:
+        with zipfile.ZipFile(path) as archive:
+            wrong = archive.testzip()
+        if wrong is not None:
+            raise ValueError(f"{wrong} in it does not fit its checksum")
+        return torch.load(path, weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{os.fspath(path)} is damaged, or no checkpoint: {error}") from error

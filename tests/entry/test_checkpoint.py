@@ -1,0 +1,261 @@
+"""Checkpoints of all ranks: complete or not there, and the last good one stays."""
+
+import random
+import shutil
+import time
+from pathlib import Path
+
+import _forks
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradcomp
+from gradcomp import PeerMismatch
+from gradcomp.checkpoint import Checkpoints
+
+
+class Numbers:
+    """What a run needs, as a tensor large enough to take a moment to write."""
+
+    def __init__(self, value=0.0, numel=1000):
+        self.values = torch.full((numel,), value)
+
+    def state_dict(self):
+        return {"values": self.values}
+
+    def load_state_dict(self, found):
+        self.values = found["values"] if isinstance(found, dict) else found
+
+
+def alone(folder, value=0.0, **options):
+    state, model = Numbers(value), Numbers(value + 0.5)
+    return Checkpoints(folder, state, model=model, **options), state, model
+
+
+def saved(folder, *steps, **options):
+    for step in steps:
+        alone(folder, float(step), **options)[0].save(step)
+
+
+def loaded(folder):
+    checkpoints, state, model = alone(folder)
+    step = checkpoints.load()
+    assert step is None or (state.values == step).all() and (model.values == step + 0.5).all()
+    return step
+
+
+def flip(file):
+    """Change one bit in the middle of a file."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+DAMAGE = {
+    "a bit": flip,
+    "cut off": cut,
+    "empty": lambda file: file.write_bytes(b""),
+    "text": lambda file: file.write_text("no checkpoint"),
+    "gone": Path.unlink,
+}
+
+
+@pytest.mark.parametrize("name", ["rank-0-of-1.pt", "shared.pt"])
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_file_is_named_and_the_step_before_is_loaded(tmp_path, caplog, name, how):
+    assert loaded(tmp_path / "none") is None
+    saved(tmp_path, 10, 20)
+    assert loaded(tmp_path) == 20
+    DAMAGE[how](tmp_path / "step-000000000020" / name)
+    assert loaded(tmp_path) == 10
+    assert name in caplog.text and "checkpoint of step 20 is left out" in caplog.text
+    DAMAGE[how](tmp_path / "step-000000000010" / name)
+    with pytest.raises(ValueError, match=rf"no checkpoint in .* can be read.*{name}"):
+        loaded(tmp_path)
+
+
+def test_the_newest_steps_stay_and_nothing_else(tmp_path):
+    saved(tmp_path, *range(0, 60, 10), keep=3)
+    assert sorted(one.name for one in tmp_path.iterdir()) == [
+        f"step-{n:012d}" for n in (30, 40, 50)
+    ]
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "step-000000000050" / "shared.pt.77.part").write_text("of a save that was killed")
+    saved(tmp_path, 60, keep=1)
+    left = sorted(str(one.relative_to(tmp_path)) for one in tmp_path.rglob("*.*"))
+    assert left == [
+        "notes.txt",
+        *(f"step-000000000060/{n}" for n in ("rank-0-of-1.pt", "shared.pt")),
+    ]
+
+
+def test_what_cannot_be_written_leaves_the_checkpoints_before(tmp_path):
+    saved(tmp_path, 10)
+    (tmp_path / "step-000000000020").write_text("in the way")
+    with pytest.raises(OSError, match="exists"):
+        saved(tmp_path, 20)
+    (tmp_path / "step-000000000020").unlink()
+    checkpoints, state, _ = alone(tmp_path)
+    state.values = lambda: None  # cannot be pickled
+    with pytest.raises((AttributeError, TypeError, RuntimeError)):
+        checkpoints.save(20)
+    assert not list(tmp_path.rglob("*.part")) and loaded(tmp_path) == 10
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"keep": 0}, ValueError, "keep must be at least 1, got 0"),
+        ({"model": 3}, TypeError, "model must have state_dict and load_state_dict, got int"),
+    ],
+)
+def test_what_is_refused(tmp_path, options, kind, text):
+    with pytest.raises(kind, match=text):
+        Checkpoints(tmp_path, Numbers(), **options)
+
+
+def test_what_a_checkpoint_lacks_is_named_and_nothing_changes(tmp_path):
+    saved(tmp_path, 10)
+    state, model = Numbers(1.0), Numbers(2.0)
+    with pytest.raises(ValueError, match=r"shared\.pt has no optimizer"):
+        Checkpoints(tmp_path, state, model=model, optimizer=Numbers()).load()
+    assert (state.values == 1).all() and (model.values == 2).all()
+
+
+def save_on_and_on(folder):
+    step, state, model = 0, Numbers(0.0, 300_000), Numbers(0.5, 300_000)
+    checkpoints = Checkpoints(folder, state, model=model)
+    checkpoints.load()
+    while True:
+        step += 1
+        state.values.fill_(step)
+        model.values.fill_(step + 0.5)
+        checkpoints.save(step)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_while_it_saves_resumes(tmp_path):
+    draw, before = random.Random(1), 0
+    for _ in range(8):
+        process = _forks.start(save_on_and_on, tmp_path)
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("step-*/shared.pt")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0.05, 0.3))
+        _forks.kill(process)
+        checkpoints, state, model = alone(tmp_path)
+        step = checkpoints.load()
+        assert step and (state.values == step).all() and (model.values == step + 0.5).all()
+        before = max(before, step)
+        shutil.rmtree(tmp_path)
+        tmp_path.mkdir()
+    assert before > 3, "it was killed before it saved"
+
+
+# ---- ranks ---------------------------------------------------------------------------------------
+
+
+def start(codec="onebit"):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(128, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, optimizer, gradcomp.ddp.register(model, codec, min_numel=0)
+
+
+def train(model, optimizer, steps):
+    for step in steps:
+        data = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+        optimizer.zero_grad()
+        model(torch.randn(16, 128, generator=data)).square().mean().backward()
+        optimizer.step()
+
+
+def run(folder, begin, end, damage=None, every_rank=False):
+    """Train to step `end`, saving every five steps; return where it began, and the weights."""
+    model, optimizer, state = start()
+    everything = {"model": model.module, "optimizer": optimizer}
+    where = Path(folder, str(dist.get_rank())) if every_rank else folder
+    checkpoints = Checkpoints(where, state, every_rank=every_rank, timeout_s=30, **everything)
+    begun = checkpoints.load()
+    assert (begun or 0) == begin
+    for step in range(begin, end, 5):
+        train(model, optimizer, range(step, step + 5))
+        checkpoints.save(step + 5)
+    state.close()
+    return begun, model.module.weight.tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every_rank", [False, True])
+def test_a_resumed_run_is_the_uninterrupted_one(gloo, tmp_path, every_rank):
+    (_, wanted), _ = gloo(2, run, str(tmp_path / "whole"), 0, 15, None, every_rank)
+    gloo(2, run, str(tmp_path / "parts"), 0, 10, None, every_rank)
+    # rank 1 alone has lost the newest: both go back to the one before
+    (newest,) = (tmp_path / "parts").rglob("step-000000000010/rank-1-of-2.pt")
+    flip(newest)
+    for begun, weights in gloo(2, run, str(tmp_path / "parts"), 5, 15, None, every_rank):
+        assert begun == 5 and weights == wanted
+
+
+def out_of_step(folder):
+    checkpoints = Checkpoints(folder, Numbers(), model=Numbers(), keep=1, timeout_s=20)
+    checkpoints.save(5)
+    with pytest.raises(PeerMismatch, match="step"):
+        checkpoints.save(10 + dist.get_rank())
+    kept = Checkpoints(folder, Numbers(), model=Numbers(), timeout_s=20)
+    found = kept.load()
+    return found
+
+
+@pytest.mark.slow
+def test_ranks_that_save_different_steps_remove_nothing(gloo, tmp_path):
+    assert gloo(2, out_of_step, str(tmp_path)) == [5, 5]
+
+
+def damaged_everywhere(folder):
+    with pytest.raises(ValueError, match="no checkpoint in .* can be read by every rank") as error:
+        Checkpoints(folder, Numbers(), model=Numbers(), timeout_s=20).load()
+    return str(error.value)
+
+
+@pytest.mark.slow
+def test_damage_on_one_rank_is_an_error_on_all(gloo, tmp_path):
+    gloo(2, run, str(tmp_path), 0, 5)
+    flip(tmp_path / "step-000000000005" / "rank-1-of-2.pt")
+    first, second = gloo(2, damaged_everywhere, str(tmp_path))
+    assert "rank-1-of-2.pt is damaged" in second and "rank-1" not in first
+
+
+def nothing_on_rank_1(folder):
+    where = Path(folder, "elsewhere" if dist.get_rank() else ".")
+    with pytest.raises(ValueError, match="another rank has none") as error:
+        Checkpoints(where, Numbers(), model=Numbers(), every_rank=True, timeout_s=20).load()
+    return str(error.value)
+
+
+@pytest.mark.slow
+def test_a_rank_that_has_nothing_is_no_fresh_start(gloo, tmp_path):
+    gloo(2, run, str(tmp_path), 0, 5)
+    assert len(set(gloo(2, nothing_on_rank_1, str(tmp_path)))) == 2
+
+
+def fewer(folder):
+    model, optimizer, state = start()
+    step = Checkpoints(folder, state, model=model.module, optimizer=optimizer).load()
+    return step, state.step
+
+
+@pytest.mark.slow
+def test_another_number_of_ranks_reads_them_too(gloo, tmp_path):
+    gloo(2, run, str(tmp_path), 0, 5)
+    assert gloo(3, fewer, str(tmp_path)) == [(5, 5)] * 3
+    (tmp_path / "step-000000000005" / "rank-1-of-2.pt").unlink()
+    with pytest.raises(AssertionError, match=r"is incomplete: it has no rank-0-of-3\.pt"):
+        gloo(3, fewer, str(tmp_path))
