@@ -24,7 +24,7 @@ TORCH_TESTS := amp averager bench_measure codecs ddp double_buffer exchange fuse
 NATIVE := $(shell find native -type f \( -name '*.[ch]' -o -name '*.txt' -o -name '*.py' \))
 EXTENSION := gradcomp/_gc.abi3.so
 
-.PHONY: help demo docs figures test quick test-torch test-framework promises test-long lint native-test native-test-aarch64 wheels build tools everything mpi test-together test-timed clean distclean
+.PHONY: help demo docs figures test quick test-torch test-framework promises soak test-long lint native-test native-test-aarch64 wheels build tools everything mpi test-together test-timed clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -35,6 +35,7 @@ help:
 	@echo 'make test-framework RELEASE=lightning==2.5.0   the tests of an integration under another release of its framework'
 	@echo 'make promises     break each promise on purpose and see that a test notices'
 	@echo 'make test-long    the tests that take minutes: accuracy of whole trainings, whole tables on every transport'
+	@echo 'make soak         20,000 steps of every entry point and 1,000 registrations: nothing grows (SOAK_STEPS=2000)'
 	@echo 'make native-test  the C tests under the address, undefined-behaviour and thread sanitizers'
 	@echo 'make native-test-aarch64  the C tests for aarch64 under qemu (Debian: gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user)'
 	@echo 'make wheels       wheels for x86_64 and aarch64 in dist, checked       (WHEEL_PYTHONS="python3.10 python3.13", WHEEL_AARCH64=root)'
@@ -76,8 +77,11 @@ quick: everything
 	$(BIN)/python -m pytest -q -m 'not long and not timed and not slow' -n $(WORKERS) $(PYTEST_ARGS)
 
 test-long: everything mpi
-	$(BIN)/python -m pytest -rs -m long --hypothesis-profile long --timeout 1800 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -rs -m 'long and not soak' --hypothesis-profile long --timeout 1800 $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -rs -m 'not long and not timed' --every-row --hypothesis-profile long $(SPREAD) $(PYTEST_ARGS)
+
+soak: tools
+	$(BIN)/python -m pytest -v -m soak -n 1 $(PYTEST_ARGS)
 
 promises: tools
 	$(BIN)/python -m pytest -n $(WORKERS) tests/project/test_promises.py $(PYTEST_ARGS)

@@ -86,7 +86,7 @@ how it looks
 --json FILE: write every number to this file, or to the standard output (-) in place of the text
 --plain: use no colours, even on a terminal
 --attach PIDS: check nothing; print what running ranks of this machine wait for, and how long: their
-    process numbers, a list such as 4242,4243 (Linux)
+    process numbers, a list such as 4242,4243; Linux only (default: check)
 
 your training, for the recommendation
 --parameters N: number of parameters of your model, such as 124e6 or 124M (default: 25e6)
