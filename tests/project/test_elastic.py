@@ -29,7 +29,8 @@ def agents(folder, seed, port):
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:3"]
         command += ["--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-id", "digits"]
         command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
-        command += ["--rdzv-conf", QUICK, EXAMPLE, "--folder", folder, "--seed", str(seed)]
+        quick = f"{QUICK},is_host={int(not started)}"  # by name, on machines of their own
+        command += ["--rdzv-conf", quick, EXAMPLE, "--folder", folder, "--seed", str(seed)]
         output = open(folder.with_name(f"{folder.name}.{len(started)}"), "w")  # noqa: SIM115
         started.append(
             subprocess.Popen(
