@@ -26,7 +26,7 @@ logger = logging.getLogger("gradcomp")
 SHARED = "shared.pt"
 CALLED = "save or load of its Checkpoints"
 _STEP, _RANK = re.compile(r"step-(\d+)"), re.compile(r"rank-\d+-of-(\d+)\.pt")
-_MINE = struct.Struct("<q?")  # the step that a rank saves or can read, whether it has any
+_MINE = struct.Struct("<q?")  # a step and a flag of each rank
 
 
 class Checkpoints:
@@ -76,18 +76,20 @@ class Checkpoints:
         """Save all of it as `step`, and remove steps that are not kept once every rank has saved.
 
         Raises:
-            PeerMismatch: another rank saves another step; nothing was removed.
-            PeerLost: a rank does not save; nothing was removed.
+            PeerMismatch: another rank saves another step; nothing was written.
+            PeerLost: a rank does not save; the checkpoints of before are as they were.
             OSError: it cannot be written; the checkpoints of before are as they were.
         """
         folder = self._at(step)
+        if self._agree(step, folder.exists()):
+            # of a run that went on from an earlier step: files of two must not make a checkpoint
+            self._remove(folder)
+            self._agree(step)
         folder.mkdir(parents=True, exist_ok=True)
         if self._writes_shared:
             _write(folder / SHARED, {name: one.state_dict() for name, one in self._shared.items()})
         _write(folder / self._own, self._state.state_dict())
-        for rank, theirs in enumerate(self._gather(step)):
-            if (other := _MINE.unpack(theirs)[0]) != step:
-                raise PeerMismatch("step", rank, step, other, first=self._comm.rank)
+        self._agree(step)
         # another rank may have begun to save the next one
         until_now = [one for one in self._steps() if one <= step]
         for old in until_now[self._keep :]:
@@ -107,7 +109,7 @@ class Checkpoints:
         bound, bad = None, dict[int, str]()
         while True:
             step, found = self._newest(bound, bad)
-            everyone = [_MINE.unpack(theirs) for theirs in self._gather(step, bool(self._steps()))]
+            everyone = self._gather(step, bool(self._steps()))
             steps = {theirs for theirs, _ in everyone}
             if len(steps) == 1:
                 break
@@ -174,9 +176,18 @@ class Checkpoints:
     def _at(self, step: int) -> Path:
         return self._folder / f"step-{step:012d}"
 
-    def _gather(self, step: int, flag: bool = False) -> list[bytes]:
+    def _agree(self, step: int, flag: bool = False) -> bool:
+        """Wait for the other ranks to save this step, too; return whether any has the flag."""
+        everyone = self._gather(step, flag)
+        for rank, (theirs, _) in enumerate(everyone):
+            if theirs != step:
+                raise PeerMismatch("step", rank, step, theirs, first=self._comm.rank)
+        return any(theirs for _, theirs in everyone)
+
+    def _gather(self, step: int, flag: bool) -> list[tuple[int, bool]]:
         mine = _MINE.pack(step, flag)
-        return gather(self._comm, mine, "checkpoint", self._timeout_s, called=CALLED)
+        everyone = gather(self._comm, mine, "checkpoint", self._timeout_s, called=CALLED)
+        return [_MINE.unpack(theirs) for theirs in everyone]
 
 
 def _write(path: Path, values: Any) -> None:
@@ -187,7 +198,7 @@ def _write(path: Path, values: Any) -> None:
 def _worlds(folder: Path) -> dict[int, list[Path]]:
     """Return the files of ranks in a folder, by the number of ranks of their run."""
     out: dict[int, list[Path]] = {}
-    for file in sorted(folder.iterdir()):
+    for file in sorted(folder.glob("rank-*-of-*.pt")):
         found = _RANK.fullmatch(file.name)
         if found:
             out.setdefault(int(found[1]), []).append(file)

@@ -23,13 +23,19 @@ def replaced(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # of the new name
-        finally:
-            os.close(folder)
+        _sync(path.parent)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def _sync(folder: Path) -> None:
+    """Bring the names in a folder to the disk, where its file system can."""
+    with contextlib.suppress(OSError):
+        number = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
 
 
 def read_saved(path: str | os.PathLike[str]) -> Any:

@@ -219,6 +219,22 @@ def test_ranks_that_save_different_steps_remove_nothing(gloo, tmp_path):
     assert gloo(2, out_of_step, str(tmp_path)) == [5, 5]
 
 
+def saved_twice(folder):
+    """Return what is there after rank 1 dies in a second run's save of the same step."""
+    Checkpoints(folder, Numbers(1.0), model=Numbers(1.5), timeout_s=20).save(5)
+    checkpoints = Checkpoints(folder, Numbers(2.0), model=Numbers(2.5), timeout_s=2)
+    if dist.get_rank():
+        checkpoints._state.state_dict = lambda: 1 / 0
+    with pytest.raises((ZeroDivisionError, gradcomp.PeerLost)):
+        checkpoints.save(5)
+    return sorted(one.name for one in Path(folder, "step-000000000005").iterdir())
+
+
+@pytest.mark.slow
+def test_files_of_two_runs_make_no_checkpoint(gloo, tmp_path):
+    assert gloo(2, saved_twice, str(tmp_path))[0] == ["rank-0-of-2.pt", "shared.pt"]
+
+
 def damaged_everywhere(folder):
     with pytest.raises(ValueError, match="no checkpoint in .* can be read by every rank") as error:
         Checkpoints(folder, Numbers(), model=Numbers(), timeout_s=20).load()
