@@ -14,18 +14,16 @@ import struct
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from gradcomp.comm import Communicator
 from gradcomp.comm.torchdist import default_or_alone
 from gradcomp.errors import PeerMismatch
 from gradcomp.exchange.agree import gather
-from gradcomp.files import read_saved, replaced
+from gradcomp.files import of_ranks, read_saved, write_saved
 
 logger = logging.getLogger("gradcomp")
 SHARED = "shared.pt"
 CALLED = "save or load of its Checkpoints"
-_STEP, _RANK = re.compile(r"step-(\d+)"), re.compile(r"rank-\d+-of-(\d+)\.pt")
+_STEP = re.compile(r"step-(\d+)")
 _MINE = struct.Struct("<q?")  # a step and a flag of each rank
 
 
@@ -87,8 +85,10 @@ class Checkpoints:
             self._agree(step)
         folder.mkdir(parents=True, exist_ok=True)
         if self._writes_shared:
-            _write(folder / SHARED, {name: one.state_dict() for name, one in self._shared.items()})
-        _write(folder / self._own, self._state.state_dict())
+            write_saved(
+                folder / SHARED, {name: one.state_dict() for name, one in self._shared.items()}
+            )
+        write_saved(folder / self._own, self._state.state_dict())
         self._agree(step)
         # another rank may have begun to save the next one
         until_now = [one for one in self._steps() if one <= step]
@@ -148,7 +148,7 @@ class Checkpoints:
         own = folder / self._own
         if own.exists():
             return shared, read_saved(own)
-        worlds = _worlds(folder)
+        worlds = of_ranks(folder, "rank")
         for world, files in worlds.items():
             if len(files) == world:
                 return shared, [read_saved(file) for file in files]
@@ -166,7 +166,7 @@ class Checkpoints:
         own = [self._own, *([SHARED] if self._writes_shared else [])]
         unwanted = [file for name in own for file in folder.glob(f"{name}*")]  # .part, too
         if self._comm.rank == 0:
-            others = _worlds(folder).items()
+            others = of_ranks(folder, "rank").items()
             unwanted += [f for world, fs in others if world != self._comm.world_size for f in fs]
         for file in unwanted:
             file.unlink(missing_ok=True)
@@ -188,18 +188,3 @@ class Checkpoints:
         mine = _MINE.pack(step, flag)
         everyone = gather(self._comm, mine, "checkpoint", self._timeout_s, called=CALLED)
         return [_MINE.unpack(theirs) for theirs in everyone]
-
-
-def _write(path: Path, values: Any) -> None:
-    with replaced(path) as file:
-        torch.save(values, file)
-
-
-def _worlds(folder: Path) -> dict[int, list[Path]]:
-    """Return the files of ranks in a folder, by the number of ranks of their run."""
-    out: dict[int, list[Path]] = {}
-    for file in sorted(folder.glob("rank-*-of-*.pt")):
-        found = _RANK.fullmatch(file.name)
-        if found:
-            out.setdefault(int(found[1]), []).append(file)
-    return out

@@ -1,9 +1,10 @@
-"""Files that are complete or not there, and checked before they are used."""
+"""Files that are complete or not there, checked before they are used, and one for each rank."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +39,14 @@ def _sync(folder: Path) -> None:
             os.close(number)
 
 
+def write_saved(path: str | os.PathLike[str], values: Any) -> None:
+    """Write what `read_saved` reads, as `replaced` does."""
+    import torch
+
+    with replaced(path) as file:
+        torch.save(values, file)
+
+
 def read_saved(path: str | os.PathLike[str]) -> Any:
     """Return what ``torch.save`` has written, after a look at every byte's checksum.
 
@@ -57,3 +66,13 @@ def read_saved(path: str | os.PathLike[str]) -> Any:
         raise
     except Exception as error:
         raise ValueError(f"{os.fspath(path)} is damaged, or no checkpoint: {error}") from error
+
+
+def of_ranks(folder: Path, name: str) -> dict[int, list[Path]]:
+    """Return the files NAME-RANK-of-RANKS.pt in a folder, by the number of ranks of their run."""
+    out: dict[int, list[Path]] = {}
+    for file in sorted(folder.glob(f"{name}-*-of-*.pt")):
+        found = re.fullmatch(rf"{name}-\d+-of-(\d+)\.pt", file.name)
+        if found:
+            out.setdefault(int(found[1]), []).append(file)
+    return out

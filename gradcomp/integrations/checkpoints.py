@@ -4,20 +4,16 @@ rank in one that is a folder.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from gradcomp.comm.base import Communicator
 from gradcomp.comm.torchdist import gather_object
 from gradcomp.exchange.agree import gather
-from gradcomp.files import read_saved, replaced
+from gradcomp.files import of_ranks, read_saved, write_saved
 
 CALLED = "the framework's own save or load of a checkpoint"
 NOTHING, OWN, OTHERS, BROKEN = range(4)  # what a rank has found in a folder
@@ -85,10 +81,9 @@ def write(
     """
     path = Path(folder) / f"{name}-{comm.rank}-of-{comm.world_size}.pt"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replaced(path) as file:
-        torch.save(state.state_dict(), file)
+    write_saved(path, state.state_dict())
     if comm.rank == 0:
-        for world, files in _runs(path.parent, name).items():
+        for world, files in of_ranks(path.parent, name).items():
             if world != comm.world_size:  # of a run that wrote to this folder before
                 for stale in files:
                     stale.unlink(missing_ok=True)
@@ -111,7 +106,7 @@ def read(
         PeerLost: "checkpoint"; a rank did not call this.
     """
     kind, found, error = NOTHING, None, None
-    runs, files = _runs(Path(folder), name), f"{name}-*.pt"
+    runs, files = of_ranks(Path(folder), name), f"{name}-*.pt"
     own = Path(folder) / f"{name}-{comm.rank}-of-{comm.world_size}.pt"
     try:
         if own.exists():
@@ -141,14 +136,3 @@ def read(
     if found is None and needed:
         raise ValueError(text)
     return restore(state, comm, found, str(folder), f"delete {files} from {folder}")
-
-
-def _runs(folder: Path, name: str) -> dict[int, list[Path]]:
-    """Return the files of ranks in a folder, by the number of ranks of their run."""
-    out: dict[int, list[Path]] = {}
-    with contextlib.suppress(FileNotFoundError):
-        for file in sorted(folder.iterdir()):
-            found = re.fullmatch(rf"{name}-\d+-of-(\d+)\.pt", file.name)
-            if found:
-                out.setdefault(int(found[1]), []).append(file)
-    return out
