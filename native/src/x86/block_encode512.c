@@ -6,8 +6,6 @@
 #include "blocks.h"
 #include "common512.h"
 
-enum { PREFETCH_NUMEL = 1024 };
-
 /* Bits of |g| seen, the largest |x|, and sixteen lanes of a block's sum of squares. */
 typedef struct {
     __m512i any_gradient, absmax;
@@ -48,13 +46,8 @@ GC_AVX512_INLINE void take_body(gc_block_totals *totals, gc_block_stage *stage,
         uint32_t end = numel - block < GC_BLOCK_NUMEL ? numel : block + GC_BLOCK_NUMEL, i = block;
         seen.lanes[0] = seen.lanes[1] = _mm512_setzero_pd();
         for (; i + 16 <= end; i += 16) {
-            uint64_t at = view->data + chunk + i;
-            __m512 g = gc_load16(view->src, dtype, at), x = g;
-            gc_prefetch(view->src, dtype, at + PREFETCH_NUMEL);
-            if (view->residual) {
-                gc_prefetch(view->residual, GC_F32, chunk + i + PREFETCH_NUMEL);
-                x = _mm512_add_ps(g, _mm512_loadu_ps(view->residual + chunk + i));
-            }
+            __m512 g;
+            __m512 x = gc_take16(view->src, dtype, view->data, view->residual, chunk + i, &g);
             take16(&seen, stage->x + i, g, x);
         }
         if (i < end)

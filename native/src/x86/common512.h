@@ -19,6 +19,20 @@ GC_AVX512_INLINE __m512 gc_load16(const void *src, int dtype, uint64_t i)
     return _mm512_cvtph_ps(h);
 }
 
+enum { GC_PREFETCH_NUMEL = 1024 };
+
+/* Return x = g + r of sixteen elements, and g; `residual` may be NULL. What follows is fetched. */
+GC_AVX512_INLINE __m512 gc_take16(const void *src, int dtype, uint64_t data, const float *residual,
+                                  uint32_t i, __m512 *g)
+{
+    *g = gc_load16(src, dtype, data + i);
+    gc_prefetch(src, dtype, data + i + GC_PREFETCH_NUMEL);
+    if (!residual)
+        return *g;
+    gc_prefetch(residual, GC_F32, i + GC_PREFETCH_NUMEL);
+    return _mm512_add_ps(*g, _mm512_loadu_ps(residual + i));
+}
+
 GC_AVX512_INLINE __m512i gc_abs16(__m512 x)
 {
     return _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(GC_ABS_MASK));
