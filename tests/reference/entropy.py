@@ -294,8 +294,10 @@ def pack_pairs(pairs: Ints, number: int) -> Bytes:
     return np.packbits(each[places < sizes[:, None]].astype(np.uint8), bitorder="little")
 
 
-def unpack_pairs(data: Bytes, count: int, number: int) -> list[int]:
-    """Return the codes of `count` pairs; what lies beyond the end of `data` is 0."""
+def unpack_pairs(data: Bytes, count: int, number: int) -> list[tuple[int, bool]]:
+    """Return the codes of `count` pairs, each with whether it was behind an escape symbol; what
+    lies beyond the end of `data` is 0.
+    """
     bits = np.append(np.unpackbits(data, bitorder="little"), np.zeros(64, np.uint8))
     window = np.convolve(bits.astype(np.int64), 1 << np.arange(WINDOW)[::-1])[WINDOW - 1 :]
     words, read, codes, at, end = window.tolist(), table(number).read, [], 0, len(bits) - 1
@@ -311,7 +313,7 @@ def unpack_pairs(data: Bytes, count: int, number: int) -> list[int]:
         at += length
         if is_escape:
             a, b = (escaped(take) for _ in range(2))
-        codes += [a, b]
+        codes += [(a, is_escape), (b, is_escape)]
     return codes
 
 
@@ -409,6 +411,8 @@ def entropy_decode(codes: Bytes, scales: Floats, piece: Piece, stream_nbytes: in
         pairs, front = (numel + 1) // 2, ((numel + 1) // 2 + 1) // 2
         found = unpack_pairs(data, front, number)
         found += unpack_pairs(data[::-1], pairs - front, number)
-        out[group] = np.array(found[:numel], np.float32) * scale
+        values, escapes = np.array(found[:numel], np.float32).reshape(-1, 2).T
+        # what is behind an escape symbol is added to a 0, so that no such value is -0
+        out[group] = np.where(escapes == 1, values * scale + 0 * scale, values * scale)
         first += nbytes
     return out
