@@ -10,6 +10,7 @@ WORKERS ?= 3
 TORCH ?=
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 RELEASE ?=
+INSTALLER ?=
 
 # Packages are installed without bytecode and compiled by an import of what is used: without this, where a shell sets it, each of hundreds of ranks would compile torch.
 unexport PYTHONDONTWRITEBYTECODE
@@ -70,8 +71,10 @@ SPREAD := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 test-together: tools mpi
 	$(BIN)/python -m pytest -rs --durations=60 --durations-min=2 -m 'not long and not timed' $(SPREAD) $(ONCE_MORE) $(PYTEST_ARGS)
 
+TIMED = $(shell grep -rlw 'mark\.timed' tests --include='test_*.py')  # not every file is imported for them
+
 test-timed: tools
-	$(BIN)/python -m pytest -rsR -m 'timed and not long' --reruns 2 --reruns-delay 5 $(PYTEST_ARGS) || test $$? -eq 5
+	$(BIN)/python -m pytest -rsR --durations=10 --durations-min=2 -m 'timed and not long' --reruns 2 --reruns-delay 5 $(or $(PYTEST_ARGS),$(TIMED)) || test $$? -eq 5
 
 quick: everything
 	$(BIN)/python -m pytest -q -m 'not long and not timed and not slow' -n $(WORKERS) $(PYTEST_ARGS)
@@ -138,12 +141,15 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV) || \
 		{ rm -rf $(VENV); echo 'python3 cannot make virtual environments; Debian: apt-get install python3-venv' >&2; exit 1; }
 
+# into the environment of that Python; INSTALLER is pip's stand-in (.ci/install)
+install = $(if $(INSTALLER),$(INSTALLER) $(1),$(1) -m pip install) -q --no-compile -c constraints.txt
+
 $(BUILT): setup.py $(wildcard launch/__init__.py) pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
 	@echo 'installing into $(VENV) and building (the first time this fetches torch: a minute or several)'
-	$(BIN)/python -m pip install -q -c constraints.txt setuptools wheel cffi
-	@test -z '$(TORCH_INDEX)' || $(BIN)/python -m pip install -q --no-compile --no-deps --retries 0 --timeout 15 \
-		--index-url $(TORCH_INDEX) -c constraints.txt torch || echo 'no torch in $(TORCH_INDEX): pip takes it from its own index'
-	$(BIN)/python -m pip install -q --no-compile --no-build-isolation -c constraints.txt -e '.[bench]'
+	$(call install,$(BIN)/python) setuptools wheel cffi
+	@test -z '$(TORCH_INDEX)' || $(call install,$(BIN)/python) --no-deps --retries 0 --timeout 15 \
+		--index-url $(TORCH_INDEX) torch || echo 'no torch in $(TORCH_INDEX): pip takes it from its own index'
+	$(call install,$(BIN)/python) --no-build-isolation -e '.[bench]'
 	@cd $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 		rm -rf torch/test torch/bin/test_* torch/bin/*Test torch/bin/protoc* && \
 		find scipy sklearn sympy networkx -type d -name tests -prune -exec rm -rf {} +  # 170 MB of their own tests
@@ -153,19 +159,19 @@ $(BUILT): setup.py $(wildcard launch/__init__.py) pyproject.toml constraints.txt
 # What the demo does without: first pytest and its kind, then frameworks and documentation, 1 GB more.
 $(TOOLS): $(BUILT)
 	@echo 'installing pytest, ruff and mypy into $(VENV)'
-	$(BIN)/python -m pip install -q --no-compile -c constraints.txt 'gradcomp[bench,dev]'
+	$(call install,$(BIN)/python) 'gradcomp[bench,dev]'
 	@touch $@
 
 $(STAMP): $(TOOLS)
 	@echo 'installing frameworks and what builds the documentation into $(VENV)'
-	$(BIN)/python -m pip install -q --no-compile -c constraints.txt 'gradcomp[bench,dev,docs,lightning,accelerate,transformers,ray]' 'peft ; python_version >= "3.11"'
+	$(call install,$(BIN)/python) 'gradcomp[bench,dev,docs,lightning,accelerate,transformers,ray]' 'peft ; python_version >= "3.11"'
 	@touch $@
 
 mpi: $(MPI_STAMPS)
 
 $(VENV)-%/.installed: constraints.txt | $(BIN)/python
 	$(PYTHON) -m venv $(VENV)-$*
-	$(VENV)-$*/bin/python -m pip install -q --no-compile -c constraints.txt mpi4py $*
+	$(call install,$(VENV)-$*/bin/python) mpi4py $*
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(" + repr(sysconfig.get_path("purelib")) + ")")' \
 		> $$($(VENV)-$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/gradcomp-development.pth
 	@touch $@

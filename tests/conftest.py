@@ -1,9 +1,13 @@
 """Fixtures for every test, and which rows of a table run where; under GRADCOMP_CI=1 a skipped test
 is a failed one.
 
-Arithmetic does not depend on transports: a test that is a table and runs over several transports
-has its whole table on the first of them, and a few rows, not the same ones, on each other one.
-``--every-row`` runs all of them (make test-long).
+Two rules say which rows of a table run; ``--every-row`` runs all of them (make test-long), and so
+does the mark ``every_row``:
+
+- Arithmetic does not depend on transports: a test that runs over several of them has its table on
+  the first, and one row, not always the same, on each other one.
+- A table of three or more factors runs every pair of their values, not every combination (pairwise
+  testing, as Cohen, Dalal, Fredman, Patton, "The AETG System", IEEE TSE 23(7), 1997).
 """
 
 import functools
@@ -108,7 +112,7 @@ def over(request):
 # and the transport that has the whole table; the last two are of programs that are started under
 # both MPIs
 TRANSPORT_FIXTURES = {"over": "local", "ranks": "gloo", "flavour": "mpich", "python": "mpich"}
-ROWS = 1  # of a table, on every other transport
+FEW_ROWS = 8  # a table of so many runs whole
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -156,6 +160,34 @@ def order(item):
     )
 
 
+def factors(item):
+    """Return {factor: value} of a row: a factor is what one `parametrize` or fixture gives, and its
+    values are told apart by identity.
+    """
+    given = {name: id(value) for name, value in params(item).items()}
+    found = {}
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        names = tuple(name.strip() for name in names)
+        found[names] = tuple(given.pop(name, None) for name in names)
+    return found | given
+
+
+def every_pair(rows):
+    """Return rows of a table in which each pair of values of two factors occurs that occurs in the
+    table: each time the row that adds most of them.
+    """
+    pairs = [set(itertools.combinations(factors(row).items(), 2)) for row in rows]
+    if len(rows) <= FEW_ROWS or len(factors(rows[0])) < 3:
+        return rows
+    kept, left = [], set().union(*pairs)
+    while left:
+        best = max(range(len(rows)), key=lambda k: len(pairs[k] & left))
+        kept.append(rows[best])
+        left -= pairs[best]
+    return kept
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(config, items):
     """Mark what starts processes, and leave out rows of tables on transports that do not have
@@ -173,14 +205,13 @@ def pytest_collection_modifyitems(config, items):
         return
     tables = {}
     for item in items:
-        if transport(item) and not item.get_closest_marker("every_row"):
+        if not item.get_closest_marker("every_row"):
             tables.setdefault((item.function, item.module, transport(item)), []).append(item)
     left_out = set()
-    for number, ((_, _, (fixture, where)), rows) in enumerate(tables.items()):
-        if where != TRANSPORT_FIXTURES[fixture]:
-            step = max(1, len(rows) // ROWS)
-            kept = {(number + k * step) % len(rows) for k in range(ROWS)}
-            left_out |= {id(row) for k, row in enumerate(rows) if k not in kept}
+    for number, ((_, _, found), rows) in enumerate(tables.items()):
+        first = found is None or TRANSPORT_FIXTURES[found[0]] == found[1]
+        kept = every_pair(rows) if first else [rows[number % len(rows)]]
+        left_out |= {id(row) for row in rows} - {id(row) for row in kept}
     config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
     items[:] = [item for item in items if id(item) not in left_out]
 

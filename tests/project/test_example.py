@@ -43,8 +43,8 @@ def under_torchrun(script, ranks, *options):
 
 
 @pytest.mark.parametrize(("codec", "least_ratio"), EXAMPLE_ROWS)
-def test_example_trains_under_torchrun(codec, least_ratio):
-    out = under_torchrun(EXAMPLE.name, 2, "--codec", codec, "--epochs", "3")
+def test_the_example_trains(torchrun, codec, least_ratio):
+    out = torchrun(EXAMPLE.name, 2, "--codec", codec, "--epochs", "3")
     assert len(accuracies(out)) == 3 and accuracies(out)[-1] > 80.0, out
     ratios = ratios_of(out)
     assert len(ratios) == (least_ratio is not None), out
@@ -71,7 +71,7 @@ def torchrun(request, gloo):
     return warm if request.param == "warm" else under_torchrun
 
 
-@pytest.mark.parametrize("flavour", ["mpich", "openmpi"])
+@pytest.mark.parametrize("flavour", ["mpich", pytest.param("openmpi", marks=pytest.mark.long)])
 @pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "codec", ["terngrad", *(pytest.param(c, marks=pytest.mark.long) for c in ("onebit", "fp32"))]
