@@ -45,21 +45,26 @@ def tier(request):
     native.select_tier(before)
 
 
+FRAMEWORKS = ("lightning", "transformers.trainer", "accelerate", "ray.train.torch")
+
+
 @pytest.fixture(scope="session")
-def pools():
-    """Return run(kind, world_size, function, *args) in warm processes: a pool for gloo and one
-    for each MPI, where 2 to 4 ranks are some of one job's.
+def pools(pytestconfig):
+    """Return run(kind, world_size, function, *args) in warm processes: a pool for gloo, one for
+    gloo where frameworks are imported, and one for each MPI, where 2 to 4 ranks are some of one
+    job's.
     """
     kept = {}
 
     def run(kind, world_size, function, *args, timeout_s=120):
         size = 4 if 1 < world_size < 4 else world_size
-        which = kind if kind == "gloo" else (kind, size)
+        imports = FRAMEWORKS if pytestconfig.running.get_closest_marker("extras") else ()
+        which = (kind, imports) if kind == "gloo" else (kind, size)
         pool = kept.get(which)
         if pool is None or not pool.alive():
             if pool is not None:
                 pool.close()
-            pool = kept[which] = RankPool() if kind == "gloo" else MpiPool(kind, size)
+            pool = kept[which] = RankPool(imports) if kind == "gloo" else MpiPool(kind, size)
         return pool.run(world_size, function, *args, timeout_s=timeout_s)
 
     yield run
@@ -249,7 +254,7 @@ def cpu_seconds():
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item):
-    item.config.cpu_seconds = cpu_seconds()
+    item.config.running, item.config.cpu_seconds = item, cpu_seconds()
     yield
 
 

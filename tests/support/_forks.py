@@ -36,14 +36,17 @@ PATIENCE_S = 300  # until the server has imported
 from_here = False  # whether forks are this process's own, with what was changed in it
 
 
-def start(function, *args):
-    """Run function(*args) in a new process, which imports the function by name; return its id."""
+def start(function, *args, imports=()):
+    """Run function(*args) in a new process, which imports the function by name; return its id.
+
+    Its parent imports the modules `imports` first, and keeps them for later ones.
+    """
     key = bytes(multiprocessing.current_process().authkey)  # tensors that are sent back ask for it
     request = pickle.dumps((key, sys.path, os.getcwd(), pickle.dumps((function, args))))
     if from_here:
         return os.fork() or run(request)
     with Client(address()) as server:
-        server.send_bytes(request)
+        server.send((imports, request))
         return server.recv()
 
 
@@ -184,12 +187,21 @@ def available():
                 del os.environ[name]
 
 
+def load(names):
+    """Import modules that are not loaded yet; one that is not installed the fork will miss."""
+    new = [name for name in names if name not in sys.modules]
+    importlib.invalidate_caches()
+    for name in new:
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(name)
+    if new:
+        gc.collect()
+        gc.freeze()  # what is imported need not be looked through by every gc.collect() of a fork
+
+
 def serve(listens, owner):
     """Fork for whoever asks, until the process `owner` ends."""
-    for name in IMPORTED:
-        importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # what is imported need not be looked through by every gc.collect() of a fork
+    load(IMPORTED)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
     with Listener(listens + ".starting", backlog=16) as listener:
         listener._listener._socket.settimeout(1)
@@ -197,7 +209,8 @@ def serve(listens, owner):
         while is_alive(owner):
             # nobody asks, or whoever did has died
             with contextlib.suppress(EOFError, OSError), listener.accept() as asks:
-                request = asks.recv_bytes()
+                imports, request = asks.recv()
+                load(imports)
                 pid = os.fork()
                 if pid == 0:
                     run(request)

@@ -107,9 +107,9 @@ class RankPool(Pool):
     not meet.
     """
 
-    def __init__(self):
+    def __init__(self, imports=()):
         self.directory = tempfile.TemporaryDirectory(prefix="gradcomp-test-")
-        self.pipes, self.processes, self.calls = [], [], 0
+        self.pipes, self.processes, self.calls, self.imports = [], [], 0, imports
 
     def run(self, world_size, function, *args, **options):
         new = range(len(self.pipes), world_size)
@@ -117,7 +117,8 @@ class RankPool(Pool):
             address = os.path.join(self.directory.name, f"from{new.start}")
             with Listener(address) as listener:
                 self.processes += [
-                    _forks.start(be_rank, address, rank, self.directory.name) for rank in new
+                    _forks.start(be_rank, address, rank, self.directory.name, imports=self.imports)
+                    for rank in new
                 ]
                 self.accept(listener, len(new))
         return super().run(world_size, function, *args, **options)
