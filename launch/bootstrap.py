@@ -74,10 +74,9 @@ def main() -> None:
     if child:
         watch(child, recorder)
     os.setpgid(0, 0)  # else a signal to the group would arrive twice: directly and forwarded
-    if sys.platform == "linux":
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != watcher:
-            os._exit(128 + signal.SIGKILL)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != watcher:
+        os._exit(128 + signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
     recorder.owner = os.getpid()
     recorder.write("started")
@@ -112,15 +111,14 @@ def run(program: list[str], recorder: Recorder) -> None:
     """Run the program as ``__main__``; record a failure before anything else can go wrong."""
     try:
         _execute(program)
-    except SystemExit as stop:
-        code = stop.code  # Python's own reading of it: None is 0, a text is printed and is 1
-        status = code & 0xFF if isinstance(code, int) else int(code is not None)
-        if status and os.getpid() == recorder.owner:
-            text = "" if isinstance(code, int) else f"{code}\n"
-            recorder.write("ended", status=status, signal=0, traceback=text)
-        raise
     except BaseException as error:
         if os.getpid() != recorder.owner:  # a process that the program has forked
+            raise
+        if isinstance(error, SystemExit):
+            code = error.code  # Python's own reading of it: None is 0, a text is printed and is 1
+            status, text = (code & 0xFF, "") if isinstance(code, int) else (1, f"{code}\n")
+            if code is not None and status:
+                recorder.write("ended", status=status, signal=0, traceback=text)
             raise
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename in MACHINERY:

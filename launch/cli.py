@@ -67,29 +67,23 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         f"python -m {NAME}", USAGE, about, EPILOG, formatter_class=layout, allow_abbrev=False
     )
-    text = "number of ranks to start (required)"
-    parser.add_argument("-n", dest="ranks", metavar="RANKS", type=_ranks, required=True, help=text)
-    text = "run the program as a module, like python -m"
-    parser.add_argument("-m", dest="module", action="store_true", help=text)
-    where = parser.add_mutually_exclusive_group()
-    text = "hosts to start ranks on, each with its number of ranks if you like, such as"
-    text += " node1:4,node2:4 (default: this host)"
-    where.add_argument(
-        "-H", "--host", dest="hosts", metavar="A,B:4", type=parse_hosts, default=[], help=text
-    )
+    add, text = parser.add_argument, "number of ranks to start (required)"
+    add("-n", dest="ranks", metavar="RANKS", type=_ranks, required=True, help=text)
+    add("-m", dest="module", action="store_true", help="run the program as a module, as python -m")
+    where, text = parser.add_mutually_exclusive_group(), "where to start ranks, with how many there"
+    text += " if you like: node1:4,node2:4 (default: this host)"
+    parser.set_defaults(hosts=[])
+    where.add_argument("-H", "--host", dest="hosts", metavar="A,B:4", type=parse_hosts, help=text)
     text = "file with one host a line: NAME, NAME:4 or NAME slots=4 (default: this host)"
     where.add_argument("--hostfile", dest="hosts", metavar="FILE", type=read_hostfile, help=text)
-    text = "bind each rank to one core or socket; none leaves the threads of torch free"
-    text += " (default: %(default)s)"
-    parser.add_argument("--bind", choices=("none", "core", "socket"), default="none", help=text)
-    text = "use torchrun, on this host only, instead of an MPI"
-    parser.add_argument("--torch", action="store_true", help=text)
-    text = "seconds that ranks may take to end after a failure or a signal before they are killed"
+    text = "what each rank is bound to; none leaves torch's threads free (default: %(default)s)"
+    add("--bind", choices=("none", "core", "socket"), default="none", help=text)
+    add("--torch", action="store_true", help="use torchrun, on this host only, instead of an MPI")
+    text = "seconds until ranks that do not end after a failure or a signal are killed"
     text += " (default: %(default)g)"
-    parser.add_argument("--grace", metavar="SECONDS", type=_seconds, default=5.0, help=text)
-    text = "print the variables and the command, and run nothing"
-    parser.add_argument("--dry-run", action="store_true", help=text)
-    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    add("--grace", metavar="SECONDS", type=_seconds, default=5.0, help=text)
+    add("--dry-run", action="store_true", help="print the variables and the command; run nothing")
+    add("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 
 
@@ -167,13 +161,10 @@ def _added(options: argparse.Namespace, given: Mapping[str, str]) -> dict[str, s
             " unset it and a free one is taken"
         )
     added = {"MASTER_ADDR": address, "MASTER_PORT": port or str(free_port())}
-    has_cores = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if has_cores else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     if not options.hosts and "OMP_NUM_THREADS" not in given and options.ranks > cores:
         added["OMP_NUM_THREADS"] = "1"
-        _say(
-            f"OMP_NUM_THREADS=1, for {options.ranks} ranks on {cores} cores; set it to change that"
-        )
+        _say(f"OMP_NUM_THREADS=1, for {options.ranks} ranks on {cores} cores; set it otherwise")
     return added
 
 
@@ -182,10 +173,8 @@ def _is_taken(address: str, port: str) -> bool:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         socket.create_server((address, int(port)), family=family).close()
-    except OSError as error:
-        return error.errno == errno.EADDRINUSE
-    except (ValueError, OverflowError):  # for the ranks to report
-        pass
+    except (OSError, ValueError, OverflowError) as error:  # a wrong port is for the ranks to report
+        return getattr(error, "errno", None) == errno.EADDRINUSE
     return False
 
 
@@ -193,22 +182,18 @@ def _command(options: argparse.Namespace, environ: Mapping[str, str]) -> list[st
     """Return the command up to the bootstrap's own arguments."""
     if options.torch:
         if options.hosts or options.bind != "none":
-            raise LaunchError(
-                "--torch starts ranks on this host and binds none: leave out -H, --hostfile and"
-                " --bind"
-            )
+            wrong = "leave out -H, --hostfile and --bind"
+            raise LaunchError(f"--torch starts ranks on this host and binds none: {wrong}")
         start = ["-m", "torch.distributed.run", "--nproc-per-node", str(options.ranks)]
         meet = ["--master-addr", environ["MASTER_ADDR"], "--master-port", environ["MASTER_PORT"]]
         return [sys.executable, *start, *meet, str(BOOTSTRAP)]
     mpi = mpirun.identify(mpirun.find(sys.executable, environ), environ)
     if importlib.util.find_spec("mpi4py") is None:
         raise LaunchError("mpi4py is not installed; install it with: pip install 'gradcomp[mpi]'")
-    as_root = hasattr(os, "geteuid") and os.geteuid() == 0
+    as_root = os.geteuid() == 0
     if as_root and mpi.flavour == "openmpi":
-        _say(
-            "you are root: passing --allow-run-as-root to Open MPI, which advises against it"
-            " outside containers"
-        )
+        risk = "which advises against it outside containers"
+        _say(f"you are root: passing --allow-run-as-root to Open MPI, {risk}")
     forward = sorted(name for name in environ if mpirun.FORWARDED.fullmatch(name))
     start = mpirun.command(
         mpi, options.ranks, hosts=options.hosts, bind=options.bind, as_root=as_root, forward=forward
@@ -217,9 +202,7 @@ def _command(options: argparse.Namespace, environ: Mapping[str, str]) -> list[st
 
 
 def _verdict(folder: Path, status: int, starter: str) -> int:
-    """Say why the ranks ended and return the exit status; the first failing rank's traceback
-    comes last.
-    """
+    """Return the exit status, and say why the ranks ended: the first traceback comes last."""
     failure = records.first_failure(folder)
     if failure is not None:
         _say(failure.sentence())

@@ -39,8 +39,8 @@ def supervise(
         The command's status (128 + n after signal n), and the first signal this process was sent,
         or 0.
     """
-    if sys.platform == "linux":  # inherit orphans, so that no process can leave this one's tree
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    # inherit orphans, so that no process can leave this one's tree
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     # The command reads a pipe or a file that was given; it has no terminal of its own.
     stdin = subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None
     # A signal that is ignored, as by nohup, stays ignored. The others are blocked and waited for.
