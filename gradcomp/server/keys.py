@@ -90,7 +90,6 @@ class ClientKey:
         self.steps = 0  # rounds before this server began, by its checkpoint
         self.complete = 0  # the newest round that is known to be complete
         self.maximum: Tensor | None = None  # what the last pull with "max" returned
-        self._limit = shard_numel
         self._shards: Shards | None = None
         is_float = spec.dtype == "float32"
         # of an uncompressed pull; None: flat, as long as its payloads say
@@ -173,15 +172,14 @@ class ClientKey:
             return [], [(0, body)]
         made = [(0, pack_spec(self.spec))]
         if self.spec.dtype == "float32":
-            nonfinite = self.spec.asynchronous and not bool(
-                body.view(torch.float32).isfinite().all()
-            )
+            values = body.view(torch.float32)
+            nonfinite = self.spec.asynchronous and not bool(values.isfinite().all())
             parts = [body[4 * first : 4 * last] for first, last in self._known_shards().bounds()]
         else:
             header, codec, _ = parse_payload(self.spec, body)
             nonfinite = header.nonfinite
             group = header.group_numel if codec.form.scales_per_group else 1
-            shards = Shards.of(header.numel, self._limit, codec.form, group)
+            shards = Shards.of(header.numel, self.spec.shard_numel, codec.form, group)
             if self._shards is None:
                 self._shards = shards
                 made = self.settings()

@@ -110,9 +110,8 @@ def serve(
     """
     ranks = server_ranks(servers, comm.world_size)
     if comm.rank not in ranks:
-        raise ValueError(
-            f"rank {comm.rank} is not a server: servers={servers!r} of {comm.world_size} ranks"
-        )
+        given = f"servers={servers!r} of {comm.world_size} ranks"
+        raise ValueError(f"rank {comm.rank} is not a server: {given}")
     if timeout_s is not None and not timeout_s > 0:
         raise ValueError(f"timeout_s must be positive or None, got {timeout_s!r}")
     server = _Server(comm, ranks)
@@ -182,7 +181,6 @@ class _Server:
         key = ("", 0)
         try:
             message = parse(raw)
-            self._check_sender(rank, message)
             key = message.key, message.shard
             result = self._carry_out(rank, message)
         except Exception as error:  # noqa: BLE001 - one request fails, whatever the error is
@@ -193,18 +191,16 @@ class _Server:
         if key in self._parameters:
             self._answer(self._parameters[key])
 
-    def _check_sender(self, rank: int, message: Message) -> None:
+    def _carry_out(self, rank: int, message: Message) -> Tensor | None:
+        """Return the body of the reply; None where there is none, or not yet."""
+        kind = message.kind
         if rank not in self._open:
             raise ValueError(f"the client of rank {rank} is closed")
         if message.servers != self._digest:
             mine, theirs = self._digest, message.servers
             raise PeerMismatch("servers", self._comm.rank, theirs, mine, first=None)
-        if message.kind in (Kind.OK, Kind.ERROR):
-            raise CorruptPayload("message", f"not a request: {message.kind.name}")
-
-    def _carry_out(self, rank: int, message: Message) -> Tensor | None:
-        """Return the body of the reply; None where there is none, or not yet."""
-        kind = message.kind
+        if kind in (Kind.OK, Kind.ERROR):
+            raise CorruptPayload("message", f"not a request: {kind.name}")
         if kind == Kind.CLOSE:
             self._end(rank, "has closed its client")
             return None
