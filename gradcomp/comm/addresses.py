@@ -4,6 +4,7 @@ uses, never all of them.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import socket
@@ -45,15 +46,12 @@ def listen(one_host: bool, backlog: int) -> socket.socket:
             return socket.create_server((address, 0), family=family, backlog=backlog)
         except OSError as error:
             refused.append(f"{address}: {error}")
-    name = os.environ.get(INTERFACE_VARIABLE, "")
-    if name:
-        raise OSError(
-            f"{INTERFACE_VARIABLE}={name}: no such interface with an address ({'; '.join(refused)})"
-        )
+    tried = "; ".join(refused)
+    if name := os.environ.get(INTERFACE_VARIABLE, ""):
+        raise OSError(f"{INTERFACE_VARIABLE}={name}: no such interface with an address ({tried})")
     raise OSError(
         f"the host name {socket.gethostname()!r} resolves to no address of this host but the"
-        f" loopback ({'; '.join(refused)}): set {INTERFACE_VARIABLE} to the interface that leads to"
-        " the other ranks"
+        f" loopback ({tried}): set {INTERFACE_VARIABLE} to the interface that leads to the others"
     )
 
 
@@ -71,45 +69,32 @@ def _candidates(one_host: bool) -> Iterator[str]:
 
 def of_interface(name: str) -> Iterator[str]:
     """Yield the addresses at which other hosts may find an interface, if there is one."""
-    try:
+    with contextlib.suppress(OSError):  # one without an IPv4 address
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            yield socket.inet_ntoa(found[20:24])
-    except OSError:
-        pass  # one without an IPv4 address
-    try:
-        rows = Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return
-    for row in rows:
-        address, _index, _prefix, scope, _flags, interface = row.split()
-        if interface == name and scope != LINK_LOCAL:
-            yield socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
+        yield socket.inet_ntoa(found[20:24])
+    with contextlib.suppress(OSError):  # no IPv6 here
+        for row in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
+            address, _index, _prefix, scope, _flags, interface = row.split()
+            if interface == name and scope != LINK_LOCAL:
+                yield socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
 
 
 def _resolved(host: str) -> Iterator[str]:
-    try:
+    with contextlib.suppress(OSError):
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return
-    yield from (address for *_, (address, *_) in found if _is_public(str(address)))  # type: ignore[misc]
+        yield from (address for *_, (address, *_) in found if _is_public(str(address)))  # type: ignore[misc]
 
 
 def _on_the_way_to(host: str) -> Iterator[str]:
     """Yield the addresses from which datagrams would leave for a host; none is sent."""
-    try:
+    with contextlib.suppress(OSError):
         found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
-    except OSError:
-        return
-    for family, kind, protocol, _, address in found:
-        try:
-            with socket.socket(family, kind, protocol) as probe:
+        for family, kind, protocol, _, address in found:
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
                 probe.connect(address)
-                own = probe.getsockname()[0]
-        except OSError:
-            continue
-        if _is_public(own):
-            yield own
+                if _is_public(own := probe.getsockname()[0]):
+                    yield own
 
 
 def _is_public(address: str) -> bool:

@@ -83,7 +83,7 @@ def lost_in_setup(begun: float, why: str, rank: int | None = None) -> PeerLost:
     return PeerLost("setup", -1, time.monotonic() - begun, why, rank)
 
 
-def tell_of_long_wait(rank: int, whom: Callable[[], str]) -> None:
+def log_wait(rank: int, whom: Callable[[], str]) -> None:
     """Log this thread's wait, once, when it takes much longer than usual.
 
     Args:
@@ -265,9 +265,7 @@ class Communicator(ABC):
 
     def subset(self, ranks: Sequence[int], timeout_s: float) -> Communicator:
         """Return a communicator of `ranks`, in that order. Collective among them."""
-        raise NotImplementedError(
-            f"{type(self).__name__} makes no communicators of some of its ranks"
-        )
+        raise NotImplementedError(f"{type(self).__name__} makes no communicators of fewer ranks")
 
     def node_subset(self, ranks: Sequence[int], timeout_s: float) -> Communicator:
         """As `subset`, of ranks that share a host."""

@@ -22,9 +22,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from torch import Tensor
-
-from gradcomp.comm.base import Channel, RankGone, Work, first_line, name_ranks, tell_of_long_wait
+from gradcomp.comm.base import Channel, RankGone, Work, first_line, log_wait, name_ranks
 from gradcomp.comm.peers import find_lost, here
 from gradcomp.comm.store import Look, Notes, meet
 from gradcomp.comm.torch_private import make_gloo, store_below, store_is_gone
@@ -68,10 +66,9 @@ class Groups:
         *,
         one_host: bool,
     ) -> None:
-        self._store, self._timeout_s = store, timeout_s
+        self._store, self._timeout_s, self._one_host = store, timeout_s, one_host
         self._rank, self._world_size = rank, world_size
         self._made: dict[Channel, Any] = {}
-        self._one_host = one_host
         self._cards: list[bytes] = []  # where the ranks are
         self._lock = threading.Lock()
         self._job = weakref.ref(job)
@@ -80,15 +77,17 @@ class Groups:
         self.broken = ""  # why nothing on these groups can be relied on
         self.closed = False
 
-    def start(self, channel: Channel, begin: Callable[[Any], Any], *buffers: Tensor) -> Work:
-        """Begin a collective; the groups keep `buffers` until it is done."""
+    def start(self, channel: Channel, begin: Callable[..., Any], *args: object) -> Work:
+        """Begin a collective by ``begin(group, *args)``; the groups keep `args`, its buffers, until
+        it is done.
+        """
         if self.closed:
             raise RuntimeError("this communicator is closed")
         if self.broken:
             raise ConnectionError(f"this rank has given up: {self.broken}")
         group = self._made.get(channel) or self.connect(channel)
         try:
-            return _GlooWork(begin(group), self, buffers)
+            return _GlooWork(begin(group, *args), self, args)
         except RuntimeError as error:
             raise ConnectionError(_broke(error)) from error
 
@@ -117,7 +116,7 @@ class Groups:
             if not wait.noted:
                 wait.noted = True
                 self.notes.wait_for(wait.what)
-            tell_of_long_wait(self._rank, self._whom)
+            log_wait(self._rank, self._whom)
 
     def _whom(self) -> str:
         """Return which ranks a long wait is for: one that is not at work any more, or else those
@@ -203,14 +202,8 @@ class Groups:
                     f" or GLOO_SOCKET_IFNAME keeps them apart [{first_line(error)}]"
                 ) from error
         # a rank that leaves before the others are connected would look like a failure to them
-        # who is connected may close at once
-        self._cards = self._meet(
-            f"connected {channels[0]:d}",
-            here(self._one_host),
-            CONNECT_S,
-            "connected",
-            self.notes.look,
-        )
+        name, card, look = f"connected {channels[0]:d}", here(self._one_host), self.notes.look
+        self._cards = self._meet(name, card, CONNECT_S, "connected", look)
         job = self._job()
         if job is not None:  # all ranks are there again
             _failed.pop(job, None)
@@ -223,7 +216,7 @@ class Groups:
 
 
 class _GlooWork(Work):
-    def __init__(self, work: Any, groups: Groups, buffers: tuple[Tensor, ...]) -> None:
+    def __init__(self, work: Any, groups: Groups, buffers: object) -> None:
         self._work, self._groups = work, groups
         self._buffers = buffers  # the collective reads and writes them until it is done
         groups.pending.add(self)

@@ -1,10 +1,5 @@
-"""A slow link between ranks that have a fast one: what a training would take in another building,
-tried on one machine.
-
-Every rank has one full-duplex link. What it sends leaves in the order in which it was started, at
-`bits_per_s`, and is under way for `latency_s` in each round of its collective; only then does the
-collective begin on the communicator beneath. So a rank that starts late delays its peers as it
-would over a wire, and no rank is delayed twice.
+"""A slow link between ranks that have a fast one, to try on one machine what a training would take
+in another building.
 """
 
 from __future__ import annotations
@@ -15,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 
 from torch import Tensor
@@ -26,9 +22,10 @@ from gradcomp.comm.rounds import all_gather_rounds, all_to_all_rounds, max_round
 class LinkCommunicator(Communicator):
     """The ranks of another communicator behind a slow link.
 
-    Every rank has one full-duplex link. A collective begins on `comm` when its bytes have left and
-    been under way for `latency_s` in each of its rounds (all_gather N - 1, all_to_all 1, maximum
-    2 (N - 1)).
+    Every rank has one full-duplex link. What it sends leaves in the order in which it was started.
+    A collective begins on `comm` when its bytes have left and been under way for `latency_s` in
+    each of its rounds (all_gather N - 1, all_to_all 1, maximum 2 (N - 1)): a rank that starts late
+    delays its peers as it would over a wire, and no rank is delayed twice.
 
     Args:
         comm: moves the bytes in the end; closed with this one.
@@ -42,16 +39,12 @@ class LinkCommunicator(Communicator):
 
     def __init__(self, comm: Communicator, *, bits_per_s: float, latency_s: float = 0.0) -> None:
         if not isinstance(comm, Communicator):
-            raise TypeError(
-                "comm must be a communicator, such as TorchCommunicator(), got"
-                f" {type(comm).__name__}"
-            )
+            wanted = "comm must be a communicator, such as TorchCommunicator()"
+            raise TypeError(f"{wanted}, got {type(comm).__name__}")
         for name, value in (("bits_per_s", bits_per_s), ("latency_s", latency_s)):
             if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(
-                    f"{name} must be a number, got {value!r} (gradcomp.plan.links.parse_link reads"
-                    " '10mbit')"
-                )
+                hint = "gradcomp.plan.links.parse_link reads '10mbit'"
+                raise TypeError(f"{name} must be a number, got {value!r} ({hint})")
         if not bits_per_s > 0:
             raise ValueError(f"bits_per_s must be positive, got {bits_per_s!r}")
         if not 0 <= latency_s < math.inf:
@@ -73,26 +66,28 @@ class LinkCommunicator(Communicator):
 
     def _start_max(self, values: Tensor, channel: Channel) -> Work:
         nbytes, rounds = ring_bytes(values.numel(), self.world_size), max_rounds(self.world_size)
-        return self._send(channel, nbytes, rounds, lambda c: c.start_max(values, channel))
+        return self._send(channel, nbytes, rounds, partial(self._comm.start_max, values, channel))
 
     def _start_all_to_all(
         self, send: Tensor, send_nbytes: Counts, recv: Tensor, recv_nbytes: Counts, channel: Channel
     ) -> Work:
-        def start(comm: Communicator) -> Work:
-            return comm.start_all_to_all(send, send_nbytes, recv, recv_nbytes, channel)
-
-        nbytes = sum(send_nbytes) - send_nbytes[self.rank]
-        return self._send(channel, nbytes, all_to_all_rounds(self.world_size), start)
+        nbytes, rounds = (
+            sum(send_nbytes) - send_nbytes[self.rank],
+            all_to_all_rounds(self.world_size),
+        )
+        runs = send, send_nbytes, recv, recv_nbytes
+        start = partial(self._comm.start_all_to_all, *runs, channel)
+        return self._send(channel, nbytes, rounds, start)
 
     def _start_all_gather(self, send: Tensor, recv: Tensor, channel: Channel) -> Work:
         nbytes, rounds = (self.world_size - 1) * send.numel(), all_gather_rounds(self.world_size)
-        return self._send(
-            channel, nbytes, rounds, lambda c: c.start_all_gather(send, recv, channel)
-        )
+        start = partial(self._comm.start_all_gather, send, recv, channel)
+        return self._send(channel, nbytes, rounds, start)
 
     def start_send(self, message: Tensor, to: int) -> Work:
         self.check_peer(to)
-        return self._send("messages", message.numel(), 1, lambda c: c.start_send(message, to))
+        start = partial(self._comm.start_send, message, to)
+        return self._send("messages", message.numel(), 1, start)
 
     def receive(self, timeout_s: float, source: int | None = None, *, max_nbytes: int) -> Message:
         return self._comm.receive(timeout_s, source, max_nbytes=max_nbytes)
@@ -120,9 +115,7 @@ class LinkCommunicator(Communicator):
         self._queues.close()
         self._comm.close()
 
-    def _send(
-        self, channel: object, nbytes: int, rounds: int, start: Callable[[Communicator], Work]
-    ) -> Work:
+    def _send(self, channel: object, nbytes: int, rounds: int, start: Callable[[], Work]) -> Work:
         """Have `start` called when `nbytes` have left and been under way for `rounds` latencies."""
         with self._queues.lock:
             work = _LinkWork(self, self._wire.send(nbytes, rounds), start)
@@ -148,12 +141,10 @@ class _Wire:
 class _LinkWork(Work):
     """What is under way until `due`, and then begins on the communicator beneath."""
 
-    def __init__(
-        self, link: LinkCommunicator, due: float, start: Callable[[Communicator], Work]
-    ) -> None:
+    def __init__(self, link: LinkCommunicator, due: float, start: Callable[[], Work]) -> None:
         # a link that nobody else uses lives on until this has arrived
         self._link: LinkCommunicator | None = link
-        self._comm, self._due, self._start = link._comm, due, start
+        self._due, self._start = due, start
         self._begun: concurrent.futures.Future[Work] = concurrent.futures.Future()
 
     def arrive(self, closed: threading.Event) -> None:
@@ -162,7 +153,7 @@ class _LinkWork(Work):
         try:
             if closed.is_set():
                 raise ConnectionError("the link was closed before this was sent")
-            self._begun.set_result(self._start(self._comm))
+            self._begun.set_result(self._start())
         except BaseException as error:  # noqa: BLE001 - raised in `wait`
             self._begun.set_exception(error)
         self._link = None
@@ -192,13 +183,9 @@ class _Queues:
             raise ConnectionError("the link is closed")
         if channel not in self._queues:
             queue = self._queues[channel] = SimpleQueue()
+            name, args = f"gradcomp-link-{channel!s}", (queue, self._closed)
             # a daemon: no process waits for a slow link
-            threading.Thread(
-                target=_serve,
-                args=(queue, self._closed),
-                name=f"gradcomp-link-{channel!s}",
-                daemon=True,
-            ).start()
+            threading.Thread(target=_serve, args=args, name=name, daemon=True).start()
         self._queues[channel].put(work)
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,6 +56,14 @@ class _Incoming:
     memory: asyncio.Future[memoryview | None]
     message: Tensor | None = None  # once it has been accepted
     arrived: bool = False
+
+
+class _Peer(NamedTuple):
+    """A rank that is connected."""
+
+    writer: asyncio.StreamWriter
+    lock: asyncio.Lock  # of the message that is being sent
+    reading: asyncio.Task[None]
 
 
 class _Sending(base.Work):
@@ -111,26 +119,27 @@ class Mailbox:
         with post.changed:
             while True:
                 for found in [i for i in post.incoming if source in (None, i.sender)]:
-                    self._accept(found, max_nbytes)
-                    if found.arrived and found.message is not None:
+                    message = self._accept(found, max_nbytes)
+                    if found.arrived:
                         post.incoming.remove(found)
-                        return found.sender, found.message
+                        return found.sender, message
                 base.report_gone(post.gone, post.reported, source)
                 left = deadline - time.monotonic()
                 if left <= 0:  # what is on its way goes on arriving, for a later call
                     raise base.no_message(source)
                 post.changed.wait(left)
 
-    def _accept(self, found: _Incoming, max_nbytes: int) -> None:
-        """Let the bytes of a message come, or drop them."""
+    def _accept(self, found: _Incoming, max_nbytes: int) -> Tensor:
+        """Return where the bytes of a message come; ValueError for one that is dropped."""
         if found.message is not None:
-            return
+            return found.message
         if found.nbytes > max_nbytes:
             self._post.incoming.remove(found)
             self._loop.call_soon_threadsafe(found.memory.set_result, None)
             raise base.too_long(found.sender, found.nbytes, max_nbytes)
         found.message = torch.empty(found.nbytes, dtype=torch.uint8)
         self._loop.call_soon_threadsafe(found.memory.set_result, found.message.numpy().data)
+        return found.message
 
     def close(self) -> None:
         """Close every connection, which peers notice. Closing twice is harmless."""
@@ -140,9 +149,8 @@ class Mailbox:
         """Connect every two ranks, by the key of rank 0."""
 
         def tell(card: dict[str, Any]) -> list[dict[str, Any]]:
-            return [
-                json.loads(data) for data in share(json.dumps(card).encode().ljust(CARD_NBYTES))
-            ]
+            padded = json.dumps(card).encode().ljust(CARD_NBYTES)
+            return [json.loads(data) for data in share(padded)]
 
         post = self._post
         first = tell({"host": host_identity(), "key": secrets.token_hex(KEY_NBYTES)})
@@ -156,10 +164,8 @@ class Mailbox:
                 card = {"error": str(error).encode("ascii", "replace").decode()[:800]}
             cards = tell(card)
             for rank, theirs in enumerate(cards):
-                if "error" in theirs:
-                    raise ConnectionError(
-                        f"rank {rank} cannot listen for messages: {theirs['error']}"
-                    )
+                if why := theirs.get("error"):
+                    raise ConnectionError(f"rank {rank} cannot listen for messages: {why}")
             joining = post.join(listener, cards, bytes.fromhex(first[0]["key"]), timeout_s)
             try:
                 asyncio.run_coroutine_threadsafe(joining, self._loop).result()
@@ -177,11 +183,8 @@ class _Post:
         self.incoming: list[_Incoming] = []
         self.gone: set[int] = set()
         self.reported: set[int] = set()  # ranks whose end `receive` has reported
-        self.peers: dict[int, asyncio.StreamWriter] = {}
-        self._locks: dict[int, asyncio.Lock] = {}
-        self._tasks: set[asyncio.Task[None]] = set()  # those that read
-        # connections that have not proved themselves
-        self._strangers: set[asyncio.Task[None]] = set()
+        self.peers: dict[int, _Peer] = {}
+        self._strangers: set[asyncio.Task[None]] = set()  # that have not proved who they are
         self._complete = asyncio.Event()
 
     # ---- connecting ------------------------------------------------------------------------------
@@ -243,17 +246,15 @@ class _Post:
             logger.debug("gradcomp: rank %d sent a connection away: %s", self.rank, why)
         finally:
             self._strangers.discard(task)
-            if writer not in self.peers.values():
+            if all(writer is not known.writer for known in self.peers.values()):
                 writer.transport.abort()
 
     def _take(self, peer: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # so that drain() means: the caller's memory is free
         writer.transport.set_write_buffer_limits(0)
         writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.peers[peer], self._locks[peer] = writer, asyncio.Lock()
         reading = asyncio.ensure_future(self._read(peer, reader))
-        self._tasks.add(reading)
-        reading.add_done_callback(self._tasks.discard)
+        self.peers[peer] = _Peer(writer, asyncio.Lock(), reading)
         if len(self.peers) == self.world_size - 1:
             self._complete.set()
 
@@ -261,8 +262,8 @@ class _Post:
 
     async def send(self, message: Tensor, to: int) -> None:
         """Send a message; return when its memory is free."""
-        writer = self.peers[to]
-        async with self._locks[to]:
+        writer, lock, _ = self.peers[to]
+        async with lock:
             writer.write(_LENGTH.pack(message.numel()))
             writer.write(message.numpy().data)
             await writer.drain()
@@ -305,15 +306,13 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _stop(
-    loop: asyncio.AbstractEventLoop,
-    thread: threading.Thread,
-    peers: dict[int, asyncio.StreamWriter],
+    loop: asyncio.AbstractEventLoop, thread: threading.Thread, peers: dict[int, _Peer]
 ) -> None:
     """Deliver what has been sent, close every connection, end the loop."""
 
     async def end() -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        closing = [asyncio.ensure_future(_close(writer)) for writer in peers.values()]
+        closing = [asyncio.ensure_future(_close(peer.writer)) for peer in peers.values()]
         if closing:
             await asyncio.wait(closing, timeout=CLOSE_S)
         for task in tasks:

@@ -50,9 +50,8 @@ def _mpi() -> Any:
     except ImportError as error:
         raise ImportError("MpiCommunicator needs mpi4py: pip install 'gradcomp[mpi]'") from error
     except RuntimeError as error:
-        raise RuntimeError(
-            f"mpi4py found no MPI library ({error}): pip install 'gradcomp[mpi]'"
-        ) from error
+        what = f"mpi4py found no MPI library ({error})"
+        raise RuntimeError(f"{what}: pip install 'gradcomp[mpi]'") from error
     return MPI
 
 
@@ -157,9 +156,8 @@ class MpiCommunicator(Communicator):
         self._mpi = mpi = _mpi()
         parent = mpi.COMM_WORLD if comm is None else comm
         if not isinstance(parent, mpi.Intracomm) or parent == mpi.COMM_NULL:
-            raise TypeError(
-                f"comm must be an mpi4py intracommunicator that this rank belongs to, got {comm!r}"
-            )
+            wanted = "an mpi4py intracommunicator that this rank belongs to"
+            raise TypeError(f"comm must be {wanted}, got {comm!r}")
         if parent == mpi.COMM_WORLD:
             load()
         self.rank, self.world_size, self.timeout_s = parent.Get_rank(), parent.Get_size(), timeout_s
@@ -176,21 +174,24 @@ class MpiCommunicator(Communicator):
             raise RuntimeError(MAIN_THREAD_ONLY)
 
     def _start_max(self, values: Tensor, channel: Channel) -> Work:
-        mpi, comm = self._mpi, self._open().by_channel[channel]
-        recv = [values.numpy(), mpi.INT32_T]
-        return _MpiWork(self, partial(comm.Iallreduce, mpi.IN_PLACE, recv, mpi.MAX), values, None)
+        recv = [values.numpy(), self._mpi.INT32_T]
+        return self._start(channel, "Iallreduce", self._mpi.IN_PLACE, recv, self._mpi.MAX)
 
     def _start_all_to_all(
         self, send: Tensor, send_nbytes: Counts, recv: Tensor, recv_nbytes: Counts, channel: Channel
     ) -> Work:
-        comm, byte = self._open().by_channel[channel], self._mpi.BYTE
-        runs = [send.numpy(), list(send_nbytes), byte], [recv.numpy(), list(recv_nbytes), byte]
-        return _MpiWork(self, partial(comm.Ialltoallv, *runs), (send, recv), None)
+        runs = ((send, send_nbytes), (recv, recv_nbytes))
+        buffers = ([data.numpy(), list(counts), self._mpi.BYTE] for data, counts in runs)
+        return self._start(channel, "Ialltoallv", *buffers)
 
     def _start_all_gather(self, send: Tensor, recv: Tensor, channel: Channel) -> Work:
-        comm, byte = self._open().by_channel[channel], self._mpi.BYTE
-        buffers = [send.numpy(), byte], [recv.numpy(), byte]
-        return _MpiWork(self, partial(comm.Iallgather, *buffers), (send, recv), None)
+        buffers = ([data.numpy(), self._mpi.BYTE] for data in (send, recv))
+        return self._start(channel, "Iallgather", *buffers)
+
+    def _start(self, channel: Channel, name: str, *args: object) -> Work:
+        """Begin a collective of MPI; its buffers are among `args`."""
+        begin = getattr(self._open().by_channel[channel], name)
+        return _MpiWork(self, partial(begin, *args), args, None)
 
     def subset(self, ranks: Sequence[int], timeout_s: float) -> MpiCommunicator:
         kept, members = kept_with(self._parent), tuple(ranks)
@@ -274,7 +275,7 @@ class MpiCommunicator(Communicator):
                     raise TimeoutError(f"no answer from a peer for {timeout_s:g} s")
                 if now >= news_at:
                     news_at = now + NEWS_EVERY_S
-                    base.tell_of_long_wait(self.rank, str)
+                    base.log_wait(self.rank, str)
                     channels.read_news()
                     gone = [news for rank, news in channels.gone.items() if rank in peers]
                     if gone or channels.broken:

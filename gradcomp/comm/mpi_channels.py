@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -98,14 +98,12 @@ class Pause:
 # ---- channels ------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class Arriving:
+class Arriving(NamedTuple):
     """A message that has been matched and is on its way."""
 
     sender: int
     message: Tensor
     request: Any
-    done: bool = False
 
 
 @dataclass(eq=False)
@@ -160,23 +158,19 @@ class Channels:
     def arrived(self, source: int | None) -> Arriving | None:
         """Return the first message that is here, in the order in which each rank sent its own."""
         waiting: set[int] = set()
-        for found in self.arriving:
-            found.done = found.done or bool(call(found.request.Test))
-            if found.done and found.sender not in waiting and source in (None, found.sender):
-                self.arriving.remove(found)
-                return found
+        for number, found in enumerate(self.arriving):
+            asked = found.sender not in waiting and source in (None, found.sender)
+            if call(found.request.Test) and asked:
+                return self.arriving.pop(number)
             waiting.add(found.sender)
         return None
 
     def forget(self) -> list[Any]:
         """Forget requests and messages; return those that have not ended."""
-        left: list[Any] = [kept for kept in self.pending.values() if not call(kept[0].Test)]
-        left += [
-            (a.request, a.message) for a in self.arriving if not (a.done or call(a.request.Test))
-        ]
+        known = [*self.pending.values(), *((a.request, a.message) for a in self.arriving)]
         self.pending.clear()
         self.arriving.clear()
-        return left
+        return [kept for kept in known if not call(kept[0].Test)]
 
 
 @dataclass(eq=False)

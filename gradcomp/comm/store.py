@@ -18,14 +18,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from gradcomp.comm.base import (
-    RankGone,
-    first_line,
-    gave_up,
-    lost_in_setup,
-    name_ranks,
-    tell_of_long_wait,
-)
+from gradcomp.comm.base import RankGone, first_line, gave_up, log_wait, lost_in_setup, name_ranks
 from gradcomp.comm.torch_private import leave_store, limit_store, store_is_gone
 from gradcomp.waits import waiting
 
@@ -96,7 +89,7 @@ def meet(
                 looked = time.monotonic()
                 if gone := look(0.0):
                     raise RankGone(gone[0], what=gone[1])
-                tell_of_long_wait(rank, lambda: f"{name_ranks(absent(store, keys))} to have {what}")
+                log_wait(rank, lambda: f"{name_ranks(absent(store, keys))} to have {what}")
             time.sleep(pause)
             pause = min(1.5 * pause, LONGEST_PAUSE_S)
         end = bytes(store.get("end"))

@@ -176,14 +176,11 @@ def name_hook(model: Any, name: str) -> None:
 def taken_hook(model: Any) -> str:
     """Return what has taken DDP's only communication hook before any user could; "" for none."""
     if getattr(model, "mixed_precision", None) is not None:
-        return (
-            "mixed_precision= of DistributedDataParallel casts gradients in it; convert the model"
-            " or use autocast"
-        )
+        what = "mixed_precision= of DistributedDataParallel casts gradients in it"
+        return f"{what}; convert the model or use autocast"
     if any(hasattr(p, "_in_backward_optimizers") for p in model.parameters()):
-        return (
-            "optimizers in backward (_apply_optimizer_in_backward) step in it; step after backward"
-        )
+        what = "optimizers in backward (_apply_optimizer_in_backward) step in it"
+        return f"{what}; step after backward"
     return ""
 
 
@@ -225,10 +222,8 @@ def sharded_modules(model: Any) -> list[Sharded]:
             continue
         state = _named(module, "_get_fsdp_state")()
         if len(getattr(state, "_fsdp_param_groups", ())) > 1:
-            raise ValueError(
-                f"{type(module).__name__} shares its parameters out over several meshes; gradcomp"
-                " packs modules with one"
-            )
+            what = f"{type(module).__name__} shares its parameters out over several meshes"
+            raise ValueError(f"{what}; gradcomp packs modules with one")
         one = _named(state, "_fsdp_param_group")
         if one is None:  # all of its parameters are in modules of their own
             continue
@@ -287,7 +282,7 @@ def _collective(kind: str, call: Callable[..., Any], allocate: Allocate) -> Any:
         def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
             return allocate(size[0], dtype, device)
 
-        def __call__(
+        def __call__(  # torch passes these by name
             self,
             output_tensor: Any,
             input_tensor: Any,
@@ -346,9 +341,8 @@ def _only_given(p: Any) -> bool:
 def reshards_after_forward(module: Any) -> bool:
     """Whether a `fully_shard` module gathers weights for backward again, from the same ranks."""
     one = module._get_fsdp_state()._fsdp_param_group
-    return bool(_named(one, "_reshard_after_forward")) and not getattr(
-        one, "_use_post_forward_mesh", False
-    )
+    elsewhere = getattr(one, "_use_post_forward_mesh", False)
+    return bool(_named(one, "_reshard_after_forward")) and not elsewhere
 
 
 def all_gather_by(

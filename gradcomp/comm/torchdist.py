@@ -134,11 +134,9 @@ class TorchCommunicator(Communicator):
                 wait_until_read(store)
                 raise PeerMismatch("timeout_s", rank, first_s, theirs_s)
         prefix = hashlib.blake2b(b"".join(everyone), digest_size=16).hexdigest()
-        inner = private.store_below(store, prefix)
+        inner, job = private.store_below(store, prefix), dist.group.WORLD
         one_host = all(_CARD.unpack(theirs)[2] == host for theirs in everyone)
-        self._groups = Groups(
-            inner, self.rank, self.world_size, timeout_s, dist.group.WORLD, one_host=one_host
-        )
+        self._groups = Groups(inner, self.rank, self.world_size, timeout_s, job, one_host=one_host)
         self._end = weakref.finalize(self, self._groups.drop)
         if self.world_size > 1:
             self._groups.connect(Channel.FIRST)
@@ -150,19 +148,16 @@ class TorchCommunicator(Communicator):
         return comm
 
     def _start_max(self, values: Tensor, channel: Channel) -> Work:
-        begin = functools.partial(private.start_max, values=values)
-        return self._groups.start(channel, begin, values)
+        return self._groups.start(channel, private.start_max, values)
 
     def _start_all_to_all(
         self, send: Tensor, send_nbytes: Counts, recv: Tensor, recv_nbytes: Counts, channel: Channel
     ) -> Work:
         counts = list(recv_nbytes), list(send_nbytes)
-        begin = functools.partial(private.start_all_to_all, recv=recv, send=send, counts=counts)
-        return self._groups.start(channel, begin, send, recv)
+        return self._groups.start(channel, private.start_all_to_all, recv, send, counts)
 
     def _start_all_gather(self, send: Tensor, recv: Tensor, channel: Channel) -> Work:
-        begin = functools.partial(private.start_all_gather, recv=recv, send=send)
-        return self._groups.start(channel, begin, send, recv)
+        return self._groups.start(channel, private.start_all_gather, recv, send)
 
     def subset(self, ranks: Sequence[int], timeout_s: float) -> TorchCommunicator:
         return TorchCommunicator._of(tuple(self.members[rank] for rank in ranks), timeout_s)
@@ -267,10 +262,8 @@ def read_checkpoint(
     nested: dict[str, Any] = {}
     for key, value in out.items():
         first, _, rest = key.removeprefix(prefix).partition(".")
-        if rest:
-            nested.setdefault(first, {})[rest] = value
-        else:
-            nested[first] = value
+        inside = nested.setdefault(first, {}) if rest else nested
+        inside[rest or first] = value
     return nested
 
 

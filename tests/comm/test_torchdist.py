@@ -3,7 +3,6 @@ and what is said of ranks that leave.
 """
 
 import gc
-import logging
 import re
 import resource
 import threading
@@ -14,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from _held import descriptors, settled, steady
+from _ranks import logged
 
 import gradcomp
 from gradcomp.comm import Channel, LocalCommunicator, TorchCommunicator, torchdist
@@ -162,14 +162,9 @@ def test_the_timeout_is_the_process_groups_own(gloo):
 
 def warned(timeout_s):
     torchdist._warn.cache_clear()
-    found, handler = [], logging.Handler()
-    handler.emit = lambda record: found.append(record.getMessage())
-    logging.getLogger("gradcomp").addHandler(handler)
-    try:
+    with logged() as found:
         for _ in range(2):
             TorchCommunicator(timeout_s=timeout_s)
-    finally:
-        logging.getLogger("gradcomp").removeHandler(handler)
     return found
 
 

@@ -69,7 +69,7 @@ def test_collectives_of_any_length(over, world, n):
     over(world, collectives, n)
 
 
-def many_at_once(comm):
+def many_collectives_are_under_way_at_once(comm):
     """Far more collectives are under way than any exchange starts; they end in any order."""
     works = []
     for number in range(60):
@@ -79,10 +79,6 @@ def many_at_once(comm):
     for work, recv, number in reversed(works):
         work.wait(WAIT_S)
         assert recv.tolist() == [4 * number + rank for rank in range(comm.world_size)]
-
-
-def test_many_collectives_are_under_way_at_once(over):
-    over(3, many_at_once)
 
 
 def other_communicators(comm):
@@ -152,46 +148,23 @@ def test_a_rank_that_is_silent_or_gives_up(over):
         assert found == {(1, why)} and seconds < 25
 
 
-def one_after_the_other(comm):
+def a_collective_tells_whether_it_is_done(comm):
     """Rank 0 sees that its collective is done, without waiting, once rank 1 has started its own."""
     recv = filled(2, 9)
     if comm.rank:
         comm.receive(WAIT_S, 0, max_nbytes=1)
         comm.start_all_gather(filled(1, 1), recv, Channel.FIRST).wait(WAIT_S)
     else:
-        work, deadline = (
-            comm.start_all_gather(filled(1, 0), recv, Channel.FIRST),
-            time.monotonic() + WAIT_S,
-        )
+        work = comm.start_all_gather(filled(1, 0), recv, Channel.FIRST)
         assert not work.is_done()
         send(comm, 1)
+        deadline = time.monotonic() + WAIT_S
         while not work.is_done() and time.monotonic() < deadline:
             time.sleep(0.001)
         assert work.is_done()
         work.wait(WAIT_S)
     end(comm)
     return recv.tolist()
-
-
-def test_a_collective_tells_whether_it_is_done(over):
-    assert over(2, one_after_the_other) == [[0, 1]] * 2
-
-
-def linked(comm, function, *args):
-    return function(LinkCommunicator(comm, bits_per_s=1e12), *args)
-
-
-LINKED = [  # number of ranks, what they do, and what it returns
-    (3, (collectives, 7), [None] * 3),
-    (3, (many_at_once,), [None] * 3),
-    (2, (one_after_the_other,), [[0, 1]] * 2),
-]
-
-
-@pytest.mark.parametrize(("world", "body", "wanted"), LINKED)
-def test_a_link_does_what_the_communicator_beneath_does(world, body, wanted):
-    """`LinkCommunicator` over threads raised NotImplementedError in `Work.is_done`."""
-    assert run_local(world, linked, *body) == wanted
 
 
 # ---- who holds the channels ----------------------------------------------------------------------
@@ -205,7 +178,7 @@ def layers(rank):
     return found
 
 
-def two_users(comm):
+def a_second_user_is_refused_at_once(comm):
     """all_reduce while an exchange that average_delayed() began is under way."""
     averager = gradcomp.GradientAverager(
         layers(comm.rank), "terngrad", comm=comm, bucket_cap_mb=0.01, min_numel=0
@@ -229,18 +202,13 @@ def two_users(comm):
     return at_once < 15, x[0].item(), y[0].item()
 
 
-def test_a_second_user_of_a_communicator_is_refused_at_once(over):
-    assert over(2, two_users) == [(True, 0.5, 0.5)] * 2
-
-
 def test_a_lease_is_claimed_once_and_given_back():
     comm = LocalCommunicator.group(1)[0]
     first, second = comm.lease("the first"), comm.lease("the second")
     for _ in range(2):
         first.claim()
-    with pytest.raises(
-        gradcomp.GradcompError, match="the second cannot start .* while the first has"
-    ):
+    refusal = "the second cannot start .* while the first has"
+    with pytest.raises(gradcomp.GradcompError, match=refusal):
         second.claim()
     second.release()
     with pytest.raises(gradcomp.GradcompError), second:
@@ -277,9 +245,7 @@ def test_of_users_that_claim_at_once_one_is_lucky():
 
 def test_a_transport_that_goes_round_the_claims_is_refused():
     """A subclass that was written for `start_max` itself would have been called without a check."""
-    with pytest.raises(
-        TypeError, match=r"Mine must define _start_max\(\) instead of start_max\(\)"
-    ):
+    with pytest.raises(TypeError, match=r"Mine must define _start_max\(\) instead of start_max"):
         type("Mine", (Communicator,), {"start_max": lambda self, values, channel: None})
 
 
@@ -313,7 +279,7 @@ def test_messages_arrive_whole_and_in_order_from_any_rank(over, world):
     assert answers == [[rank * size for size in sizes] for rank in range(1, world)]
 
 
-def from_one(comm):
+def a_source_can_be_chosen(comm):
     """Rank 0 asks for rank 2's message first, though rank 1's came before it."""
     if comm.rank == 1:
         for to in (2, 0):
@@ -327,12 +293,8 @@ def from_one(comm):
     return [(sender, int(message)) for sender, message in found]
 
 
-def test_a_source_can_be_chosen(over):
-    assert over(3, from_one)[0] == [(2, 2), (1, 1)]
-
-
-def refusals(comm):
-    """Messages that are too long are dropped, and the next one arrives; none goes nowhere."""
+def a_message_that_is_too_long_is_dropped(comm):
+    """And the next one arrives; none goes to a rank that does not exist."""
     for to in (comm.rank, -1, comm.world_size):
         with pytest.raises(ValueError, match=f"cannot send to rank {to}"):
             send(comm, to)
@@ -349,11 +311,7 @@ def refusals(comm):
     return sender, message.numel()
 
 
-def test_a_message_that_is_too_long_is_dropped_and_the_next_one_arrives(over):
-    assert over(2, refusals)[0] == (1, 10)
-
-
-def silence(comm):
+def silence_is_a_timeout_and_can_be_waited_out(comm):
     send(comm, 1 - comm.rank)
     comm.receive(20, max_nbytes=1)
     begun = time.monotonic()
@@ -365,11 +323,7 @@ def silence(comm):
     return 0.2 < took < 20, int(comm.receive(20, max_nbytes=1)[1])
 
 
-def test_silence_is_a_timeout_and_can_be_waited_out(over):
-    assert over(2, silence) == [(True, 1)] * 2
-
-
-def one_goes(comm):
+def a_rank_that_gives_up_is_reported_once(comm):
     """Rank 2 gives up: the others hear of it once, and go on with each other. Each ends only when
     both have heard.
     """
@@ -398,11 +352,7 @@ def one_goes(comm):
     return sorted(heard)
 
 
-def test_a_rank_that_gives_up_is_reported_once_and_the_others_go_on(over):
-    assert over(3, one_goes)[:2] == [["1", "1", "gone 2"], ["0", "0", "gone 2"]]
-
-
-def in_pieces(comm):
+def a_long_message_takes_many_short_waits(comm):
     """Rank 0 waits in slices far shorter than the message takes; a short one of another rank
     gets through meanwhile.
     """
@@ -420,12 +370,8 @@ def in_pieces(comm):
     return got
 
 
-def test_a_long_message_arrives_over_many_short_waits(over):
-    assert over(3, in_pieces)[0] == {1: (60_000_000, True), 2: (5, True)}
-
-
-def leave_one_behind(comm):
-    """A message that nobody receives does not reach the next communicator."""
+def what_nobody_received_stays_behind(comm):
+    """And does not reach the next communicator."""
     other, found = 1 - comm.rank, []
     for value, extra in ((0, comm.rank), (7, False)):
         inner = comm.subset([0, 1], WAIT_S)
@@ -438,8 +384,40 @@ def leave_one_behind(comm):
     return found
 
 
-def test_what_nobody_received_does_not_reach_the_next_communicator(over):
-    assert over(2, leave_one_behind) == [[[0, 0], [7, 7]]] * 2
+LONG = {1: (60_000_000, True), 2: (5, True)}
+BODIES = [  # the number of ranks, what they do, and what each returns
+    (3, many_collectives_are_under_way_at_once, [None] * 3),
+    (2, a_collective_tells_whether_it_is_done, [[0, 1]] * 2),
+    (2, a_second_user_is_refused_at_once, [(True, 0.5, 0.5)] * 2),
+    (3, a_source_can_be_chosen, [[(2, 2), (1, 1)], [], []]),
+    (2, a_message_that_is_too_long_is_dropped, [(1, 10), None]),
+    (2, silence_is_a_timeout_and_can_be_waited_out, [(True, 1)] * 2),
+    (3, a_rank_that_gives_up_is_reported_once, [["1", "1", "gone 2"], ["0", "0", "gone 2"], None]),
+    (3, a_long_message_takes_many_short_waits, [LONG, {}, {}]),
+    (2, what_nobody_received_stays_behind, [[[0, 0], [7, 7]]] * 2),
+]
+
+
+@pytest.mark.every_row
+@pytest.mark.parametrize(
+    ("world", "body", "wanted"), BODIES, ids=lambda x: getattr(x, "__name__", None)
+)
+def test_on_every_transport(over, world, body, wanted):
+    assert over(world, body) == wanted
+
+
+def linked(comm, function, *args):
+    return function(LinkCommunicator(comm, bits_per_s=1e12), *args)
+
+
+@pytest.mark.parametrize(("world", "body", "wanted"), [(3, collectives, [None] * 3), *BODIES[:2]])
+def test_a_link_does_what_the_communicator_beneath_does(world, body, wanted):
+    """`LinkCommunicator` over threads raised NotImplementedError in `Work.is_done`."""
+    more = (7,) if body is collectives else ()
+    assert run_local(world, linked, body, *more) == wanted
+
+
+# ---- threads alone -------------------------------------------------------------------------------
 
 
 def test_a_local_group_has_at_least_one_rank():

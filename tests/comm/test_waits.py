@@ -1,7 +1,7 @@
 """What a rank waits for: seen from outside, and logged where it takes long."""
 
-import logging
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -9,7 +9,8 @@ import time
 
 import pytest
 import torch
-from _ranks import with_communicator
+import torch.distributed as dist
+from _ranks import logged, with_communicator
 
 import gradcomp
 from gradcomp import PeerLost, waits
@@ -94,21 +95,9 @@ def test_the_doctor_says_what_processes_wait_for(capsys):
     assert f"pid {other.pid}: no process with that number" in printed.err
 
 
-class Kept(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def emit(self, record):
-        if "waits" in record.getMessage():
-            self.lines.append(record.getMessage())
-
-
 def late(comm, kind):
     """Return what each rank logs while rank 2 comes late, once, and then again."""
-    kept = Kept()
-    logging.getLogger("gradcomp").addHandler(kept)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, logged("waits") as found:
         patch.setattr(waits, "WATCH_S", 1.0)
         patch.setattr(waits, "_longest", {})
         patch.setattr(groups, "NOTE_S", 0.3)
@@ -117,48 +106,35 @@ def late(comm, kind):
             if comm.rank == 2:
                 time.sleep(seconds)
             gradcomp.all_reduce(torch.ones(100), "ternary", comm=comm)
-    logging.getLogger("gradcomp").removeHandler(kept)
-    return kept.lines
+    return found
 
 
 @pytest.mark.parametrize("kind", ["gloo", "mpich"])
 @pytest.mark.slow
 def test_a_long_wait_is_logged_once_with_the_rank_that_is_late(pools, kind):
-    whom = (
-        "rank 2, not waiting for any rank" if kind == "gloo" else "another rank, which is not known"
-    )
-    first, second, third = pools(kind, 3, with_communicator, kind, late, kind)
+    late_rank = {"gloo": "rank 2, not waiting for any rank"}
+    whom = late_rank.get(kind, "another rank, which is not known")
+    *early, third = pools(kind, 3, with_communicator, kind, late, kind)
     assert third == []
-    for rank, lines in enumerate((first, second)):
-        (line,) = lines
-        assert line.startswith(f"gradcomp: rank {rank} waits ") and line.endswith(f" for {whom}"), (
-            line
-        )
+    for rank, (line,) in enumerate(early):
+        assert line.startswith(f"gradcomp: rank {rank} waits ") and line.endswith(f" for {whom}")
 
 
 def meeting():
     """Return what a rank logs while another one does not call what all have to call."""
-    import torch.distributed as dist
-
-    kept = Kept()
-    logging.getLogger("gradcomp").addHandler(kept)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, logged("waits") as found:
         patch.setattr(waits, "WATCH_S", 0.5)
         if dist.get_rank() == 1:
             time.sleep(3.5)
         gradcomp.comm.TorchCommunicator(timeout_s=60).close()
-    logging.getLogger("gradcomp").removeHandler(kept)
-    return kept.lines
+    return found
 
 
 @pytest.mark.slow
 def test_who_has_not_come_yet_is_logged(gloo):
     (line,), other = gloo(2, meeting)
-    assert (
-        other == []
-        and line.startswith("gradcomp: rank 0 waits ")
-        and " for rank 1 to have " in line
-    )
+    assert line.startswith("gradcomp: rank 0 waits ") and " for rank 1 to have " in line
+    assert other == []
 
 
 def test_ranks_that_wait_for_each_other_are_all_named(monkeypatch):
@@ -180,8 +156,6 @@ def test_ranks_that_wait_for_each_other_are_all_named(monkeypatch):
 
 
 def test_an_error_has_the_rank_and_survives_pickle():
-    import pickle
-
     error = PeerLost("first_phase", 2, 1.5, "rank 3 is stopped", 3)
     again = pickle.loads(pickle.dumps(error))
     assert (again.rank, str(again)) == (3, str(error)) and PeerLost("setup", -1, 0.0).rank is None

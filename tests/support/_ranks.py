@@ -5,6 +5,7 @@ or MPI.
 import contextlib
 import gc
 import io
+import logging
 import os
 import pickle
 import runpy
@@ -313,6 +314,19 @@ def with_communicator(kind, function, *args):
         return function(communicator, *args)
     finally:
         communicator.close()
+
+
+@contextlib.contextmanager
+def logged(word=""):
+    """Yield a list of the messages with `word` that gradcomp logs within."""
+    found, log, handler = [], logging.getLogger("gradcomp"), logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())
+    handler.addFilter(lambda record: word in record.getMessage())
+    log.addHandler(handler)
+    try:
+        yield found
+    finally:
+        log.removeHandler(handler)
 
 
 def unpacked(comm, function, given):
