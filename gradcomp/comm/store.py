@@ -137,8 +137,8 @@ class Notes:
         self._store, self._rank = store, rank
         # a garbage collector may close a communicator in the middle of anything
         self._lock = threading.RLock()
-        self._reading: dict[str, _Call] = {}
-        self._found: dict[str, tuple[int, str]] = {}
+        self._reading: _Call | None = None
+        self._found: dict[str, tuple[int, str]] = {}  # by "note" and "closed"
         self._written = False
 
     def give_up(self, reason: str, rank: int | None = None) -> None:
@@ -181,13 +181,14 @@ class Notes:
 
     def look(self, patience_s: float) -> tuple[int, str] | None:
         """Return (rank, what it did) of a peer that has given up; None if unknown in time."""
-        return self._find("note", patience_s)
+        return self._read(patience_s).get("note")
 
     def look_for_cause(self, patience_s: float) -> tuple[int, str] | None:
         """As `look`, after a connection broke: a peer that has closed comes first, since others
         gave up because of it.
         """
-        return self._find("closed", patience_s) or self.look(patience_s)
+        found = self._read(patience_s)
+        return found.get("closed") or found.get("note")
 
     def _leave(self, key: str, rank: int, what: str) -> None:
         with self._lock:
@@ -197,26 +198,27 @@ class Notes:
             call = _Call(self._store, lambda: self._write(key, rank, what))
             call.join(0.0 if _is_silent() else WRITE_S)
 
-    def _find(self, key: str, patience_s: float) -> tuple[int, str] | None:
+    def _read(self, patience_s: float) -> dict[str, tuple[int, str]]:
+        """Return what is known of peers after a look at the store, if it answers in time."""
         with self._lock:
-            reading = self._reading.get(key)
-            if key not in self._found and (reading is None or reading.ended):
+            reading = self._reading
+            if reading is None or reading.ended:
                 if reading is None and _is_silent():
-                    return None
-                reading = self._reading[key] = _Call(self._store, lambda: self._read(key))
-        if reading is not None:
-            reading.join(0.0 if reading.is_late() else patience_s)
-        return self._found.get(key)
+                    return self._found
+                reading = self._reading = _Call(self._store, self._find)
+        reading.join(0.0 if reading.is_late() else patience_s)
+        return self._found
 
     def _write(self, key: str, rank: int, what: str) -> None:
         if self._store.add(f"count of {key}", 1) == 1:
             self._store.set(key, json.dumps([rank, what]).encode())
 
-    def _read(self, key: str) -> None:
-        if self._store.check([key]):
-            rank, what = json.loads(bytes(self._store.get(key)))
-            if rank != self._rank:
-                self._found[key] = int(rank), str(what)
+    def _find(self) -> None:
+        for key in ("note", "closed"):  # a rank has closed before others give up because of it
+            if key not in self._found and self._store.check([key]):
+                rank, what = json.loads(bytes(self._store.get(key)))
+                if rank != self._rank:
+                    self._found[key] = int(rank), str(what)
 
 
 class _Call:

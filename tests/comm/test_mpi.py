@@ -2,7 +2,6 @@
 peers that are lost.
 """
 
-import hashlib
 import re
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from _averages import CODECS, average_over, check
+from _golden import Recorder, digest_of
 from _ranks import mpi_environment, mpi_python, mpirun, with_communicator
 
 import gradcomp
@@ -79,29 +79,18 @@ def written(tmp_path, name):
 # ---- the same as elsewhere -----------------------------------------------------------------------
 
 
-def sent_bytes(comm, codec, exchange):
-    """Return a hash of everything that this rank hands to its communicator, as it stands when
-    the transfer ends, and the averages.
-    """
-    log = hashlib.sha256()
-    for name in ("_start_max", "_start_all_to_all", "_start_all_gather"):
-        start = getattr(comm, name)
-
-        def record(send, *rest, start=start, name=name):
-            log.update(f"{name} {[list(r) for r in rest if isinstance(r, list)]}".encode())
-            log.update(send.numpy().tobytes())
-            return start(send, *rest)
-
-        setattr(comm, name, record)
-    averages = average_over(comm, codec, (37, 45), exchange, 2)
-    return log.hexdigest(), averages
+def sent(comm, codec, exchange):
+    """Return a digest of the payloads that this rank sends, and the averages."""
+    with Recorder() as recorder:
+        averages = average_over(comm, codec, (37, 45), exchange, 2)
+    return digest_of(recorder.sent), averages
 
 
 CASES = [(name, exchange) for name in CODECS for exchange in ("all_gather", "reduce_scatter")]
 
 
 def all_sent(kind):
-    return [with_communicator(kind, sent_bytes, CODECS[name], exchange) for name, exchange in CASES]
+    return [with_communicator(kind, sent, CODECS[name], exchange) for name, exchange in CASES]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])

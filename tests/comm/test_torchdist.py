@@ -107,7 +107,7 @@ def test_a_communicator_gives_its_sockets_back_with_or_without_close(close, gloo
         assert after[0] <= before[0] and after[1] <= before[1]
 
 
-def few_descriptors():
+def too_few_descriptors_are_said_before_anything_is_opened():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     before, needed = steady(descriptors), 3 * (1 + 4)
     refusal = rf"3 gloo groups of 2 ranks need {needed} .*ulimit -n 65536"
@@ -123,11 +123,7 @@ def few_descriptors():
     return opened == needed
 
 
-def test_too_few_descriptors_are_said_before_anything_is_opened(gloo):
-    assert gloo(2, few_descriptors) == [True, True]
-
-
-def forgotten_close():
+def a_rank_that_forgets_to_close_holds_nobody_up():
     """A rank that has closed and one that forgot to make their next communicator together."""
     first = TorchCommunicator(timeout_s=20)
     first.all_gather_bytes(b"x", 20, Channel.FIRST)
@@ -137,14 +133,10 @@ def forgotten_close():
     return second.all_gather_bytes(b"%d" % second.rank, 20, Channel.FIRST)
 
 
-def test_a_rank_that_forgets_to_close_holds_nobody_up(gloo):
-    assert gloo(2, forgotten_close) == [[b"0", b"1"]] * 2
-
-
 # ---- timeouts ------------------------------------------------------------------------------------
 
 
-def own_timeout():
+def the_timeout_is_the_process_groups_own():
     weight = torch.nn.Parameter(torch.zeros(40, 40))
     state = gradcomp.ddp.register(
         torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2)), "terngrad"
@@ -154,10 +146,6 @@ def own_timeout():
     state.close()
     averager.close()
     return found, group_timeout_s(dist.group.WORLD)
-
-
-def test_the_timeout_is_the_process_groups_own(gloo):
-    assert gloo(2, own_timeout) == [({1800}, 1800)] * 2
 
 
 def warned(timeout_s):
@@ -178,28 +166,35 @@ def test_a_process_group_that_waits_far_longer_is_warned_of_once(gloo):
 # ---- ranks that leave ----------------------------------------------------------------------------
 
 
-def aborts():
+def waits_end_soon_when_this_rank_gives_up():
     """Rank 0 is aborted by another of its threads while it waits, and then closes."""
-    comm = TorchCommunicator(timeout_s=40)
+    comm, why = TorchCommunicator(timeout_s=40), "this rank has given up"
     if comm.rank == 0:
         recv = torch.zeros(2, dtype=torch.uint8)
         works = [comm.start_all_gather(recv[:1], recv, c) for c in (Channel.FIRST, Channel.SECOND)]
         begun = time.monotonic()
         threading.Timer(0.1, comm.abort, ["another stage failed"]).start()
         for work in works:
-            with pytest.raises(
-                ConnectionError, match="this rank has given up: another stage failed"
-            ):
+            with pytest.raises(ConnectionError, match=f"{why}: another stage failed"):
                 work.wait(30)
-        with pytest.raises(ConnectionError, match="this rank has given up"):
+        with pytest.raises(ConnectionError, match=why):
             comm.start_all_gather(recv[:1], recv, Channel.SCALE)
         comm.close()  # with collectives under way
         assert time.monotonic() - begun < 10
     dist.barrier()
 
 
-def test_waits_end_soon_when_this_rank_gives_up(gloo):
-    gloo(2, aborts)
+BODIES = [  # what each of two ranks does and returns
+    (too_few_descriptors_are_said_before_anything_is_opened, True),
+    (a_rank_that_forgets_to_close_holds_nobody_up, [b"0", b"1"]),
+    (the_timeout_is_the_process_groups_own, ({1800}, 1800)),
+    (waits_end_soon_when_this_rank_gives_up, None),
+]
+
+
+@pytest.mark.parametrize(("body", "wanted"), BODIES, ids=[body.__name__ for body, _ in BODIES])
+def test_of_two_ranks(body, wanted, gloo):
+    assert gloo(2, body) == [wanted] * 2
 
 
 def refuse(*_):

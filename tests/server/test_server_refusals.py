@@ -113,20 +113,6 @@ def test_payloads_of_one_round_must_be_alike(field):
         assert push is None or (isinstance(push, PeerMismatch) and push.field == field)
 
 
-def push_of_bits(client, index, bits):
-    payload = EntropyCoded(bits[index]).encode(torch.linspace(-1, 1, 5000))
-    client.init_parameter("x", [EntropyCoded(2.2).payload_nbytes(5000, 2)], "uint8")
-    push = caught(client.push_parameter, "x", payload)
-    meet(client)  # a worker that closes leaves the round of the others open
-    return push
-
-
-def test_a_payload_of_other_bits_has_another_size():
-    """Of a key that does not know the codec: its size says the bits."""
-    same, other = run(push_of_bits, [2.2, 2.3])[0]
-    assert same is None and isinstance(other, ValueError) and "takes" in str(other)
-
-
 # ---- payloads that do not decode -----------------------------------------------------------------
 
 
@@ -292,16 +278,13 @@ def test_clients_and_servers_refuse_wrong_places_and_options(call, rank, servers
     assert isinstance(error, ValueError) and all(word in str(error) for word in words)
 
 
-def test_servers_by_number_are_the_last_ranks():
-    assert messages.server_ranks(2, 5) == (3, 4) and messages.server_ranks((2, 0), 3) == (2, 0)
-
-
 def test_keys_are_spread_by_a_pinned_hash_and_shards_in_turns():
     names = [f"layer{n}.weight" for n in range(300)]
     homes = [messages.home_of(name, (4, 5, 6)) for name in names]
     assert all(70 < homes.count(rank) < 130 for rank in (4, 5, 6))
     pinned = {"max_abs_grad": 1, "op_id_grads": 1, "ключ": 2}
     assert {key: messages.home_of(key, (0, 1, 2)) for key in pinned} == pinned
+    assert messages.server_ranks(2, 5) == (3, 4) and messages.server_ranks((2, 0), 3) == (2, 0)
     homes = [messages.home_of("embedding", (4, 5, 6), shard) for shard in range(1, 301)]
     assert [homes.count(rank) for rank in (4, 5, 6)] == [100] * 3
     assert messages.home_of("embedding", (4, 5, 6)) == homes[0]
