@@ -80,9 +80,7 @@ def gloo_takes(found: Sequence[Interface], variable: str | None = None) -> Choic
 
 
 def _by_host_name(found: Sequence[Interface]) -> Choice:
-    """As gloo does without the variable: by what the host name resolves to and this host can
-    bind, else the loopback.
-    """
+    """As gloo without the variable: the host name's address if it is one here, else loopback."""
     host = socket.gethostname()
     names = tuple(one.name for one in found if one.kind == "loopback" and one.is_up)[:1]
     why = "no address of this host, so gloo falls back to the loopback"
@@ -123,9 +121,7 @@ def _interface(name: str) -> Interface:
 
 
 def _flags(name: str) -> int:
-    """Return the flags of an interface of this process's network namespace; /sys may be mounted
-    for another one.
-    """
+    """Return an interface's flags in this network namespace; /sys may be another one's."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             found = fcntl.ioctl(probe, SIOCGIFFLAGS, struct.pack("256s", name.encode()[:15]))

@@ -175,9 +175,7 @@ def _kernels(found: Found) -> Said:
 
 
 def _network(found: Found) -> Said:
-    """Interfaces that gloo takes: missing, the loopback between hosts, a bridge, a slow one. Name
-    servers that do not answer.
-    """
+    """Interfaces that gloo takes: missing, loopback, a bridge, slow. Slow name servers."""
     cards, over_mpi = found["ranks"], found["over"] == "mpi"
     level: Level = "note" if over_mpi else "wrong"
     of_mpi = " (gloo's; an MPI chooses by itself)" if over_mpi else ""

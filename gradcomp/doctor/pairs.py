@@ -42,9 +42,7 @@ class Pair(NamedTuple):
 
 
 def rounds(world_size: int) -> list[list[tuple[int, int]]]:
-    """Return all pairs of ranks in as few rounds as possible; the pairs of one round have no rank
-    in common.
-    """
+    """Return all pairs of ranks in as few rounds as possible, every rank once in a round."""
     seats = [*range(world_size), *([-1] if world_size % 2 else [])]
     out = []
     for _ in range(len(seats) - 1):
@@ -117,9 +115,7 @@ def measure_pair(
 
 
 def _bandwidth(comm: Communicator, latency_s: float, message_s: float) -> tuple[float, float, int]:
-    """Return the bits a second of the slower direction and of both at once, and the bytes of the
-    longest message; the best of several.
-    """
+    """Return the best bits/s of the slower direction and of both at once, and a message's bytes."""
     nbytes = FIRST_NBYTES
     while True:
         seconds = [_message_s(comm, nbytes, senders) for senders in ((0,), (1,))]
@@ -135,9 +131,7 @@ def _bandwidth(comm: Communicator, latency_s: float, message_s: float) -> tuple[
 
 
 def _message_s(comm: Communicator, nbytes: int, senders: Sequence[int]) -> float:
-    """Return the seconds until a message has come from each of `senders`, the same on both
-    ranks.
-    """
+    """Return the seconds, alike on both ranks, until all of `senders`' messages have come."""
     sent, received = [0, 0], [0, 0]
     sent[1 - comm.rank] = nbytes * (comm.rank in senders)
     received[1 - comm.rank] = nbytes * (1 - comm.rank in senders)

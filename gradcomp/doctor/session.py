@@ -217,9 +217,7 @@ def _measure(me: Me, words: Words, go: Found) -> Found:
 
 
 def members_of(hosts: Sequence[str]) -> list[int]:
-    """Return the ranks of a probe, out of the `hosts` of all: one each of up to three hosts, or up
-    to three of one host.
-    """
+    """Return the ranks of a probe: one each of up to three `hosts`, or up to three of one host."""
     firsts = [hosts.index(host) for host in dict.fromkeys(hosts)]
     others = [rank for rank in range(len(hosts)) if rank not in firsts]
     return sorted((firsts + (others if len(firsts) == 1 else []))[:3])

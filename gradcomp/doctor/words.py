@@ -37,9 +37,7 @@ class Words:
         return bool(self._ask("check", [f"{key}/{source}/{self.rank}"]))
 
     def collect(self, sources: Iterable[int], key: str, timeout_s: float) -> dict[int, Any]:
-        """Return what ranks have left for this one, by rank. Ranks that have left nothing within
-        `timeout_s` are missing in it.
-        """
+        """Return what ranks leave for this one within `timeout_s`, by rank; silent ones lack."""
         found: dict[int, Any] = {}
         missing, deadline, pause = set(sources), time.monotonic() + timeout_s, 0.0005
         while True:

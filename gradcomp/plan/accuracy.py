@@ -142,9 +142,7 @@ class Measured:
         return math.copysign(math.inf, self.loss) if self.loss else 0.0
 
     def given(self, *, start: bool = True) -> str:
-        """Return the options as they are written, "" for none; without those of the warm start if
-        `start` is false.
-        """
+        """Return the options as written in code, "" for none; `start`: the warm start's, too."""
         words = ["precondition=True"] if self.precondition else []
         if self.every > 1:
             words.append(f"sync_every={self.every}")
@@ -260,9 +258,7 @@ TABLE = (
 
 
 def decayed(codec: Codec, optimizer: Any) -> Codec:
-    """Return a codec whose residual decay is open with the decay that was measured for the
-    optimizer's class, 1 if none was.
-    """
+    """Return a codec, an open residual decay set to the one measured for the optimizer, or 1."""
     if not isinstance(codec, FeedbackCodec) or not codec.error_feedback:
         return codec
     if codec.residual_decay is not None:
@@ -282,9 +278,7 @@ def written(codec: Codec) -> str:
 
 
 def family_of(optimizer: Any) -> str | None:
-    """Return the family of an optimizer by the names of its class and of that class's bases;
-    None: not in the table. A class or a name is a TypeError.
-    """
+    """Return the family of an optimizer, by its class and bases; None: not in the table."""
     if isinstance(optimizer, (str, type)):
         raise TypeError(
             f"optimizer must be an optimizer, such as torch.optim.AdamW(...), got {optimizer!r}"

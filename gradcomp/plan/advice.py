@@ -147,9 +147,7 @@ def warning_of(
 
 
 def _as_measured(row: Measured, ranks: int) -> bool:
-    """Whether the codec of a row has the second phase among so many ranks that it was measured
-    with.
-    """
+    """Whether a row's codec has among so many ranks the second phase it was measured with."""
     return row.phase_of(row.codec) == row.codec.resolved_second_phase(ranks)
 
 
@@ -175,9 +173,7 @@ def _with(row: Measured, mine: Options, given: CommonOptions, scales: bool) -> O
 
 
 def _not_thin(codec: Codec, options: Options, sources: Sequence[Source]) -> Codec:
-    """Return the codec with scales of blocks in place of rows where rows are so short that
-    scales cost more than codes.
-    """
+    """Return the codec with blocks in place of rows where scales of short rows outweigh codes."""
     shapes = [(source.name, storage_shape(source.like)) for source in sources]
 
     def compressed(codec: Codec) -> list[Parameter]:

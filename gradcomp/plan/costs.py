@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from gradcomp.arguments import check_integer
 from gradcomp.codecs import KINDS, Codec, EntropyCoded, Identity
 from gradcomp.comm.rounds import all_gather_rounds, all_to_all_rounds, max_rounds, ring_bytes
 from gradcomp.exchange.sizing import Strategy, choose
@@ -16,7 +17,6 @@ from gradcomp.payload.form import removal
 from gradcomp.payload.parameters import Parameter
 from gradcomp.payload.pieces import ByElements
 from gradcomp.plan.nbytes import collective_bytes, ddp_buckets
-from gradcomp.plan.nodes import integer
 
 FP32_NBYTES = 4
 
@@ -42,7 +42,7 @@ class LocalSteps:
 
     def __post_init__(self) -> None:
         for name, least in (("every", 1), ("fragments", 1), ("delay", 0)):
-            integer(name, getattr(self, name), least)
+            check_integer(name, getattr(self, name), least)
         if self.fragments > self.every or self.delay >= self.every:
             raise ValueError(
                 f"{self.fragments} fragments and a delay of {self.delay} do not go into"
@@ -149,9 +149,7 @@ def find_method(name: str) -> Method:
 
 
 def between(method: Method, nodes: int) -> Method:
-    """Return how a method travels between nodes: itself, or if it is hierarchical the codec's
-    own exchange among that many.
-    """
+    """Return how a method travels between nodes: if hierarchical by the codec's own exchange."""
     if method.exchange != "hierarchical" or method.codec is None:
         return method
     if nodes == 1:
@@ -185,9 +183,7 @@ class Collective:
 
     @staticmethod
     def of(kind: str, nbytes: int, ranks: int, node_ranks: int = 1) -> Collective:
-        """Return a collective between pairs of ranks (all_to_all), or around a ring, in which one
-        rank of a node sends to the next node.
-        """
+        """Return a collective of pairs (all_to_all), or of a ring that leaves each node once."""
         if kind == "all_to_all":
             leaving = nbytes * (ranks - node_ranks) // max(1, ranks - 1)
             rounds = all_to_all_rounds(ranks)
@@ -238,8 +234,7 @@ def plan_buckets(
     node_ranks: int = 1,
 ) -> list[Bucket]:
     """Return the exchange of every bucket on rank 0, in the order in which backward makes them
-    ready; arguments as of `gradcomp.plan.nbytes.predict_bytes`, and the ranks of a node, which
-    divide `world_size`.
+    ready; arguments as of `gradcomp.plan.nbytes.predict_bytes`. `node_ranks` divides `world_size`.
     """
     buckets = ddp_buckets(method.codec or Identity(), shapes, bucket_cap_mb=bucket_cap_mb)
     return [_plan_bucket(method, bucket, world_size, node_ranks) for bucket in buckets]
@@ -272,9 +267,7 @@ def _plan_bucket(method: Method, parameters: list[Parameter], n: int, node_ranks
 def _plan_hierarchical(
     method: Method, parameters: list[Parameter], nodes: int, node_ranks: int
 ) -> Bucket:
-    """Return fp32 shares inside nodes, without headers, and between them the codec's own exchange
-    of what each of a node's ranks owns, in scale groups of its own.
-    """
+    """Return fp32 inside nodes, without headers, and the codec's own exchange of shares between."""
     share, numel = ByElements(node_ranks), sum(p.numel for p in parameters)
     owned = [replace(p, numel=share.numel(p.numel, 0)) for p in parameters]
     packed = _plan_bucket(between(method, nodes), owned, nodes, 1)

@@ -6,8 +6,8 @@ import math
 import re
 from dataclasses import dataclass
 
-from gradcomp.arguments import suggestion
-from gradcomp.plan.nodes import exact, integer
+from gradcomp.arguments import check_integer, suggestion
+from gradcomp.plan.nodes import exact
 
 RATE_UNITS = {"Tbit": 1e12, "Gbit": 1e9, "Mbit": 1e6, "kbit": 1e3, "bit": 1.0}
 TIME_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
@@ -64,7 +64,7 @@ class Node:
     inside: Link = Link(math.inf)
 
     def __post_init__(self) -> None:
-        integer("ranks of a node", self.ranks, 1)
+        check_integer("ranks of a node", self.ranks, 1)
 
 
 def parse_link(text: str, latency: str | None = None) -> Link:

@@ -199,9 +199,7 @@ def slice_bounds(
 def sliced_nbytes(
     parameters: Sequence[Parameter], bounds: Sequence[NDArray[np.int64]], form: Form
 ) -> NDArray[np.int64]:
-    """Return the bytes of each slice of what each rank owns, headers included: ``(count,
-    world_size)``.
-    """
+    """Return the bytes of each slice of each rank's part, headers included: ``(count, ranks)``."""
     total = np.full_like(bounds[0][1:], HEADER_NBYTES)
     for p, cuts in zip(parameters, bounds, strict=True):
         first, last = cuts[:-1], cuts[1:]

@@ -77,14 +77,3 @@ def exact(name: str, value: float, *, positive: bool = False) -> Fraction:
         least = "positive" if positive else "at least 0"
         raise ValueError(f"{name} must be {least} and finite, got {value!r}")
     return Fraction(value) if isinstance(value, (int, float, Fraction)) else Fraction(float(value))
-
-
-def integer(name: str, value: int, least: int) -> int:
-    """Return an argument.
-
-    Raises:
-        ValueError: not an integer, or smaller than `least`.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-    return value

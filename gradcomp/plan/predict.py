@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from gradcomp.comm.rounds import ring_bytes
@@ -55,9 +55,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Crossing:
-    """Where another method becomes the fastest: on `nodes`, not on one node fewer. Of methods
-    within 1 % the first counts.
-    """
+    """On `nodes`, not on one fewer, `after` is the fastest; within 1 % the first counts."""
 
     nodes: int
     before: str
@@ -82,6 +80,9 @@ class Prediction:
     counts: tuple[int, ...]
     tolerance: Tolerance
     repeated: tuple[Rates, ...] = ()
+    _simulated: dict[tuple[str, int], Simulation] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def rates(self) -> Rates:
@@ -103,16 +104,11 @@ class Prediction:
         Raises:
             KeyError: that was not predicted.
         """
-        for row in self.rows:
-            if row.method.name == method and row.result.nodes == nodes:
-                return row.result
-        raise KeyError((method, nodes))
+        return {(row.method.name, row.result.nodes): row.result for row in self.rows}[method, nodes]
 
     @cached_property
     def candidates(self) -> list[Method]:
-        """The methods that may be recommended: those that `tolerance` permits, or all where it
-        permits none.
-        """
+        """The methods that may be recommended: those that `tolerance` permits; if none, all."""
         return [m for m in self.methods if self.tolerance.permits(m)] or list(self.methods)
 
     @property
@@ -140,9 +136,7 @@ class Prediction:
 
     @cached_property
     def method(self) -> Method:
-        """The method recommended: the fastest, or the first without a codec that is hardly
-        slower.
-        """
+        """The method recommended: the fastest, or the first without a codec within 5 % of it."""
         fastest = self.fastest(self.nodes)
         limit = (1 + ENOUGH) * self.seconds(fastest, self.nodes)
         plain = (m for m in self.candidates if m.keeps_loss)
@@ -155,9 +149,7 @@ class Prediction:
 
     @property
     def speedup(self) -> float:
-        """Seconds a step of fp32 over those of `method`, on `nodes`; 1 if fp32 was not asked
-        for.
-        """
+        """Seconds a step of fp32 over those of `method`, on `nodes`; 1 without fp32."""
         took = self.seconds(self.method, self.nodes)
         return self.simulated(self.plain, self.nodes).seconds / took if self.plain and took else 1.0
 
@@ -187,9 +179,7 @@ class Prediction:
 
     @cached_property
     def break_even_range(self) -> tuple[float, float] | None:
-        """The lowest and the highest such rate with each of `repeated`; None where there is no such
-        rate.
-        """
+        """The lowest and the highest such rate with each of `repeated`; None for no rate."""
         even = self.break_even_bits_per_s
         if not even or even == math.inf:
             return None
@@ -233,19 +223,12 @@ class Prediction:
                 text = f"Do not distribute: one node alone takes {once} a step. Else: {text}"
         return text
 
-    @cached_property
-    def _simulated(self) -> dict[tuple[str, int], Simulation]:
-        return {}
-
     def simulated(self, method: Method, n: int) -> Simulation:
         """Return any method's simulation on any number of nodes."""
         key = method.name, n
         if key not in self._simulated:
-            self._simulated[key] = self._simulate(self.setting, method, n)
+            self._simulated[key] = self.setting.simulate(self.tolerance.as_measured(method), n)
         return self._simulated[key]
-
-    def _simulate(self, setting: Setting, method: Method, n: int) -> Simulation:
-        return setting.simulate(self.tolerance.as_measured(method), n)
 
     def seconds(self, method: Method, n: int) -> float:
         """Return seconds a step over a whole run, its warm start included."""
@@ -268,9 +251,9 @@ class Prediction:
 
         def pays(rate: float) -> bool:
             link = Link(rate, self.setting.link.latency_s)
-            setting = replace(self.setting, link=link, rates=rates)
-            limit = self._simulate(setting, plain, n).seconds / (1 + ENOUGH)
-            return any(self._simulate(setting, m, n).seconds < limit for m in others)
+            at = replace(self, setting=replace(self.setting, link=link, rates=rates))
+            limit = at.simulated(plain, n).seconds / (1 + ENOUGH)
+            return any(at.simulated(m, n).seconds < limit for m in others)
 
         low, high = RATE_RANGE
         if pays(high):
@@ -349,9 +332,7 @@ def ways(node: Node) -> tuple[Method, ...]:
 def to_calibrate(
     methods: Sequence[Method], counts: Sequence[int], node: Node = ALONE
 ) -> list[Method]:
-    """Return the methods whose rates simulations of `methods` on so many nodes need, and of what
-    may be mentioned beside them.
-    """
+    """Return the methods whose rates are needed, with those that may be mentioned (`rare`)."""
     found: dict[str, Method] = {}
     for method in (*methods, *(rare(n, node) for n in counts)):
         wanted = [method]

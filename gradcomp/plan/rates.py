@@ -42,8 +42,8 @@ from gradcomp.plan.nodes import exact
 
 STAGES = ("statistics", "encode", "owner", "decode")
 CAST_STAGES = ("cast", "uncast")
-# stand beside the methods: what exchanges after local steps, and with ``precondition=True`` take
-# besides
+# Beside the methods, with the one stage "apply": what exchanges after local steps, and with
+# ``precondition=True``, take more.
 OUTER, PRECONDITION = "outer step", "precondition"
 SIZES = (1 << 13, 1 << 20)  # elements
 WORLD_SIZES = (2, 8)
@@ -87,38 +87,30 @@ class Rates:
     def stage_seconds(
         self, method: Method, world_size: int, numel: int, owned: int
     ) -> tuple[float, ...]:
-        """Return the seconds of every stage of a bucket of `numel` values, of which the rank owns
-        `owned`.
-        """
+        """Return the seconds of every stage of a bucket: its values, and those the rank owns."""
         rates = self.stages.get(method.name, {})
         seconds = [
             rates.get(stage, FREE_STAGE).seconds(_features(method, stage, world_size, numel, owned))
             for stage in _stages_of(method)
         ]
         if method.precondition:
-            seconds[STAGES.index("encode")] += self._besides(PRECONDITION, numel)
+            seconds[STAGES.index("encode")] += self.apply_seconds(PRECONDITION, numel)
         return tuple(seconds)
 
-    def outer_seconds(self, numel: int) -> float:
-        """Return the seconds of forming so many values' pseudo-gradients and of applying their
-        average.
+    def apply_seconds(self, name: str, numel: int) -> float:
+        """Return the seconds of `OUTER` (forming pseudo-gradients of so many values and applying
+        their average) or of `PRECONDITION`.
         """
-        return self._besides(OUTER, numel)
-
-    def _besides(self, name: str, numel: int) -> float:
         return self.stages.get(name, {}).get("apply", FREE_STAGE).seconds(_per_value(numel))
 
     @staticmethod
     def median(repeated: Sequence[Rates]) -> Rates:
         """Return the median of every rate of several measurements of the same methods."""
-
-        def middle(method: str, stage: str) -> StageRate:
+        out: dict[str, dict[str, StageRate]] = {m: {} for m in repeated[0].stages}
+        for method, stage in ((m, s) for m, stages in repeated[0].stages.items() for s in stages):
             found = (astuple(one.stages[method][stage]) for one in repeated)
-            return StageRate(*map(statistics.median, zip(*found, strict=True)))
-
-        return Rates(
-            {m: {s: middle(m, s) for s in stages} for m, stages in repeated[0].stages.items()}
-        )
+            out[method][stage] = StageRate(*map(statistics.median, zip(*found, strict=True)))
+        return Rates(out)
 
     def to_dict(self) -> dict[str, dict[str, dict[str, float]]]:
         """Return plain dictionaries, for JSON."""
@@ -138,8 +130,8 @@ class Rates:
             found = json.loads(path.read_text(encoding="utf-8"))
             found = found.get("rates", found)
             for method, stages in found.items():
-                beside = method in (OUTER, PRECONDITION)
-                names = ("apply",) if beside else _stages_of(find_method(method))
+                alone = method in (OUTER, PRECONDITION)
+                names = ("apply",) if alone else _stages_of(find_method(method))
                 for unknown in sorted(set(stages) - set(names)):
                     raise ValueError(f"{method} has no stage {unknown!r}, only {', '.join(names)}")
             return Rates({m: {s: StageRate(**r) for s, r in v.items()} for m, v in found.items()})
@@ -308,9 +300,7 @@ def _outer_step(numel: int) -> Callable[[], None]:
 
 
 def _fit(points: Sequence[tuple[Features, float]]) -> StageRate:
-    """Return the rates with the least relative squares, none of them negative (columns are
-    dropped until that is so).
-    """
+    """Return the rates of least relative squares; columns are dropped until none is negative."""
     rows = np.array([features for features, _ in points])
     seconds = np.array([max(s, 1e-9) for _, s in points])
     kept = [c for c in range(rows.shape[1]) if rows[:, c].any()]

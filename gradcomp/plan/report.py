@@ -25,9 +25,7 @@ SHORT = {FAMILIES["adam"]: "AdamW", FAMILIES["sgd"]: "SGD"}  # heads of columns:
 
 
 def print_prediction(console: Console, model: Model, found: Prediction) -> None:
-    """Print what was assumed, seconds of every method, the fastest in detail, crossings and the
-    recommendation.
-    """
+    """Print what was assumed, the tables, what is known of accuracy, the recommendation."""
     setting, work, node = found.setting, found.setting.workload, found.setting.node
     scaling = f"a {'node' if node.ranks == 1 else 'rank'}" if work.weak else "over all nodes"
     link = "collectives as measured" if setting.as_measured else f"link {setting.link}"
@@ -131,9 +129,7 @@ def accuracy_lines(found: Prediction) -> list[str]:
 
 
 def spread_lines(found: Prediction) -> list[str]:
-    """Return how far measurements of the codecs' CPU time differ, a line; none where they were
-    not repeated.
-    """
+    """Return a line on how far repeated timings of the codecs differ; none without repeats."""
     method = next((m for m in (found.method, *found.candidates) if m.compresses), None)
     if method is None or len(found.repeated) < 2:
         return []

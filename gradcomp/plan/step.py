@@ -1,9 +1,9 @@
 """Predict the seconds of one training step of N nodes, from the work of one rank.
 
-A rank is a list of jobs: forward, pieces of backward, the pipeline's stages, what links pass, the
-update. A job begins when the jobs that it follows have ended and its resource is free; resources
-serve jobs in the order in which they become ready (list scheduling). There are a main core, cores
-for the codecs, the node's link, the link inside a node, and what moves bytes behind the links.
+A rank is a list of jobs: forward, pieces of backward, the pipeline's stages, transfers over links,
+the update. A job begins when the jobs that it follows have ended and its resource is free;
+resources serve jobs in the order in which they become ready (list scheduling). There are a main
+core, cores for the codecs, the node's link, the link inside a node, and the transport.
 
 Backward makes buckets ready in DDP's order. Each bucket goes through the stages of the pipeline,
 a stage a thread: a stage waits for the collective that the stage before started, works, and starts
@@ -29,6 +29,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, count
 from statistics import fmean
 
+from gradcomp.arguments import check_integer
 from gradcomp.comm.rounds import ring_bytes
 from gradcomp.plan.costs import (
     IDENTITY,
@@ -42,7 +43,7 @@ from gradcomp.plan.costs import (
 )
 from gradcomp.plan.links import Link, Node
 from gradcomp.plan.nodes import exact
-from gradcomp.plan.rates import FREE, Rates
+from gradcomp.plan.rates import FREE, OUTER, Rates
 from gradcomp.plan.workload import ALONE, EVEN, Simulation, Stragglers, Transport, Workload
 
 BACKWARD_PIECES = 16
@@ -141,8 +142,7 @@ class Setting:
 
     def simulate(self, method: Method, nodes: int) -> Simulation:
         """Return what a step of so many nodes takes."""
-        if isinstance(nodes, bool) or not isinstance(nodes, int) or not 1 <= nodes <= MAX_NODES:
-            raise ValueError(f"nodes must be an integer from 1 to {MAX_NODES}, got {nodes!r}")
+        check_integer("nodes", nodes, 1, MAX_NODES)
         if method.local is not None:
             return self._local_steps(method.each_step, method.local, nodes)
         work, halves, ranks = self.workload, 1 + self.double_buffering, nodes * self.node.ranks
@@ -168,11 +168,9 @@ class Setting:
         computing = halves * (mean * compute + update)
         waiting = min(halves * (slowest - mean) * compute, max(0.0, seconds - computing))
         exposed = max(0.0, seconds - computing - waiting)
-        hidden = max(0.0, 1 - exposed / exchange) if exchange > 0 else 1.0
         sent = sum(b.leaving_nbytes for b in buckets) * halves if nodes > 1 else 0
-        return Simulation(
-            nodes, seconds, computing, waiting, exposed, exchange, hidden, sent, ranks
-        )
+        parts = seconds, computing, waiting, exposed, exchange
+        return Simulation(nodes, *parts, _hidden(exposed, exchange), sent, ranks)
 
     def _local_steps(self, method: Method, local: LocalSteps, nodes: int) -> Simulation:
         """Return what a step takes where H of them are followed by one exchange, which nothing
@@ -184,15 +182,14 @@ class Setting:
                 "double_buffering exchanges halves of a minibatch; with local steps none is"
                 " exchanged"
             )
-        if local.fragments > len(self.workload.parameters):
+        if local.fragments > (tensors := len(self.workload.parameters)):
             raise ValueError(
-                f"{local.fragments} fragments of {len(self.workload.parameters)} tensors: a"
-                " fragment has at least one"
+                f"{local.fragments} fragments of {tensors} tensors: a fragment has at least one"
             )
         h, work, ranks = local.every, self.workload, nodes * self.node.ranks
         # every rank updates all parameters, and does all of the post-processing
         update = h * (work.t_update + work.t_post)
-        update += self.rates.outer_seconds(work.numel) if ranks > 1 else 0.0
+        update += self.rates.apply_seconds(OUTER, work.numel) if ranks > 1 else 0.0
         whole = replace(work, t_frame=h * work.t_frame, t_post=0.0, t_update=update, overlaps=False)
         calmer = replace(self.stragglers, jitter=self.stragglers.jitter / math.sqrt(h))
         rounds = replace(self, workload=whole, stragglers=calmer)
@@ -211,17 +208,10 @@ class Setting:
                 busy = no_link.simulate(method, nodes).exposed_seconds
             steps = min(h, local.fragments * local.delay)
             exposed = min(exposed, max(busy, exposed - steps * found.compute_seconds / h))
-        return Simulation(
-            nodes,
-            (found.compute_seconds + found.straggler_seconds + exposed) / h,
-            found.compute_seconds / h,
-            found.straggler_seconds / h,
-            exposed / h,
-            exchange / h,
-            max(0.0, 1 - exposed / exchange) if exchange > 0 else 1.0,
-            round(found.sent_nbytes / h),
-            ranks,
-        )
+        computing, waiting = found.compute_seconds, found.straggler_seconds
+        seconds, sent = computing + waiting + exposed, round(found.sent_nbytes / h)
+        parts = (one / h for one in (seconds, computing, waiting, exposed, exchange))
+        return Simulation(nodes, *parts, _hidden(exposed, exchange), sent, ranks)
 
     def schedule(
         self,
@@ -281,9 +271,7 @@ class Setting:
     def _exchange(
         self, jobs: Jobs, worked: Sequence[int], collective: Collective | None
     ) -> list[list[int]]:
-        """Return for every node the jobs that end a collective, which begins on a node when its
-        job of `worked` has ended.
-        """
+        """Return the jobs that end a collective, by node, each begun by its job of `worked`."""
         out = [[job] for job in worked]
         if collective is None:
             return out
@@ -346,51 +334,39 @@ def simulate(
     return setting.simulate(method, nodes)
 
 
+def _hidden(exposed: float, exchange: float) -> float:
+    return max(0.0, 1 - exposed / exchange) if exchange > 0 else 1.0
+
+
 def slice_work(
     method: Method, bucket: Bucket, ranks: int, nodes: int, rates: Rates
 ) -> list[tuple[Stage, ...]]:
-    """Return the stages of a bucket, slice by slice; what a hierarchical exchange does inside a
-    node comes before the first slice and after the last.
-    """
-    if bucket.between is None:
-        return _stages(method, bucket, ranks, rates)
-    _, _, average, unpack = rates.stage_seconds(
-        IDENTITY, ranks // nodes, bucket.numel, bucket.owned_numel
-    )
-    packed = _stages(method, bucket.between, nodes, rates)
-    out = []
-    for number, (measure, *middle, decode) in enumerate(packed):
-        begins, ends = number == 0, number == len(packed) - 1
-        out.append(
-            (
-                Stage(0.0, bucket.collectives[0] if begins else None),
-                replace(measure, seconds=measure.seconds + average * begins),
-                *middle,
-                replace(decode, collective=bucket.collectives[-1] if ends else None),
-                Stage(unpack * ends, None),
-            )
-        )
-    return out
+    """Return the stages of a bucket, slice by slice.
 
-
-def _stages(method: Method, bucket: Bucket, ranks: int, rates: Rates) -> list[tuple[Stage, ...]]:
-    """Return the stages of every slice: alike, but that the first one has the statistics and the
-    round of scales, and the last one all of a second phase that goes in one piece.
+    The first slice alone has the statistics and the round of scales, the last one all of a second
+    phase that goes in one piece. What a hierarchical exchange does inside a node comes before the
+    first slice and after the last.
     """
-    count, collectives = bucket.slices, (*bucket.collectives, None)
-    whole = rates.stage_seconds(method, ranks, bucket.numel, bucket.owned_numel)
-    if count == 1:
-        return [tuple(map(Stage, whole, collectives))]
-    part = rates.stage_seconds(method, ranks, bucket.numel // count, bucket.owned_numel // count)
-    nothing, out = Stage(0.0, None), []
+    packed, members = (bucket, ranks) if bucket.between is None else (bucket.between, nodes)
+    count, nothing, out = packed.slices, Stage(0.0, None), []
+    whole = rates.stage_seconds(method, members, packed.numel, packed.owned_numel)
+    part = rates.stage_seconds(method, members, packed.numel // count, packed.owned_numel // count)
     for number in range(count):
-        stages = [Stage(whole[0], collectives[0]) if number == 0 else nothing]
-        for place, collective in enumerate(collectives[1:], start=1):
-            if place == 1 or not bucket.whole_second:
+        begins, ends = number == 0, number == count - 1
+        stages = [Stage(whole[0], packed.collectives[0]) if begins else nothing]
+        for place, collective in enumerate((*packed.collectives[1:], None), start=1):
+            if place == 1 or not packed.whole_second:
                 stages.append(Stage(part[place], collective and collective.part(count)))
             else:
-                last = number == count - 1
-                stages.append(Stage(whole[place], collective) if last else nothing)
+                stages.append(Stage(whole[place], collective) if ends else nothing)
+        if bucket.between is not None:
+            _, _, average, unpack = rates.stage_seconds(
+                IDENTITY, ranks // nodes, bucket.numel, bucket.owned_numel
+            )
+            scatters, gathers = bucket.collectives[0], bucket.collectives[-1]
+            stages[0] = replace(stages[0], seconds=stages[0].seconds + average * begins)
+            stages[-1] = replace(stages[-1], collective=gathers if ends else None)
+            stages = [Stage(0.0, scatters if begins else None), *stages, Stage(unpack * ends, None)]
         out.append(tuple(stages))
     return out
 

@@ -170,9 +170,7 @@ class Tolerance:
         )
 
     def against(self, method: Method, ratio: float) -> str:
-        """Return the sentence that says why a method that is so many times as fast is not
-        recommended.
-        """
+        """Return the sentence that says why a method that is `ratio` times as fast is left out."""
         row = self.cost(method)
         under = f" under {self.optimizer}" if self.optimizer is not None else ""
         costs = f"costs {row.price}" if row is not None else f"was not measured{under}"

@@ -231,7 +231,7 @@ def test_calibration_finds_rates_that_describe_a_stage(tmp_path):
     # decoding grows with the ranks, encoding does not
     assert more[3] > 4 * few[3] and more[3] > more[1]
     assert 0 < sum(rates.stage_seconds(methods[2], 4, 1 << 22, 1 << 20)) < 1
-    assert rates.outer_seconds(100) == 0.0
+    assert rates.apply_seconds(OUTER, 100) == 0.0
     (tmp_path / "rates.json").write_text(json.dumps(rates.to_dict()))
     assert Rates.load(tmp_path / "rates.json") == rates
 
@@ -241,7 +241,7 @@ def test_calibration_measures_the_outer_step():
     rates = calibrate(methods, sizes=(1 << 10, 1 << 20), world_sizes=(2,))
     assert set(rates.stages) == {OUTER, PRECONDITION, TERNARY.name, ONEBIT.name}
     assert rates.stages[PRECONDITION]["apply"].per_value_s > 0
-    assert 0 < rates.outer_seconds(1 << 20) < rates.outer_seconds(1 << 24) < 60
+    assert 0 < rates.apply_seconds(OUTER, 1 << 20) < rates.apply_seconds(OUTER, 1 << 24) < 60
 
 
 @pytest.mark.parametrize("name", ["terngrad block4", "block4 reduce_scatter"])
