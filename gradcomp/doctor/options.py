@@ -12,10 +12,12 @@ from typing import Any
 from gradcomp.arguments import Parser, count, counts
 from gradcomp.plan.accuracy import TOLERANCES
 from gradcomp.plan.links import parse_seconds
-from gradcomp.plan.tolerance import check_optimizer
+from gradcomp.plan.predict import check_optimizer
 
 SUFFIXES = {"k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}
-MAX_PARAMETERS = 1e12
+SECONDS = "a number of seconds above 0, at most 1e6"
+PARAMETERS = "a number of parameters such as 25000000, 25e6 or 25M"
+NOTHING = 1e-300
 EPILOG = """\
 examples:
   this machine alone, and how to start it on several ranks:
@@ -36,44 +38,40 @@ begins with "wrong"), 2 for a command line that is not understood. Notes do not 
 """
 
 
-def _number(text: str, least: float, most: float, what: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not least < value <= most:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-    return value
+def _number(
+    what: str, least: float, most: float, read: Callable[[str], float] = float
+) -> Callable[[str], float]:
+    """Return a `type` of argparse that reads a number above `least`, and at most `most`."""
 
+    def parse(text: str) -> float:
+        try:
+            value = read(text)
+        except ValueError:
+            value = math.nan
+        if not least < value <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        return value
 
-def _positive(text: str) -> float:
-    return _number(text, 0.0, 1e6, "a number of seconds above 0, at most 1e6")
-
-
-def _tolerance(text: str) -> float:
-    return _number(text, -1e-300, 1e6, "a loss in nats of at least 0")
+    return parse
 
 
 def _duration(text: str) -> float:
     try:
         return parse_seconds(text)
     except ValueError:
-        return _positive(text)
+        return float(text)
 
 
 def _count(text: str) -> float:
     scale = SUFFIXES.get(text[-1:].lower(), 1.0)
-    what = "a number of parameters such as 25000000, 25e6 or 25M"
-    digits = text[:-1] if scale > 1 else text
-    return scale * _number(digits, 0.999 / scale, MAX_PARAMETERS / scale, what)
+    return scale * float(text[:-1] if scale > 1 else text)
 
 
 def _optimizer(text: str) -> str:
     try:
-        check_optimizer(text)
+        return check_optimizer(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    return text
 
 
 # Groups of options: a title, then lines with name, placeholder (none for a switch) and help.
@@ -104,11 +102,11 @@ the timeouts that your script sets
     of torch, 1800)
 """
 TYPES: dict[str, Callable[[str], Any]] = {
-    "S": _positive,
-    "N": _count,
-    "SECONDS": _duration,
+    "S": _number(SECONDS, 0.0, 1e6),
+    "N": _number(PARAMETERS, 0.999, 1e12, _count),
+    "SECONDS": _number(SECONDS, -NOTHING, 1e6, _duration),
     "NAME": _optimizer,
-    "NATS": _tolerance,
+    "NATS": _number("a loss in nats of at least 0", -NOTHING, 1e6),
     "H": count,
     "PIDS": counts,
 }  # by placeholder; all others are texts

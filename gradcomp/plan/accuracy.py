@@ -312,9 +312,7 @@ def ways(
         if row.training.family == family and row.every == every:
             way = row.codec.name, row.codec.form, row.phase_of(row.codec)
             found.setdefault((*way, row.precondition, row.scale_lr, row.start), []).append(row)
-    return [
-        max(rows, key=lambda row: (row.counts, row.excess(tolerances))) for rows in found.values()
-    ]
+    return [max(rows, key=lambda r: (r.counts, r.excess(tolerances))) for rows in found.values()]
 
 
 def expected(

@@ -29,11 +29,10 @@ from gradcomp.plan.costs import METHODS, LocalSteps, Method, between
 from gradcomp.plan.links import Node, format_seconds, parse_link, parse_seconds
 from gradcomp.plan.models import Model, find_model, load_shapes
 from gradcomp.plan.nodes import exact
-from gradcomp.plan.predict import Prediction, to_calibrate, ways
+from gradcomp.plan.predict import Prediction, Tolerance, to_calibrate, ways
 from gradcomp.plan.rates import OUTER, PRECONDITION, Rates, calibrate
 from gradcomp.plan.report import plot, print_prediction, to_dict
 from gradcomp.plan.step import MAX_NODES, Setting
-from gradcomp.plan.tolerance import Tolerance
 from gradcomp.plan.workload import ALONE, Stragglers, Workload
 
 PROGRAM = "python -m gradcomp.plan"

@@ -1,5 +1,12 @@
 """Seconds a step over node counts and methods, where one becomes faster than another, and what
 to do about it.
+
+Seconds a step are seconds to a loss only where steps do as much as fp32's. So a codec whose
+measured loss under an optimizer is more than is tolerated is not recommended, however fast its
+steps are, and all others are taken to need as many steps as fp32. How many steps more a loss takes
+back is not modelled: of fp32's curve there are two points (docs/explanation/accuracy.md), one of
+them a single seed on the slope where attention is learnt, and a line through them would only bound
+those steps from below.
 """
 
 from __future__ import annotations
@@ -10,7 +17,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from gradcomp.arguments import suggestion
 from gradcomp.comm.rounds import ring_bytes
+from gradcomp.engine.rate import DIVIDES, OTHERS
+from gradcomp.plan.accuracy import (
+    FAMILIES,
+    OWN_WARM_UP,
+    TABLE,
+    TOLERANCES,
+    Measured,
+    expected,
+    family_of_names,
+)
+from gradcomp.plan.advice import FALLBACK
 from gradcomp.plan.costs import (
     FP32_NBYTES,
     HIERARCHICAL,
@@ -22,10 +41,9 @@ from gradcomp.plan.costs import (
     find_method,
 )
 from gradcomp.plan.links import Link, Node, format_rates, format_seconds
-from gradcomp.plan.nodes import optimal_nodes
+from gradcomp.plan.nodes import exact, optimal_nodes
 from gradcomp.plan.rates import Rates, calibrate
 from gradcomp.plan.step import Setting
-from gradcomp.plan.tolerance import OMITS, Tolerance
 from gradcomp.plan.workload import ALONE, EVEN, Simulation, Stragglers, Transport, Workload
 
 FP32 = METHODS[0]
@@ -35,6 +53,154 @@ WAITS = 2 / 3  # share of a step in exposed exchange from which local steps are 
 RARELY = LocalSteps(30)  # what was measured
 RATE_RANGE = (1e3, 1e15)  # bits a second between which compression may stop paying
 RATE_TOLERANCE = 0.01
+
+# ---- accuracy ------------------------------------------------------------------------------------
+
+# Names that are understood, in any case; "other" stands for all that are not here.
+_NAMES = """
+adam adamw adamax nadam radam sparseadam adafactor adadelta adagrad rmsprop rprop lamb adabelief
+adan sgd asgd lars lbfgs lion muon shampoo soap sophia splitadamw splitadagrad splitlamb splitsgd
+onebitadam onebitlamb zerooneadam other
+"""
+OPTIMIZERS = tuple(_NAMES.split())
+
+
+def check_optimizer(name: str) -> str:
+    """Return the name of an optimizer; one that is not in `OPTIMIZERS` is a ValueError."""
+    if not name.isidentifier():
+        raise ValueError(f"optimizer must be a name such as adamw, sgd or lamb, got {name!r}")
+    if name.lower() not in OPTIMIZERS:
+        raise ValueError(
+            f"optimizer {name!r} is unknown{suggestion(name, OPTIMIZERS) or ';'} "
+            f"choose one of {', '.join(OPTIMIZERS)}"
+        )
+    return name
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What methods cost in accuracy, and how much of it is tolerated.
+
+    Attributes:
+        optimizer: its name, such as "adamw"; None: not known.
+        limits: the most that may be lost, by unit ("nats", "points").
+        by_seconds: without an optimizer, permit every codec that was measured under one; False:
+            only those that are within the limits under all of them, and the one that
+            ``codec="auto"`` takes where it knows no optimizer.
+
+    Raises:
+        TypeError: a limit that is not a number.
+        ValueError: an unknown optimizer; an unknown unit; a limit that is negative or not finite.
+    """
+
+    optimizer: str | None = None
+    limits: Mapping[str, float] = field(default_factory=lambda: dict(TOLERANCES))
+    by_seconds: bool = True
+
+    def __post_init__(self) -> None:
+        if self.optimizer is not None:
+            check_optimizer(self.optimizer)
+        for unit, limit in self.limits.items():
+            if unit not in TOLERANCES:
+                raise ValueError(f"tolerances are in {' and '.join(TOLERANCES)}, got {unit!r}")
+            exact(f"the tolerance in {unit}", limit)
+        object.__setattr__(self, "limits", {**TOLERANCES, **self.limits})
+
+    @property
+    def columns(self) -> dict[str, str | None]:
+        """Families to show losses of, by their names: that of the optimizer, or all."""
+        if self.optimizer is not None:
+            return {self.optimizer: family_of_names([self.optimizer])}
+        return {name: family for family, name in FAMILIES.items() if family not in OWN_WARM_UP}
+
+    @property
+    def under(self) -> str:
+        """The optimizer as the end of a sentence, "" if it is not known."""
+        return f" under {self.optimizer}" if self.optimizer is not None else ""
+
+    @property
+    def scales_lr(self) -> bool:
+        """Whether ``precondition=True`` comes with a larger learning rate (`gradcomp.engine.rate`)
+        under the optimizer, as in the rows of the table that need it; True without an optimizer.
+        """
+        name = "adam" if self.optimizer is None else self.optimizer.lower()
+        others = (*OTHERS, "split")  # see `gradcomp.plan.advice.resolve_auto`
+        return any(word in name for word in DIVIDES) and not any(word in name for word in others)
+
+    def costs(self, method: Method) -> dict[str, Measured | None]:
+        """Return what a method costs, by column; None: not measured."""
+        local, codec = method.local, method.codec
+        # not measured: an outer optimizer every step, late averages
+        late = local is not None and (local.every == 1 or local.fragments > 1 or local.delay)
+        if codec is None or method.keeps_loss or late:
+            return dict.fromkeys(self.columns)
+        every = 1 if local is None else local.every
+        table = [row for row in TABLE if not row.scale_lr or self.scales_lr]
+        return {
+            name: expected(family, codec, table, self.limits, every)
+            for name, family in self.columns.items()
+        }
+
+    def cost(self, method: Method) -> Measured | None:
+        """Return what a method costs under the optimizer; None: not measured, or no optimizer."""
+        return self.costs(method)[self.optimizer] if self.optimizer is not None else None
+
+    def as_measured(self, method: Method) -> Method:
+        """Return a method with the options that take time and that its loss was measured with."""
+        row = self.cost(method)
+        return method if row is None else replace(method, precondition=row.precondition)
+
+    def permits(self, method: Method) -> bool:
+        """Whether a method may be recommended.
+
+        Without a codec it always may. With an optimizer that is not in the table only the codec
+        may that ``codec="auto"`` takes for it; without an optimizer `by_seconds` decides.
+        """
+        if method.codec is None or method.keeps_loss:
+            return True
+        if self.optimizer is None and self.by_seconds:
+            measured = {row.codec.name for row in TABLE}
+            return not method.compresses or method.codec.name in measured
+        safe = method.codec.name == FALLBACK.name and method.local is None
+        if self.optimizer is not None and self.columns[self.optimizer] is None:
+            return safe
+        within = all(
+            row is not None and row.counts and row.excess(self.limits) <= 1
+            for row in self.costs(method).values()
+        )
+        return within or (safe and self.optimizer is None)
+
+    def start(self, method: Method, methods: Sequence[Method]) -> tuple[float, Method | None]:
+        """Return the share of the steps that a method begins with otherwise, as its loss was
+        measured, and which of `methods` they are then averaged by; None: by fp32.
+        """
+        row = self.cost(method)
+        if row is None or row.warmup_codec is None:
+            return (row.start if row is not None else 0.0), None
+        name = row.warmup_codec.name
+        alike = [m for m in methods if m.codec is not None and m.codec.name == name]
+        same = [m for m in alike if m.name.split()[1:] == method.name.split()[1:]]
+        return row.start, next(iter((*same, *alike)), None)
+
+    def of(self, method: Method) -> str:
+        """Return the sentence on the accuracy of a recommended method, "" for none."""
+        if method.keeps_loss:
+            return ""
+        rows = [row for row in self.costs(method).values() if row is not None]
+        if self.optimizer is not None:
+            if not rows:
+                return f" What it costs in accuracy under {self.optimizer} was not measured."
+            return f" It costs {rows[0].price} ({rows[0].training})."
+        name = method.kind if method.local is None else f"{method.kind} {method.local}"
+        known = ", ".join(f"{row.price} under {row.training.optimizer}" for row in rows)
+        costs = f"{name} costs {known}" if known else f"what {name} costs was not measured"
+        return (
+            f" This is by seconds a step alone: {costs}. Name the optimizer, and what loses too"
+            " much is left out."
+        )
+
+
+# ---- seconds -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -128,10 +294,8 @@ class Prediction:
         a second in weak scaling).
         """
         weak = self.setting.workload.weak
-        pace = {
-            n: min(self.seconds(m, n) for m in self.candidates) / (n if weak else 1)
-            for n in self.counts
-        }
+        best = {n: min(self.seconds(m, n) for m in self.candidates) for n in self.counts}
+        pace = {n: seconds / (n if weak else 1) for n, seconds in best.items()}
         return next(n for n in self.counts if pace[n] <= (1 + ENOUGH) * min(pace.values()))
 
     @cached_property
@@ -214,8 +378,8 @@ class Prediction:
         tolerance = self.tolerance
         text = _by_seconds(self) + _accuracy(self) + _rarely(self)
         if not any(map(tolerance.permits, self.methods)):
-            under = f" under {tolerance.optimizer}" if tolerance.optimizer is not None else ""
-            text = f"Nothing here is known to keep the accuracy{under}; by seconds alone: {text}"
+            known = f"Nothing here is known to keep the accuracy{tolerance.under}"
+            text = f"{known}; by seconds alone: {text}"
         if self.nodes > 1 and not self.setting.workload.weak:
             alone = self.simulated(self.method, 1).seconds
             if alone <= self.best.seconds:
@@ -296,7 +460,7 @@ def predict(
         cores, double_buffering, stragglers, transport: as of `gradcomp.plan.simulate`.
         optimizer: name of the optimizer, such as "adamw" or "sgd": codecs that were measured to
             lose more under it than is tolerated, or were not measured, are not recommended
-            (`gradcomp.plan.tolerance`).
+            (`Tolerance`).
         tolerances: the most that may be lost, by unit: "nats" (0.02 unless given), "points" of
             accuracy (0.3).
         by_seconds: without an optimizer, let seconds alone decide; False: recommend only what loses
@@ -397,13 +561,18 @@ def _accuracy(them: Prediction) -> str:
     counts = them.counts if n == 1 else [n]
     tolerance, left_out = them.tolerance, [m for m in them.methods if m not in them.candidates]
     if tolerance.optimizer is None and not tolerance.by_seconds:
-        return f" {OMITS}" if left_out else ""
+        what = " Codecs that may lose accuracy under some optimizer are left out: name yours with"
+        return f"{what} --optimizer." if left_out else ""
     text, said, own = tolerance.of(method) if n > 1 else "", set(), them.seconds(method, n)
     took = {m: min(them.seconds(m, k) for k in counts) for m in left_out}
     for other in sorted(left_out, key=took.__getitem__):
         if other.kind not in said and took[other] * (1 + ENOUGH) < own:
             said.add(other.kind)
-            text += tolerance.against(other, own / took[other])
+            row, under = tolerance.cost(other), tolerance.under
+            costs = f"costs {row.price}" if row is not None else f"was not measured{under}"
+            but = "" if row is None or row.counts else f" ({row.doubt or 'too few seeds'})"
+            text += f" {other.name} would be {own / took[other]:.2g} times as fast a step and"
+            text += f" {costs}{but}; not recommended."
     return text
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import statistics
-import time
+import timeit
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
@@ -94,13 +94,14 @@ class Rates:
             for stage in _stages_of(method)
         ]
         if method.precondition:
-            seconds[STAGES.index("encode")] += self.apply_seconds(PRECONDITION, numel)
+            seconds[STAGES.index("encode")] += self._apply_seconds(PRECONDITION, numel)
         return tuple(seconds)
 
-    def apply_seconds(self, name: str, numel: int) -> float:
-        """Return the seconds of `OUTER` (forming pseudo-gradients of so many values and applying
-        their average) or of `PRECONDITION`.
-        """
+    def outer_seconds(self, numel: int) -> float:
+        """Return the seconds of forming so many pseudo-gradients and applying their average."""
+        return self._apply_seconds(OUTER, numel)
+
+    def _apply_seconds(self, name: str, numel: int) -> float:
         return self.stages.get(name, {}).get("apply", FREE_STAGE).seconds(_per_value(numel))
 
     @staticmethod
@@ -114,9 +115,7 @@ class Rates:
 
     def to_dict(self) -> dict[str, dict[str, dict[str, float]]]:
         """Return plain dictionaries, for JSON."""
-        return {
-            m: {s: asdict(rate) for s, rate in stages.items()} for m, stages in self.stages.items()
-        }
+        return {m: {s: asdict(r) for s, r in stages.items()} for m, stages in self.stages.items()}
 
     @staticmethod
     def load(path: Path) -> Rates:
@@ -194,7 +193,10 @@ def calibrate(
         raise ValueError(f"world_sizes must be powers of two up to 64, got {world_sizes!r}")
 
     def rate(make: Callable[[int], Callable[[], object]]) -> StageRate:
-        return _fit([(_per_value(numel), _median_s(make(numel), repeats)) for numel in sizes])
+        seconds = {
+            numel: timeit.repeat(make(numel), number=1, repeat=repeats + 1) for numel in sizes
+        }
+        return _fit([(_per_value(n), statistics.median(one[1:])) for n, one in seconds.items()])
 
     out: dict[str, dict[str, StageRate]] = {}
     if any(method.local is not None for method in methods):
@@ -243,15 +245,6 @@ def _run_exchange(
         exchange.commit()
         seen.append(dict(stats.seconds))
     return {s: statistics.median(one[s] for one in seen[1:]) for s in STAGES}
-
-
-def _median_s(action: Callable[[], object], repeats: int) -> float:
-    seconds = []
-    for _ in range(repeats + 1):
-        begun = time.perf_counter()
-        action()
-        seconds.append(time.perf_counter() - begun)
-    return statistics.median(seconds[1:])
 
 
 def _rounding(numel: int) -> Callable[[], Tensor]:

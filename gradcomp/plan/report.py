@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import math
+import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -117,9 +117,7 @@ def accuracy_lines(found: Prediction) -> list[str]:
                 but = f" (decides nothing: {cost.doubt})" if cost.doubt else ""
                 told = lines.setdefault(str(cost.training), {})
                 told[f"{label(cost.codec)} {cost.price}{but}"] = None
-    known = [
-        f"Loss over fp32 of {training}: {', '.join(costs)}." for training, costs in lines.items()
-    ]
+    known = [f"Loss over fp32 of {where}: {', '.join(costs)}." for where, costs in lines.items()]
     if not all(method.keeps_loss for method in found.methods):
         known.append(
             '"-" was not measured; a loss is that of one model, not of yours'
@@ -143,10 +141,8 @@ def spread_lines(found: Prediction) -> list[str]:
 
 def crossing_lines(found: Prediction) -> list[str]:
     """Return the crossings and the rate at which compression stops paying, a line each."""
-    lines = [
-        f"From {c.nodes} nodes {c.after} is the fastest, before it {c.before}."
-        for c in found.crossings
-    ]
+    text = "From {} nodes {} is the fastest, before it {}."
+    lines = [text.format(c.nodes, c.after, c.before) for c in found.crossings]
     if found.break_even_range is not None:
         rates = format_rates(*found.break_even_range)
         lines.append(f"On {found.nodes} nodes fp32 is within 5 % of the best from {rates} on.")
@@ -203,7 +199,7 @@ def to_dict(model: Model, found: Prediction) -> dict[str, Any]:
         "rates": found.rates.to_dict(),
         "rates_repeated": [one.to_dict() for one in found.repeated],
     }
-    plain: dict[str, Any] = _without_inf(numbers)
+    plain: dict[str, Any] = json.loads(json.dumps(numbers), parse_constant=lambda _: "inf")
     return plain
 
 
@@ -224,11 +220,3 @@ def _losses(found: Prediction, method: Method) -> dict[str, Any]:
         }
         for name, row in found.tolerance.costs(method).items()
     }
-
-
-def _without_inf(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_inf(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_without_inf(one) for one in value]
-    return "inf" if isinstance(value, float) and math.isinf(value) else value

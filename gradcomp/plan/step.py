@@ -43,7 +43,7 @@ from gradcomp.plan.costs import (
 )
 from gradcomp.plan.links import Link, Node
 from gradcomp.plan.nodes import exact
-from gradcomp.plan.rates import FREE, OUTER, Rates
+from gradcomp.plan.rates import FREE, Rates
 from gradcomp.plan.workload import ALONE, EVEN, Simulation, Stragglers, Transport, Workload
 
 BACKWARD_PIECES = 16
@@ -189,7 +189,7 @@ class Setting:
         h, work, ranks = local.every, self.workload, nodes * self.node.ranks
         # every rank updates all parameters, and does all of the post-processing
         update = h * (work.t_update + work.t_post)
-        update += self.rates.apply_seconds(OUTER, work.numel) if ranks > 1 else 0.0
+        update += self.rates.outer_seconds(work.numel) if ranks > 1 else 0.0
         whole = replace(work, t_frame=h * work.t_frame, t_post=0.0, t_update=update, overlaps=False)
         calmer = replace(self.stragglers, jitter=self.stragglers.jitter / math.sqrt(h))
         rounds = replace(self, workload=whole, stragglers=calmer)
@@ -208,10 +208,12 @@ class Setting:
                 busy = no_link.simulate(method, nodes).exposed_seconds
             steps = min(h, local.fragments * local.delay)
             exposed = min(exposed, max(busy, exposed - steps * found.compute_seconds / h))
-        computing, waiting = found.compute_seconds, found.straggler_seconds
-        seconds, sent = computing + waiting + exposed, round(found.sent_nbytes / h)
-        parts = (one / h for one in (seconds, computing, waiting, exposed, exchange))
-        return Simulation(nodes, *parts, _hidden(exposed, exchange), sent, ranks)
+        step, wait = found.compute_seconds, found.straggler_seconds
+        took, sent = step + wait + exposed, round(found.sent_nbytes / h)
+        hidden = _hidden(exposed, exchange)
+        return Simulation(
+            nodes, took / h, step / h, wait / h, exposed / h, exchange / h, hidden, sent, ranks
+        )
 
     def schedule(
         self,

@@ -152,16 +152,13 @@ class Stragglers:
                 shuffled.shuffle(times)
                 drawn.append([factor * one / statistics.fmean(times) for one in times])
             # the last two halves come first, too: a run that goes on begins with what they leave
-            halves = [
-                list(half) for half in zip(*(node[-2:] + node for node in drawn), strict=True)
-            ]
+            halves = [list(one) for one in zip(*(node[-2:] + node for node in drawn), strict=True)]
             return halves, [1] * len(drawn)
         each = [[f * one for one in self._likely(QUANTILES, n)] for n, f in groups]
         found = sorted(max(pair) for pair in itertools.product(*each))
         part = len(found) // LIKELY
-        return [[statistics.fmean(found[k * part : (k + 1) * part])] for k in range(LIKELY)], [
-            nodes
-        ]
+        parts = [found[k * part : (k + 1) * part] for k in range(LIKELY)]
+        return [[statistics.fmean(one)] for one in parts], [nodes]
 
     def _likely(self, count: int, nodes: int) -> list[float]:
         """Return equally likely factors of the slowest of some nodes; of one node the mean is 1."""

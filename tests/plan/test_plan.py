@@ -36,7 +36,7 @@ from gradcomp.plan.costs import plan_buckets
 from gradcomp.plan.links import format_rate, format_seconds, parse_rate, parse_seconds
 from gradcomp.plan.models import MODELS, load_shapes
 from gradcomp.plan.nbytes import ddp_buckets, predict_bytes
-from gradcomp.plan.tolerance import Tolerance
+from gradcomp.plan.predict import Tolerance
 
 ONE = (("w", (1000, 1000)),)
 LATE = find_method("terngrad all_gather").after(LocalSteps(9, 3))
@@ -247,7 +247,7 @@ def test_a_bad_value_is_named(make, name, values):
     ("make", "message"),
     [
         *(
-            ((lambda d=d: own_model("mine", d)), "shapes must")
+            (partial(own_model, "mine", d), "shapes must")
             for d in ([], [["w"]], [[3, [3]]], ["ab"])
         ),
         (lambda: find_model("vgg19"), "unknown model 'vgg19'; there are LeNet.*mean VGG-16"),

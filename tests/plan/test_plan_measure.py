@@ -1,9 +1,4 @@
-"""Measuring ranks at hand: the fits, a whole measurement over gloo, the program under --measure."""
-
-import json
-import os
-import subprocess
-import sys
+"""Measuring ranks at hand: the fits, and a whole measurement over gloo."""
 
 import pytest
 
@@ -94,27 +89,3 @@ def test_all_ranks_measure_the_same():
     assert set(first.transport.alpha_s) == set(measure.KINDS)
     assert first.t_frame > 0 and 0 < first.forward_share < 1
     assert first.rates.stages["terngrad all_gather"]["encode"].per_value_s > 0
-
-
-def plan(*options):
-    command = [sys.executable, "-m", "gradcomp.plan", "--measure", *options]
-    alone = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=200, env=alone
-    )
-
-
-def test_the_program_measures_with_ranks_of_its_own(tmp_path):
-    out = plan("--ranks", "2", "--json", str(tmp_path / "plan.json"))
-    assert out.returncode == 0, out.stderr
-    assert "2 ranks at once" in out.stdout and "all_to_all: " in out.stdout
-    found = json.loads((tmp_path / "plan.json").read_text())
-    assert {r["nodes"] for r in found["rows"]} == {1, 2}
-    assert found["model"] == "LeNet" and found["minibatch"] == 128
-    assert "AdaGrad" in out.stdout and "(--post-time)" in out.stdout
-
-
-def test_measuring_without_ranks_says_how_to_get_some():
-    out = plan()
-    assert out.returncode == 2
-    assert "--ranks 2 starts some here" in out.stderr and out.stderr.count("\n") == 1

@@ -23,9 +23,8 @@ from gradcomp.plan import (
 )
 from gradcomp.plan.accuracy import expected, within
 from gradcomp.plan.links import format_rates, format_seconds
-from gradcomp.plan.predict import rare
+from gradcomp.plan.predict import Tolerance, rare
 from gradcomp.plan.rates import OUTER, PRECONDITION, STAGES
-from gradcomp.plan.tolerance import Tolerance
 
 EACH = dict.fromkeys((*STAGES, "cast", "uncast"), StageRate(1e-5, 1e-6, 1e-10, 1e-10))
 RATES = Rates({m.name: EACH for m in METHODS})
@@ -191,10 +190,7 @@ def test_the_time_of_preconditioning_counts_where_the_loss_was_measured_with_it(
     slow = Rates({**RATES.stages, PRECONDITION: {"apply": StageRate(per_value_s=1e-8)}})
     methods = [*named("fp32"), find_method(f"{ENTROPY} reduce_scatter")]
     plain, found = (ask(optimizer, methods=methods, rates=rates) for rates in (RATES, slow))
-    more = [
-        found.result(method.name, 4).seconds - plain.result(method.name, 4).seconds
-        for method in methods
-    ]
+    more = [found.result(m.name, 4).seconds - plain.result(m.name, 4).seconds for m in methods]
     assert more[0] == 0 and (more[1] > 0.1) is takes
 
 

@@ -231,7 +231,7 @@ def test_calibration_finds_rates_that_describe_a_stage(tmp_path):
     # decoding grows with the ranks, encoding does not
     assert more[3] > 4 * few[3] and more[3] > more[1]
     assert 0 < sum(rates.stage_seconds(methods[2], 4, 1 << 22, 1 << 20)) < 1
-    assert rates.apply_seconds(OUTER, 100) == 0.0
+    assert rates.outer_seconds(100) == 0.0
     (tmp_path / "rates.json").write_text(json.dumps(rates.to_dict()))
     assert Rates.load(tmp_path / "rates.json") == rates
 
@@ -241,7 +241,7 @@ def test_calibration_measures_the_outer_step():
     rates = calibrate(methods, sizes=(1 << 10, 1 << 20), world_sizes=(2,))
     assert set(rates.stages) == {OUTER, PRECONDITION, TERNARY.name, ONEBIT.name}
     assert rates.stages[PRECONDITION]["apply"].per_value_s > 0
-    assert 0 < rates.apply_seconds(OUTER, 1 << 20) < rates.apply_seconds(OUTER, 1 << 24) < 60
+    assert 0 < rates.outer_seconds(1 << 20) < rates.outer_seconds(1 << 24) < 60
 
 
 @pytest.mark.parametrize("name", ["terngrad block4", "block4 reduce_scatter"])
@@ -331,11 +331,7 @@ def test_slices_between_nodes():
     assert len(slices) == bucket.slices == 8192 * 4096 // 2 // 2**21
     kinds = [[stage.collective and stage.collective.kind for stage in one] for one in slices]
     first, *middle, last = [(k[0], k[2], k[4]) for k in kinds]
-    assert first == ("all_to_all", "all_gather", None) and last == (
-        None,
-        "all_gather",
-        "all_gather",
-    )
+    assert first == ("all_to_all", "all_gather", None) and last == (None, *["all_gather"] * 2)
     assert set(middle) == {(None, "all_gather", None)} and {len(k) for k in kinds} == {6}
     assert sum(s.seconds for one in slices for s in one) == pytest.approx(3.0 + 8192 * 2048 * 1e-9)
 
