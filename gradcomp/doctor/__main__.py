@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from gradcomp import waits
 from gradcomp.comm.mpi_channels import end_job
-from gradcomp.doctor.attach import attach
 from gradcomp.doctor.options import parse
 from gradcomp.doctor.report import show
 from gradcomp.doctor.session import Me, examine, say
@@ -54,6 +54,28 @@ def main(argv: Sequence[str] | None = None) -> int:
             end_job()
         os._exit(status)
     return status
+
+
+def attach(pids: Sequence[int]) -> int:
+    """Print what processes of this machine wait for; return 1 if one cannot be looked at."""
+    failed = False
+    for pid in pids:
+        try:
+            seen = waits.look(pid)
+        except OSError as error:
+            why = "no process with that number, or another user's, or this is not Linux"
+            print(f"pid {pid}: {why} ({error.strerror})", file=sys.stderr)
+            failed = True
+            continue
+        if seen is None:
+            print(f"pid {pid}: has not waited for another rank yet, or does not run gradcomp")
+            continue
+        name = f"pid {pid}{'' if seen.rank is None else f', rank {seen.rank}'}"
+        if not seen.waits:
+            print(f"{name}: waits for no other rank; py-spy dump --pid {pid} shows what it does")
+        for what, seconds in seen.waits:
+            print(f"{name}: has waited {seconds:.1f} s in {what}")
+    return int(failed)
 
 
 if __name__ == "__main__":

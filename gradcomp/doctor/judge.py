@@ -50,11 +50,8 @@ class Finding(NamedTuple):
 
 def findings(found: Found) -> list[Finding]:
     """Return what every check says of `gradcomp.doctor.session.examine`'s dictionary."""
-    return [
-        Finding(level, topic, *rest)
-        for topic, check in CHECKS.items()
-        for level, *rest in check(found)
-    ]
+    said = ((topic, one) for topic, check in CHECKS.items() for one in check(found))
+    return [Finding(level, topic, *rest) for topic, (level, *rest) in said]
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

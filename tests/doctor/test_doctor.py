@@ -10,7 +10,6 @@ import logging
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import _forks
 import pytest
 import torch
 from gradcomp.launch.ports import free_port
@@ -34,6 +34,7 @@ from gradcomp.plan.links import Link, Node
 WHY = hosts.unavailable()
 ROOT_ONLY = pytest.mark.skipif(bool(WHY), reason=WHY)
 QUIET = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+SCRIPT = Path(__file__).with_name("_rank.py")
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -41,70 +42,38 @@ def environment():
     return {k: v for k, v in os.environ.items() if k not in PLACE} | QUIET
 
 
-class Machine:
-    """A process that has imported the doctor and forks ranks that run it.
-
-    Args:
-        folder: for what they print.
-        prefix: what it runs under, such as a namespace.
+@pytest.fixture
+def start():
+    """Return start(rank, world size, port, *options): a rank that runs the doctor, under the words
+    of `prefix`, such as a namespace, or forked; `first` makes it otherwise than others are.
     """
+    started = []
 
-    def __init__(self, folder, prefix=()):
-        command = [*prefix, sys.executable, str(Path(__file__).with_name("_doctor.py"))]
-        self.folder, self.started = folder, []
-        self.process = subprocess.Popen(
-            command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def ask(self, told):
-        self.process.stdin.write(json.dumps(told) + "\n")
-        self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
-
-    def start(self, rank, world_size, port, *options, first="", address="127.0.0.1", **variables):
-        """Start a rank; `first` is a program that makes it otherwise than others are."""
-        given = {"RANK": rank, "WORLD_SIZE": world_size, **variables}
+    def start(
+        rank, world_size, port, *options, prefix=(), first="", address="127.0.0.1", **variables
+    ):
+        given = QUIET | {"RANK": rank, "WORLD_SIZE": world_size, **variables}
         given |= {"MASTER_ADDR": address, "MASTER_PORT": port}
-        files = [str(self.folder / f"{len(self.started)}.{what}") for what in ("out", "err")]
-        pid = self.ask([options, {k: str(v) for k, v in given.items()}, first, *files])
-        self.started.append(pid)
-        return self, pid, *files
+        words = [json.dumps({k: str(v) for k, v in given.items()}), first, *options]
+        if prefix:
+            command = [*prefix, sys.executable, SCRIPT, *words]
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            one = subprocess.Popen(command, env=environment(), **pipes)
+        else:
+            one = _forks.Program(SCRIPT, *words)
+        started.append(one)
+        return one
 
-    def close(self):
-        for pid in self.started:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
-        self.process.kill()
-        self.process.wait()
+    yield start
+    for one in started:
+        one.kill()
+        one.wait()
 
 
 def end(one):
     """Return (status, standard output, standard error) of a rank that was started."""
-    machine, pid, out, err = one
-    return machine.ask(pid), Path(out).read_text(), Path(err).read_text()
-
-
-@pytest.fixture(scope="module")
-def machine(tmp_path_factory):
-    made = Machine(tmp_path_factory.mktemp("doctor"))
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def two_hosts(tmp_path):
-    """Return start(two): a Machine on each of the hosts of an open `hosts.Hosts`."""
-    with contextlib.ExitStack() as closing:
-
-        def start(two):
-            there = []
-            for number in range(2):
-                (tmp_path / str(number)).mkdir()
-                there.append(Machine(tmp_path / str(number), two.command(number)))
-                closing.callback(there[-1].close)
-            return there
-
-        yield start
+    out, err = one.communicate(timeout=90)
+    return one.returncode, out, err
 
 
 def wrongs(found, topic=None):
@@ -219,14 +188,13 @@ def test_mpi_without_an_address_examines_rank_0_and_says_what_it_skipped(monkeyp
 @pytest.mark.timed
 @pytest.mark.slow
 @ROOT_ONLY
-def test_a_link_between_hosts_is_measured_and_loopback_is_an_error(two_hosts):
+def test_a_link_between_hosts_is_measured_and_loopback_is_an_error(start):
     with hosts.Hosts(2, Link(1e8)) as two:
-        there = two_hosts(two)
 
         def run(interface, port):
             given = {"address": two.address(0), "GLOO_SOCKET_IFNAME": interface}
             options = "--json", "-", "--seconds", "8"
-            ranks = [there[k].start(k, 2, port, *options, **given) for k in range(2)]
+            ranks = [start(k, 2, port, *options, prefix=two.command(k), **given) for k in range(2)]
             first, second = [end(rank) for rank in ranks]
             assert (second[0], second[1]) == (0, ""), second
             return first[0], json.loads(first[1])
@@ -252,7 +220,7 @@ def test_a_link_between_hosts_is_measured_and_loopback_is_an_error(two_hosts):
 
 @pytest.mark.slow
 @ROOT_ONLY
-def test_a_name_server_that_does_not_answer_is_said_and_hinders_nothing(two_hosts):
+def test_a_name_server_that_does_not_answer_is_said_and_hinders_nothing(start):
     """torch asks it for the name of every first connection, for longer than the members of a probe
     take to meet.
     """
@@ -267,9 +235,9 @@ def test_a_name_server_that_does_not_answer_is_said_and_hinders_nothing(two_host
             (own / "nsswitch.conf").write_text("hosts: files dns\n")
             way = ["route", "add", "default", "via", two.address(1 - number)]
             subprocess.run(["ip", "-n", name, *way], check=True)
-        there, given = two_hosts(two), {"address": two.address(0), "GLOO_SOCKET_IFNAME": "eth0"}
+        given = {"address": two.address(0), "GLOO_SOCKET_IFNAME": "eth0"}
         given["first"] = "from gradcomp.doctor import session; session.SETUP_S = 2.5"
-        ranks = [there[k].start(k, 2, 29500, "--json", "-", **given) for k in range(2)]
+        ranks = [start(k, 2, 29500, "--json", "-", prefix=two.command(k), **given) for k in (0, 1)]
         (status, text, _), (other, *_) = [end(rank) for rank in ranks]
     found = json.loads(text)
     assert (status, other, wrongs(found)) == (0, 0, [])
@@ -349,12 +317,12 @@ SCENES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrong", SCENES)
-def test_what_is_wrong_with_ranks(machine, wrong):
+def test_what_is_wrong_with_ranks(start, wrong):
     """A rank that is silent is named, and all that can be measured without it is."""
     programs, ends, good = SCENES[wrong]
     port, world_size = free_port(), 4 if "ranks 1 and 3" in wrong else len(programs)
     started = {
-        rank: machine.start(rank, world_size, port, "--json", "-", *options, first=first)
+        rank: start(rank, world_size, port, "--json", "-", *options, first=first)
         for rank, (first, *options) in programs.items()
     }
     ended = {rank: end(started[rank]) for rank in ends}
@@ -373,31 +341,27 @@ def test_what_is_wrong_with_ranks(machine, wrong):
 
 
 @pytest.mark.slow
-def test_ranks_that_do_not_meet(machine):
+def test_ranks_that_do_not_meet(start):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        taken = machine.start(0, 2, server.getsockname()[1], "--wait", "2")
-        status, _, text = end(taken)
+        status, _, text = end(start(0, 2, server.getsockname()[1], "--wait", "2"))
     assert status == 1 and "Is the port free?" in text
     assert "rank 0 cannot serve the ranks' store at 127.0.0.1" in text
-    status, _, text = end(machine.start(1, 2, free_port(), "--wait", "2"))
+    status, _, text = end(start(1, 2, free_port(), "--wait", "2"))
     assert status == 1 and "rank 1 does not reach rank 0 at 127.0.0.1" in text
 
 
 @pytest.mark.slow
 @ROOT_ONLY
-def test_no_network_at_all(tmp_path):
+def test_no_network_at_all(start):
     """In a namespace whose loopback is down nothing reaches anything; alone it is said, and of
     several ranks each says so.
     """
-    bare = Machine(tmp_path, ["unshare", "--net"])
-    try:
-        alone, one = bare.start(0, 1, 29500), bare.start(1, 2, 29500, "--wait", "2")
-        status, text, _ = end(alone)
-        assert status == 1 and "gloo cannot start: lo is down; these could be taken: none" in text
-        status, _, said = end(one)
-        assert status == 1 and "rank 1 does not reach rank 0" in said
-    finally:
-        bare.close()
+    bare = {"prefix": ["unshare", "--net"]}
+    alone, one = start(0, 1, 29500, **bare), start(1, 2, 29500, "--wait", "2", **bare)
+    status, text, _ = end(alone)
+    assert status == 1 and "gloo cannot start: lo is down; these could be taken: none" in text
+    status, _, said = end(one)
+    assert status == 1 and "rank 1 does not reach rank 0" in said
 
 
 BAD_USE = [
@@ -492,9 +456,7 @@ def pair(first, second, rate, *, latency_s=1e-4, number=0, failed=""):
 
 def limits(setup=60, ours=300, torch=300, job=None, apart=0, problem=""):
     named = {"setup_s": setup, "gradcomp_s": ours, "torch_s": torch, "job_s": job}
-    return {
-        "timeouts": {**named, "apart_s": apart, "setup_problem": problem, "order": "setup 60 s"}
-    }
+    return {"timeouts": named | {"apart_s": apart, "setup_problem": problem, "order": "setup 60 s"}}
 
 
 def probe(**silent):
@@ -569,10 +531,7 @@ FINDINGS = [
         {"ranks": slow(IB)},
         ["wrong: ranks 0 and 1: gloo takes eth1 (1 Gbit/s) although ib0 (100 Gbit/s) * -> *=ib0,*"],
     ),
-    (
-        {"ranks": slow(IB), "over": "mpi"},
-        ["note: ranks 0 and 1: gloo takes eth1 *; an MPI chooses*"],
-    ),
+    ({"ranks": slow(IB), "over": "mpi"}, ["note: ranks 0 and 1: gloo takes eth1 *; an MPI *"]),
     ({"ranks": slow(IB._replace(is_up=False), ethernet("eth2", 1500, "10.2.0.1"))}, []),
     (
         {"ranks": [rank(k, LO, ETH, names=("lo",)) for k in range(2)]},
@@ -609,23 +568,14 @@ FINDINGS = [
         {"ranks": on_one(2, threads=4)},
         ["wrong: ranks 0 and 1 on n: 8 threads of torch on 4 cores * -> OMP_NUM_THREADS=2, or *"],
     ),
-    (
-        {"ranks": [rank(0, quota=1.0)], "pairs": []},
-        ["wrong: here: 4 threads of torch on 1 cores *"],
-    ),
+    ({"ranks": [rank(0, quota=1.0)], "pairs": []}, ["wrong: here: 4 threads of torch on 1 *"]),
     ({"ranks": on_one(5)}, ["note: ranks 0-4 on n: 5 ranks on 4 cores -> fewer ranks*"]),
     ({"ranks": BOUND}, ["wrong: ranks 0 and 1 are bound to the same 1 of 4 cores -> *--bind-to"]),
     (limits(torch=100), ["wrong: torch gives up after 100 s, before gradcomp after 300 s: *"]),
     (limits(torch=1800), ["note: gradcomp gives a peer up after 300 s, torch's own * 1800 s -> *"]),
     (limits(torch=None), []),
-    (
-        limits(apart=45),
-        ["wrong: the ranks came 45 s apart, and wait 60 s * -> *_S=180, on every *"],
-    ),
-    (
-        limits(ours=1800, torch=1800),
-        ["note: a peer that falls silent * given up after 1800 s -> *"],
-    ),
+    (limits(apart=45), ["wrong: the ranks came 45 s apart, and wait 60 s * -> *_S=180, *"]),
+    (limits(ours=1800, torch=1800), ["note: a peer that falls silent * up after 1800 s -> *"]),
     (limits(job=100), ["note: the job ends in 100 s, before a silent peer *"]),
     (limits(ours=0.15, torch=0.15), ["wrong: a step computes for 0.1 s, * -> timeout_s=1 in *"]),
     (limits(problem="a bad value"), ["wrong: a bad value -> unset GRADCOMP_SETUP_TIMEOUT_S"]),

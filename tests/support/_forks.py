@@ -28,6 +28,7 @@ IMPORTED = [
     "sklearn.datasets",
     "hypothesis.strategies",
     "gradcomp.ddp",
+    "gradcomp.doctor.session",
     "gradcomp.onebit_sgd",
     "_ranks",
 ]
