@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -41,16 +43,27 @@ def check_integer(name: str, value: object, least: int, most: int | None = None)
         raise ValueError(f"{name} must be an integer {allowed}, got {value!r}")
 
 
-def check_number(name: str, value: Any, low: float, high: float, rule: str = "") -> float:
+def check_number(
+    name: str, value: Any, low: float = 0.0, high: float = math.inf, ends: str = "[)"
+) -> float:
     """Return an argument as a float.
 
+    Args:
+        low, high: its bounds.
+        ends: which of them it may equal: "[]", "[)", "(]" or "()".
+
     Raises:
-        ValueError: it is no number from `low` to `high`; `rule` says so in other words.
+        ValueError: it is not a finite number within these bounds.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-        rule = rule or f"a number from {low:g} to {high:g}"
-        raise ValueError(f"{name} must be {rule}, got {value!r}")
-    return float(value)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if is_number and abs(value) <= sys.float_info.max:
+        is_above = value >= low if ends[0] == "[" else value > low
+        if is_above and (value <= high if ends[1] == "]" else value < high):
+            return float(value)
+    above = f"{'of at least' if ends[0] == '[' else 'above'} {low:g}" if low > -math.inf else ""
+    below = f"{'at most' if ends[1] == ']' else 'below'} {high:g}" if high < math.inf else ""
+    bounds = " and ".join(filter(None, (above, below)))
+    raise ValueError(f"{name} must be a finite number {bounds}".rstrip() + f", got {value!r}")
 
 
 def count(text: str) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import sys
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -22,7 +21,6 @@ STATE_VERSION = 1
 RULES = ("nnabla", "torch")
 SMALLEST, LARGEST = 2.0**-126, 2.0**126  # normal float32 numbers, with their reciprocals
 MOST = 2**31 - 1  # of counts
-EPSILON, FLOAT_MAX = sys.float_info.epsilon, sys.float_info.max
 _RECORD = struct.Struct("<iqd")  # verdict, counter, scale
 
 _Outputs = TypeVar("_Outputs")
@@ -73,14 +71,11 @@ class DynamicLossScaler:
         if comm is not None and not isinstance(comm, Communicator):
             raise ValueError(f"comm must be a gradcomp communicator, got {type(comm).__name__}")
         self._rule, self._interval, self._counter, self._comm = rule, interval, 0, comm
-        limit = f"a positive number of seconds, at most {MAX_TIMEOUT_S:g}"
-        self._timeout_s = check_number("timeout_s", timeout_s, SMALLEST, MAX_TIMEOUT_S, limit)
-        self._factor = check_number(
-            "factor", factor, 1.0 + EPSILON, FLOAT_MAX, "a finite number above 1"
-        )
-        low = check_number("min_scale", min_scale, SMALLEST, LARGEST)
-        high = check_number("max_scale", max_scale, low, LARGEST)
-        bounded = low, high, check_number("scale", scale, low, high)
+        self._timeout_s = check_number("timeout_s", timeout_s, high=MAX_TIMEOUT_S, ends="(]")
+        self._factor = check_number("factor", factor, low=1.0, ends="()")
+        low = check_number("min_scale", min_scale, SMALLEST, LARGEST, "[]")
+        high = check_number("max_scale", max_scale, low, LARGEST, "[]")
+        bounded = low, high, check_number("scale", scale, low, high, "[]")
         self._min, self._max, self._scale = map(_float32, bounded) if rule == "torch" else bounded
         self._skipped = False
         self.forget_step()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradcomp.amp.scaler import FLOAT_MAX, MOST, DynamicLossScaler
+from gradcomp.amp.scaler import MOST, DynamicLossScaler
 from gradcomp.arguments import check_integer, check_number
 from gradcomp.engine.controls import Controls
 from gradcomp.errors import GradcompError, UnsupportedTensor
@@ -61,8 +61,7 @@ class DynamicLossScalingUpdater:
         check_integer("accumulate", accumulate, 1, MOST)
         check_integer("max_retries", max_retries, 0, MOST)
         if weight_decay is not None:
-            rule = "None or a finite number of at least 0"
-            check_number("weight_decay", weight_decay, 0.0, FLOAT_MAX, rule)
+            check_number("weight_decay", weight_decay)
         if on_overflow not in ("retry", "skip"):
             raise ValueError(f"on_overflow must be 'retry' or 'skip', got {on_overflow!r}")
         controls = "what gradcomp.ddp.register returned, or a GradientAverager"

@@ -17,7 +17,6 @@ References:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -28,19 +27,15 @@ from gradcomp.arguments import check_number
 from gradcomp.kernels import of
 from gradcomp.memory.transform import Transform
 
-SMALLEST = 2.0**-149  # in float32, above 0
-
-
-def _check(name: str, value: Any, *, above_0: bool = False, below: float = 3e38) -> float:
-    least, low = ("above 0", SMALLEST) if above_0 else ("of at least 0", 0.0)
-    rule = f"a number {least} and below {below:g} in float32"
-    return check_number(name, value, low, math.nextafter(below, 0.0), rule)
+SMALLEST, LARGEST = 2.0**-149, 3e38  # in float32, above 0 and below Inf
 
 
 class _Adagrad(Transform):
     def __init__(self, *, eps: float = 1e-10, initial_accumulator_value: float = 0.0) -> None:
-        self.eps = _check("eps", eps, above_0=True)
-        self.initial = _check("initial_accumulator_value", initial_accumulator_value)
+        self.eps = check_number("eps", eps, SMALLEST, LARGEST)
+        self.initial = check_number(
+            "initial_accumulator_value", initial_accumulator_value, high=LARGEST
+        )
 
     def apply(self, values: Tensor, old: Tensor, new: Tensor) -> None:
         torch.mul(values, values, out=new)
@@ -113,12 +108,12 @@ class MomentumAdagrad(torch.optim.Optimizer):
         eps: float = 1e-10,
         initial_accumulator_value: float = 0.0,
     ) -> None:
-        initial = _check("initial_accumulator_value", initial_accumulator_value)
+        initial = check_number("initial_accumulator_value", initial_accumulator_value, high=LARGEST)
         defaults = {
-            "lr": _check("lr", lr),
-            "momentum": _check("momentum", momentum, below=1.0),
-            "weight_decay": _check("weight_decay", weight_decay),
-            "eps": _check("eps", eps, above_0=True),
+            "lr": check_number("lr", lr, high=LARGEST),
+            "momentum": check_number("momentum", momentum, high=1.0),
+            "weight_decay": check_number("weight_decay", weight_decay, high=LARGEST),
+            "eps": check_number("eps", eps, SMALLEST, LARGEST),
             "initial_accumulator_value": initial,
         }
         super().__init__(params, defaults)

@@ -166,7 +166,7 @@ def find_batch_size(
     for name, value in (counts | {k: v for k, v in bounds.items() if v is not None}).items():
         check_integer(name, value, 1)
     for (name, number), least in zip(numbers.items(), (1.01, 1.0, 0.0), strict=True):
-        check_number(name, number, least, 1e3)
+        check_number(name, number, least, 1e3, "[]")
     sizes = candidates(current, comm.world_size, smallest, largest, multiple, step, factor)
     if samples < 2 * sizes[-1]:
         raise ValueError(

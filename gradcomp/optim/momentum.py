@@ -18,12 +18,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gradcomp.arguments import check_integer
 from gradcomp.errors import GradcompError
 from gradcomp.memory.moments import SMALLEST, any_bits, typical
 from gradcomp.memory.momentum import Momentum
 from gradcomp.optim.base import SplitOptimizer
 from gradcomp.optim.entries import Entry, number
-from gradcomp.optim.split_optimizers import check_number
 from gradcomp.optim.state import COUNTED_AT, seen_by_all_steps
 
 
@@ -174,23 +174,14 @@ def _is_known(variance: Tensor) -> bool:
     return any_bits(flat) and not bool(torch.isinf(flat[0]))
 
 
-def check_steps(name: str, value: object, steps: object = None) -> int:
+def check_steps(name: str, value: Any, steps: Any = None) -> int:
     """Return a number of steps; ValueError unless it is at least 1 and below those of the run."""
-    for what, given in ((name, value), *([] if steps is None else [("steps", steps)])):
-        if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-            raise ValueError(f"{what} must be an integer of at least 1, got {given!r}")
-    assert isinstance(value, int)
-    if isinstance(steps, int) and value >= steps:
-        raise ValueError(
-            f"{name}={value} is not below steps={steps}: the run would end before anything is"
-            " compressed"
-        )
-    return value
-
-
-def check_floor(floor: object) -> float:
-    """Return a floor of the variance; ValueError unless it is above 0 and at most 1."""
-    check_number("floor", floor, below=1.0 + 1e-9)
-    if not number(floor) > 0:
-        raise ValueError(f"floor must be above 0, got {floor!r}")
-    return number(floor)
+    check_integer(name, value, 1)
+    if steps is not None:
+        check_integer("steps", steps, 1)
+        if value >= steps:
+            raise ValueError(
+                f"{name}={value} is not below steps={steps}: the run would end before anything is"
+                " compressed"
+            )
+    return int(value)

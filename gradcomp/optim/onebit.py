@@ -18,10 +18,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from gradcomp.arguments import check_number
 from gradcomp.errors import GradcompError
 from gradcomp.optim.entries import Entry, number
-from gradcomp.optim.momentum import MomentumExchange, check_floor, check_steps
-from gradcomp.optim.split_optimizers import Ranges, SplitAdamW, SplitLAMB, check_number, one_of
+from gradcomp.optim.momentum import MomentumExchange, check_steps
+from gradcomp.optim.split_optimizers import Ranges, SplitAdamW, SplitLAMB, one_of
 
 
 class OneBitAdam(MomentumExchange, SplitAdamW):
@@ -68,7 +69,7 @@ class OneBitAdam(MomentumExchange, SplitAdamW):
         floor: float = 0.01,
     ) -> None:
         self.freeze_step = check_steps("freeze_step", freeze_step, steps)
-        self.floor = check_floor(floor)
+        self.floor = check_number("floor", floor, high=1.0, ends="(]")
         super().__init__(params, lr, betas, eps, weight_decay)
 
 
@@ -110,7 +111,7 @@ class ZeroOneAdam(MomentumExchange, SplitAdamW):
     ) -> None:
         self.var_freeze_step = check_steps("var_freeze_step", var_freeze_step, steps)
         self.var_update_scaler = check_steps("var_update_scaler", var_update_scaler)
-        self.floor = check_floor(floor)
+        self.floor = check_number("floor", floor, high=1.0, ends="(]")
         super().__init__(params, lr, betas, eps, weight_decay)
 
     def wants_gradients(self, step: int) -> bool:
@@ -176,14 +177,13 @@ class OneBitLamb(MomentumExchange, SplitLAMB):
         factor_threshold: float = 0.1,
     ) -> None:
         self.freeze_step = check_steps("freeze_step", freeze_step, steps)
-        self.floor = check_floor(floor)
-        self.min_coeff, self.max_coeff = _ordered("min_coeff, max_coeff", min_coeff, max_coeff)
-        self.factor_min, self.factor_max = _ordered(
-            "factor_min, factor_max", factor_min, factor_max
-        )
-        for name, value in (("coeff_beta", coeff_beta), ("factor_threshold", factor_threshold)):
-            check_number(name, value, below=1.0)
-        self.coeff_beta, self.factor_threshold = coeff_beta, factor_threshold
+        self.floor = check_number("floor", floor, high=1.0, ends="(]")
+        self.min_coeff = check_number("min_coeff", min_coeff, ends="()")
+        self.max_coeff = check_number("max_coeff", max_coeff, low=min_coeff)
+        self.factor_min = check_number("factor_min", factor_min, ends="()")
+        self.factor_max = check_number("factor_max", factor_max, low=factor_min)
+        self.coeff_beta = check_number("coeff_beta", coeff_beta, high=1.0)
+        self.factor_threshold = check_number("factor_threshold", factor_threshold, high=1.0)
         super().__init__(params, lr, betas, eps, weight_decay)
 
     def prepare(self, entries: Sequence[Entry]) -> None:
@@ -233,10 +233,3 @@ class OneBitLamb(MomentumExchange, SplitLAMB):
         last, limit = float(state["factor"]), self.factor_threshold
         factor = min(max(rises, self.factor_min), self.factor_max)
         state["factor"].fill_(min(max(factor, last * (1 - limit)), last * (1 + limit)))
-
-
-def _ordered(names: str, low: float, high: float) -> tuple[float, float]:
-    """Return two bounds; ValueError unless they are positive, finite and in order."""
-    if not 0 < low <= high < inf:
-        raise ValueError(f"{names} must be positive and in order, got {low!r}, {high!r}")
-    return low, high

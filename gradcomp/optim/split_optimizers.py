@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gradcomp.arguments import check_number
 from gradcomp.kernels.rules import Flag, Kind
 from gradcomp.optim.base import SplitOptimizer
 from gradcomp.optim.entries import Entry, number, run_rules
@@ -26,14 +27,15 @@ from gradcomp.optim.entries import Entry, number, run_rules
 Ranges = dict[str, Callable[[str, Any], None]]
 
 
-def check_number(name: str, value: Any, low: float = 0.0, below: float = inf) -> None:
-    """Raise ValueError unless ``low <= value < below``."""
-    if isinstance(value, Tensor) and value.numel() != 1:
-        raise ValueError(f"{name} as a tensor must have one element, got {value.numel()}")
-    is_number = isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
-    if not is_number or not low <= number(value) < below:
-        limit = f"and below {below:g}" if below != inf else "and finite"
-        raise ValueError(f"{name} must be a number of at least {low:g} {limit}, got {value!r}")
+def check_option(name: str, value: Any, low: float = 0.0, high: float = inf) -> None:
+    """Raise ValueError unless a number, or a tensor of one element, is at least `low`, below `high`
+    and finite.
+    """
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"{name} as a tensor must have one element, got {value.numel()}")
+        value = value.item()
+    check_number(name, value, low, high)
 
 
 def check_betas(name: str, betas: Any) -> None:
@@ -41,7 +43,7 @@ def check_betas(name: str, betas: Any) -> None:
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise ValueError(f"{name} must be two numbers, got {betas!r}")
     for place, beta in enumerate(betas):
-        check_number(f"{name}[{place}]", beta, below=1.0)
+        check_option(f"{name}[{place}]", beta, high=1.0)
 
 
 def one_of(*choices: Any) -> Callable[[str, Any], None]:
@@ -77,8 +79,8 @@ class SplitSGD(SplitOptimizer):
 
     kind = Kind.SGD
     ranges: ClassVar[Ranges] = {
-        **dict.fromkeys(("lr", "momentum", "weight_decay"), check_number),
-        "dampening": partial(check_number, low=-inf),
+        **dict.fromkeys(("lr", "momentum", "weight_decay"), check_option),
+        "dampening": partial(check_option, low=-inf),
     }
     moments = ("momentum_buffer",)
     takes_sparse = True
@@ -134,7 +136,7 @@ class SplitAdagrad(SplitOptimizer):
 
     kind = Kind.ADAGRAD
     ranges: ClassVar[Ranges] = dict.fromkeys(
-        ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps"), check_number
+        ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps"), check_option
     )
     moments = ("sum",)
     takes_sparse = True
@@ -168,7 +170,7 @@ class _Adam(SplitOptimizer):
     """What AdamW and LAMB share: two moments."""
 
     ranges: ClassVar[Ranges] = {
-        **dict.fromkeys(("lr", "eps", "weight_decay"), check_number),
+        **dict.fromkeys(("lr", "eps", "weight_decay"), check_option),
         "betas": check_betas,
     }
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")

@@ -385,7 +385,7 @@ def test_a_rank_whose_train_raises_is_peer_lost_on_the_others():
         ({"smallest": 0}, "smallest .* 0"),
         ({"largest": 2.5}, r"largest .* 2\.5"),
         ({"smallest": 600}, "between 600 and 512"),
-        ({"step": 1.0}, r"step .* 1\.01 to 1000, got 1\.0"),
+        ({"step": 1.0}, r"step .* at least 1\.01 and at most 1000, got 1\.0"),
         ({"step": float("nan")}, "step .* nan"),
         ({"factor": 0.5}, r"factor .* 0\.5"),
         ({"margin": -0.1}, r"margin .* -0\.1"),

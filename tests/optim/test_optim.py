@@ -534,7 +534,7 @@ def one(cls, data=P, **options):
 
 
 REFUSED = [
-    (one(SplitSGD, lr=-1.0), ValueError, "lr must be a number of at least 0 and finite, got -1.0"),
+    (one(SplitSGD, lr=-1.0), ValueError, "lr must be a finite number of at least 0, got -1.0"),
     (one(SplitSGD, lr=float("nan")), ValueError, "lr must be"),
     (one(SplitSGD, lr=torch.ones(2)), ValueError, "one element"),
     (one(sgd, momentum=-0.1), ValueError, "momentum must be"),
