@@ -126,13 +126,20 @@ def unlike(comm, what):
             codec[comm.rank],
             comm=comm,
             step=comm.rank * (what == "step"),
+            key=comm.rank * (what == "key"),
         )
     return error.value.field
 
 
 @pytest.mark.parametrize(
     ("what", "field"),
-    [("codec", "codec"), ("seed", "codec_options"), ("numel", "numel"), ("step", "step")],
+    [
+        ("codec", "codec"),
+        ("seed", "codec_options"),
+        ("numel", "numel"),
+        ("step", "step"),
+        ("key", "layout"),
+    ],
 )
 def test_all_reduce_of_unlike_calls_is_a_mismatch_on_every_rank(over, what, field):
     assert over(2, unlike, what) == [field] * 2

@@ -1,4 +1,4 @@
-"""The DDP hook over real gloo processes: each function below runs on every rank."""
+"""The DDP hook over real processes: each test is what every rank does."""
 
 import re
 import time
@@ -7,9 +7,13 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from _models import bits, loss_of, minibatch, small_model, train
+from _ranks import each_rank
 from _saved import parts_of
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
@@ -19,75 +23,35 @@ import gradcomp.ddp
 from gradcomp import Identity, OneBit, PeerMismatch, TernGrad, UnsupportedTensor
 
 
-def small_model(dtype=torch.float32, seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)
-    ).to(dtype)
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def batch(step, rank, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randn(8, 64, generator=generator).to(dtype), torch.randint(
-        10, (8,), generator=generator
-    )
-
-
-def train(model, optimizer, steps, first=0, dtype=torch.float32):
-    for step in range(first, first + steps):
-        x, y = batch(step, dist.get_rank(), dtype)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x).float(), y).backward()
-        optimizer.step()
-
-
-def bits(model):
-    return b"".join(
-        p.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        for p in model.parameters()
-    )
-
-
-def trained(codec, steps=4, register=True, ddp=None, dtype=torch.float32, **options):
+def trained(codec, ddp=None, dtype=torch.float32, **options):
+    """Return the weights after four steps, with DDP's own averages where `codec` is None."""
     model = DDP(small_model(dtype), **(ddp or {}))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    state = gradcomp.ddp.register(model, codec, min_numel=0, **options) if register else None
-    train(model, optimizer, steps, dtype=dtype)
-    if state is not None:
+    optimizer = sgd(model)
+    state = codec and gradcomp.ddp.register(model, codec, min_numel=0, **options)
+    train(model, optimizer, dist.get_rank(), range(4))
+    if state:
         state.check_replicas()
         state.close()
     return bits(model)
 
 
+def raised(kind, call, *args):
+    """Return the error of this kind that a call raises."""
+    with pytest.raises(kind) as caught:
+        call(*args)
+    return caught.value
+
+
 # ---- what is computed ----------------------------------------------------------------------------
 
 
-def identity_and_plain():
-    return trained(Identity(), exchange="all_gather"), trained(None, register=False)
-
-
-def with_and_without_slices():
-    return [
-        [
-            trained(codec, advanced=gradcomp.Advanced(slice_numel=numel), exchange=exchange)
-            for numel in (None, 256)
-        ]
-        for codec in (TernGrad(), OneBit())
-        for exchange in ("all_gather", "reduce_scatter")
-    ]
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_slices_change_no_bit_of_the_weights(ranks, world):
-    """Promise 2, over real processes and DDP's pipeline."""
-    results = ranks(world, with_and_without_slices)
-    assert all(sliced == whole for rank in results for whole, sliced in rank)
-    assert all(rank == results[0] for rank in results)
-
-
-def test_identity_equals_no_hook_bit_for_bit(ranks):
-    for with_hook, without in ranks(2, identity_and_plain):
-        assert with_hook == without
+@each_rank(2, "ranks")
+def test_identity_equals_no_hook_bit_for_bit():
+    assert trained(Identity(), exchange="all_gather") == trained(None)
 
 
 CODECS = {
@@ -96,141 +60,82 @@ CODECS = {
     "requantize": TernGrad(second_phase="requantize"),
     "onebit": OneBit(),
 }
-
-
-def bucket_sizes(name, exchange):
-    return [
-        trained(
-            CODECS[name],
-            exchange=exchange,
-            ddp={"bucket_cap_mb": cap, "gradient_as_bucket_view": view},
-        )
-        for cap, view in ((0.01, False), (25, False), (0.01, True))
-    ]
+LAYOUTS = [{"bucket_cap_mb": 0.01}, {}, {"bucket_cap_mb": 0.01, "gradient_as_bucket_view": True}]
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])
 @pytest.mark.parametrize("name", CODECS)
-def test_bucket_layout_changes_no_bit(ranks, name, exchange):
-    """Promise 2: runs with bucket_cap_mb 0.01 and 25, and with gradients as bucket views, are
-    the same run.
-    """
-    results = ranks(3, bucket_sizes, name, exchange)
-    assert len({run for rank in results for run in rank}) == 1
+@each_rank(3, "ranks")
+def test_bucket_layout_changes_no_bit(name, exchange):
+    """Promises 2 and 3: whatever the buckets, it is the same run on every rank."""
+    runs = {trained(CODECS[name], layout, exchange=exchange) for layout in LAYOUTS}
+    assert len(runs) == 1
+    return runs
 
 
-def modes():
-    runs = [trained(OneBit()), trained(OneBit(), ddp={"static_graph": True})]
-    return [*runs, trained(OneBit(), ddp={"find_unused_parameters": True})]
-
-
-def test_static_graph_and_find_unused_parameters(ranks):
-    results = ranks(2, modes)
-    assert len({run for rank in results for run in rank}) == 1
-
-
-def by_hand():
+@each_rank(2)
+def test_other_modes_of_ddp_and_a_hook_registered_by_hand_are_the_same_run():
     model = DDP(small_model())
-    state = gradcomp.ddp.CompressionState(model, "terngrad", min_numel=0)
+    state = gradcomp.ddp.CompressionState(model, "onebit", min_numel=0)
     model.register_comm_hook(state, gradcomp.ddp.compression_hook)
-    train(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), 4)
+    train(model, sgd(model), dist.get_rank(), range(4))
     state.close()
-    return bits(model), trained("terngrad")
+    modes = {}, {"static_graph": True}, {"find_unused_parameters": True}
+    runs = {bits(model), *(trained(OneBit(), mode) for mode in modes)}
+    assert len(runs) == 1
+    return runs
 
 
-def test_plain_register_comm_hook_is_the_same(ranks):
-    for one, other in ranks(2, by_hand):
-        assert one == other
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@each_rank(2)
+def test_half_precision_parameters(dtype):
+    return [trained(codec, dtype=dtype) for codec in (TernGrad(), OneBit(), Identity())]
 
 
-def accumulate():
-    model = DDP(small_model())
-    state = gradcomp.ddp.register(model, Identity(), min_numel=0)
-    plain = DDP(small_model())
-    for m in (model, plain):
-        with m.no_sync():
-            nn.functional.cross_entropy(
-                m(batch(0, dist.get_rank())[0]), batch(0, dist.get_rank())[1]
-            ).backward()
-        nn.functional.cross_entropy(
-            m(batch(1, dist.get_rank())[0]), batch(1, dist.get_rank())[1]
-        ).backward()
-    same = all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters()))
-    steps = state.stats.steps
-    state.close()
-    return same, steps
+@each_rank(2)
+def test_no_sync_accumulates_and_skips_the_hook():
+    model, plain = DDP(small_model()), DDP(small_model())
+    with gradcomp.ddp.register(model, Identity(), min_numel=0) as state:
+        for m in (model, plain):
+            with m.no_sync():
+                loss_of(m, 0, dist.get_rank()).backward()
+            loss_of(m, 1, dist.get_rank()).backward()
+        pairs = zip(model.parameters(), plain.parameters(), strict=True)
+        assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+        assert state.stats.steps == 1
 
 
-def test_no_sync_accumulates_and_skips_the_hook(ranks):
-    assert ranks(2, accumulate) == [(True, 1)] * 2
-
-
-def half(name):
-    dtype = getattr(torch, name)
-    return (
-        trained(TernGrad(), dtype=dtype),
-        trained(OneBit(), dtype=dtype),
-        trained(Identity(), dtype=dtype),
-    )
-
-
-@pytest.mark.parametrize("name", ["bfloat16", "float16"])
-def test_half_precision_parameters(ranks, name):
-    first, second = ranks(2, half, name)
-    assert first == second
-
-
-def several_models():
-    """Two models in one backward, each with a state of its own, against the same models alone."""
+@each_rank(2, "ranks")
+def test_several_models_in_one_backward():
+    """Each with a state of its own, against the same models alone."""
     results = []
     for together in (True, False):
         models = [DDP(small_model(seed=s)) for s in (1, 2)]
         states = [
-            gradcomp.ddp.register(m, c, min_numel=0) for m, c in zip(models, (TernGrad(), OneBit()))
+            gradcomp.ddp.register(m, c, min_numel=0)
+            for m, c in zip(models, (TernGrad(), OneBit()), strict=True)
         ]
-        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
         for step in range(3):
-            x, y = batch(step, dist.get_rank())
-            losses = [nn.functional.cross_entropy(m(x), y) for m in models]
-            if together:
-                sum(losses).backward()
-            else:
-                for loss in losses:
-                    loss.backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            losses = [loss_of(m, step, dist.get_rank()) for m in models]
+            for loss in [sum(losses)] if together else losses:
+                loss.backward()
+            for m in models:
+                torch.optim.SGD(m.parameters(), lr=0.1).step()
+                m.zero_grad()
         results.append([bits(m) for m in models])
         for state in states:
             state.close()
-    return results
+    assert results[0] == results[1]
 
 
-def test_several_models_in_one_backward(ranks):
-    for together, alone in ranks(2, several_models):
-        assert together == alone
-
-
-def mesh_rows():
-    """A 2x2 mesh, compression along the data-parallel dimension: each row must average over its
-    own two ranks.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-
+@each_rank(4, "ranks")
+def test_rows_of_a_device_mesh_average_over_their_own_ranks():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("model", "data"))
-    group = mesh["data"].get_group()
-    model = DDP(nn.Linear(64, 64, bias=False), process_group=group)
-    with torch.no_grad():
-        model.module.weight.zero_()
-    state = gradcomp.ddp.register(model, Identity(), min_numel=0)
-    rank = dist.get_rank()
-    model(torch.full((1, 64), float(10 ** (rank)))).sum().backward()
-    state.close()
-    return model.module.weight.grad[0, 0].item()
-
-
-def test_two_by_two_device_mesh(ranks):
-    assert ranks(4, mesh_rows) == [5.5, 5.5, 550.0, 550.0]
+    model = DDP(nn.Linear(64, 64, bias=False), process_group=mesh["data"].get_group())
+    with gradcomp.ddp.register(model, Identity(), min_numel=0):
+        model(torch.full((1, 64), float(10 ** dist.get_rank()))).sum().backward()
+    wanted = 5.5 if dist.get_rank() < 2 else 550.0
+    assert model.module.weight.grad[0, 0].item() == wanted
 
 
 class Stack(nn.Module):
@@ -244,413 +149,216 @@ class Stack(nn.Module):
         return sum((w * x).sum() * (i + 1) for i, w in enumerate(self.weights))
 
 
-def many_buckets(name, steps):
-    model = DDP(Stack(), bucket_cap_mb=0.01)
-    codec = TernGrad(clip_sigma=None) if name == "terngrad" else OneBit()
-    state = gradcomp.ddp.register(model, codec, min_numel=0)
-    wrong = 0
-    for step in range(steps):
-        model.zero_grad()
-        model(torch.tensor(float((dist.get_rank() + 1) * (1 + step % 3)))).backward()
-        for i, weight in enumerate(model.module.weights):
-            if name == "terngrad":
-                # shared scale 4 c: rank r's code is 1 with probability (r + 1) / 4; sums are of c *
-                # k
-                quantum = torch.tensor(4.0 * (1 + step % 3) * (i + 1)) / 4
-                levels = weight.grad / quantum
-                wrong += (
-                    not torch.equal(levels, levels.round())
-                    or not 1 <= levels.min() <= levels.max() <= 4
-                )
-                wrong += abs(levels.mean().item() - 2.5) > 0.1
-            else:  # constant gradients decode exactly: both phases lossless
-                wrong += not torch.equal(
-                    weight.grad, torch.full((64, 64), 2.5 * (1 + step % 3) * (i + 1))
-                )
-    buckets = len(state._step.buckets)
-    state.close()
-    return wrong, buckets
-
-
-@pytest.mark.parametrize("steps", [25, pytest.param(100, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", ["onebit", "terngrad"])
-def test_forty_layers_in_small_buckets(ranks, name, steps):
+@pytest.mark.parametrize("steps", [6, pytest.param(100, marks=pytest.mark.long)])
+@pytest.mark.parametrize("codec", [OneBit(), TernGrad(clip_sigma=None)], ids=lambda c: c.name)
+@each_rank(4, "ranks")
+def test_forty_layers_in_small_buckets(codec, steps):
     """Chained collectives in Future.then hang here; FIFO stages do not, and every value is the
     exact expectation.
     """
-    for wrong, buckets in ranks(4, many_buckets, name, steps):
-        assert wrong == 0
-        assert buckets == 40
+    model = DDP(Stack(), bucket_cap_mb=0.01)
+    state = gradcomp.ddp.register(model, codec, min_numel=0)
+    for step in range(steps):
+        model.zero_grad()
+        factor = 1 + step % 3
+        model(torch.tensor(float((dist.get_rank() + 1) * factor))).backward()
+        for i, weight in enumerate(model.module.weights, 1):
+            # the shared scale is 4 units: rank r's code is 1 with probability (r + 1) / 4
+            levels = weight.grad / (factor * i)
+            if codec.name == "terngrad":
+                assert torch.equal(levels, levels.round())
+                assert 1 <= levels.min() <= levels.max() <= 4
+                assert levels.mean().item() == pytest.approx(2.5, abs=0.1)
+            else:  # constant gradients decode exactly: both phases lossless
+                assert (weight.grad == 2.5 * factor * i).all()
+    assert len(state._step.buckets) == 40
+    state.close()
 
 
 # ---- steps, checkpoints, scalers -----------------------------------------------------------------
 
 
-def exclusion():
-    model = DDP(small_model())
-    state = gradcomp.ddp.register(model, TernGrad(), min_numel=1000, exclude=("4.*", "0.weight"))
-    plain = DDP(small_model())
-    for m in (model, plain):
-        x, y = batch(0, dist.get_rank())
-        nn.functional.cross_entropy(m(x), y).backward()
-    out = {
-        name: torch.equal(p.grad, q.grad)
-        for (name, p), q in zip(model.module.named_parameters(), plain.parameters())
-    }
-    text = state.describe()
-    state.close()
-    try:
-        gradcomp.ddp.register(DDP(small_model()), TernGrad(), exclude=("nothing.*",))
-    except ValueError as error:
-        return out, text, str(error)
-    return out, text, ""
-
-
-def test_exclude_and_min_numel_travel_as_fp32(ranks):
-    for equal, text, error in ranks(2, exclusion):
-        assert [n for n, e in equal.items() if not e] == ["2.weight"]
+@each_rank(2)
+def test_exclude_and_min_numel_travel_as_fp32():
+    model, plain = DDP(small_model()), DDP(small_model())
+    options = {"min_numel": 1000, "exclude": ("4.*", "0.weight")}
+    with gradcomp.ddp.register(model, TernGrad(), **options) as state:
+        for m in (model, plain):
+            loss_of(m, 0, dist.get_rank()).backward()
+        pairs = zip(model.module.named_parameters(), plain.parameters(), strict=True)
+        assert [n for (n, p), q in pairs if not torch.equal(p.grad, q.grad)] == ["2.weight"]
+        text = state.describe()
         assert "on 1 tensors (8,192 values)" in text and "fp32 for 5" in text
-        assert "nothing.*" in error
+    with pytest.raises(ValueError, match="nothing"):
+        gradcomp.ddp.register(DDP(small_model()), TernGrad(), exclude=("nothing.*",))
 
 
-def scale_follows():
-    """Residuals live in loss-scaled units: halving the scale halves them, and nothing is lost."""
+def scaled(scale):
+    """Return a state of 1 bit after a backward pass under a loss scaler, and the scaler."""
     model = DDP(nn.Linear(64, 64, bias=False))
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    state = gradcomp.ddp.register(
-        model, OneBit(), min_numel=0, grad_scaler=scaler, exchange="all_gather"
-    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    options = {"min_numel": 0, "exchange": "all_gather"}
+    state = gradcomp.ddp.register(model, OneBit(), grad_scaler=scaler, **options)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    scaler.scale(model(torch.randn(4, 64, generator=generator)).square().sum()).backward()
+    return state, scaler
 
-    def backward():
-        model.zero_grad()
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        scaler.scale(model(torch.randn(4, 64, generator=generator)).square().sum()).backward()
 
-    backward()
+@each_rank(2)
+def test_residuals_follow_the_loss_scale():
+    """They are in loss-scaled units: halving the scale halves them, and nothing is lost."""
+    state, scaler = scaled(8.0)
     before = parts_of(state.state_dict())["residual"]["weight"].clone()
     scaler.update(new_scale=2.0)
     state._engine.begin()
-    after = state._engine.store.residuals.current(0).clone()
+    assert torch.equal(state._engine.store.residuals.current(0), before / 4)
     state.close()
-    return torch.equal(after, before / 4)
 
 
-def test_residuals_follow_the_loss_scale(ranks):
-    assert ranks(2, scale_follows) == [True, True]
+@each_rank(2)
+def test_resume_without_the_scaler():
+    """Residuals of a state that was saved under a scale of 1024 come back in plain units."""
+    state, _ = scaled(1024.0)
+    saved = state.state_dict()
+    state.close()
+    options = {"min_numel": 0, "exchange": "all_gather"}
+    model = DDP(nn.Linear(64, 64, bias=False))
+    with gradcomp.ddp.register(model, OneBit(), **options) as state:
+        state.load_state_dict(saved)
+        loaded = parts_of(state.state_dict())["residual"]["weight"]
+        assert torch.equal(loaded, parts_of(saved)["residual"]["weight"] / 1024)
 
 
-class Checkpointed(nn.Module):
-    """Reentrant activation checkpointing: each layer's backward is a graph task of its own
-    inside the outer one.
-    """
+@each_rank(2)
+def test_reentrant_checkpointing_is_one_step_a_backward():
+    """Each layer's backward is a graph task of its own inside the outer one."""
 
-    def __init__(self, reentrant):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers, self.reentrant = nn.ModuleList(nn.Linear(64, 64) for _ in range(4)), reentrant
+    class Layers(nn.Sequential):
+        def forward(self, x):
+            for layer in self:
+                x = checkpoint(layer, x, use_reentrant=True) if reentrant else layer(x)
+            return x
 
-    def forward(self, x):
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=True) if self.reentrant else layer(x)
-        return x
-
-
-def checkpointing():
-    out = []
+    found = set()
     for reentrant, cap in ((True, 0.01), (True, 25), (False, 25)):
-        model = DDP(Checkpointed(reentrant), bucket_cap_mb=cap)
-        state = gradcomp.ddp.register(model, TernGrad(), min_numel=0)
-        for step in range(3):
-            model.zero_grad()
-            x, _ = batch(step, dist.get_rank())
-            model(x.requires_grad_()).square().sum().backward()
-        out.append((state.step, b"".join(p.grad.numpy().tobytes() for p in model.parameters())))
-        state.close()
-    return out
+        torch.manual_seed(0)
+        model = DDP(Layers(*(nn.Linear(64, 64) for _ in range(4))), bucket_cap_mb=cap)
+        with gradcomp.ddp.register(model, TernGrad(), min_numel=0) as state:
+            for step in range(3):
+                model.zero_grad()
+                x, _ = minibatch(step, dist.get_rank())
+                model(x.requires_grad_()).square().sum().backward()
+            assert state.step == 3
+        found.add(bits(p.grad for p in model.parameters()))
+    assert len(found) == 1
 
 
-def test_reentrant_checkpointing_is_one_step_a_backward(ranks):
-    for runs in ranks(2, checkpointing):
-        assert {step for step, _ in runs} == {3}
-        assert len({grads for _, grads in runs}) == 1
-
-
-def close_in_any_order():
+@each_rank(2, "ranks")
+def test_states_may_be_closed_in_any_order():
     models = [DDP(small_model()) for _ in range(2)]
     states = [gradcomp.ddp.register(m, "terngrad", timeout_s=20) for m in models]
     for state in states if dist.get_rank() == 0 else reversed(states):
         state.close()
-    models = [DDP(small_model()) for _ in range(2)]
-    states = [
-        gradcomp.ddp.register(m, c, timeout_s=20) for m, c in zip(models, ("terngrad", "onebit"))
-    ]
-    for model in models:
-        train(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
-    for state in states:
-        state.close()
-    return [bits(m) for m in models]
+    return trained("terngrad"), trained("onebit")
 
 
-def test_states_may_be_closed_in_any_order(ranks):
-    first, second = ranks(2, close_in_any_order)
-    assert first == second
-
-
-def frozen_between():
-    model = DDP(small_model(), find_unused_parameters=True)
-    model.module[2].requires_grad_(False)
-    state = gradcomp.ddp.register(model, OneBit(), min_numel=0)
-    try:
-        model(batch(0, 0)[0]).sum().backward()
-    except gradcomp.GradcompError as error:
-        return "2.weight" in str(error) or "2.bias" in str(error)
-    finally:
-        state.close()
-
-
-def test_a_parameter_frozen_after_ddp_was_made_is_named(ranks):
-    assert ranks(2, frozen_between) == [True, True]
-
-
-def scaler_dropped():
-    """A state saved under a loss scale of 1024, resumed without a scaler: residuals come back in
-    plain units.
-    """
-    model = DDP(nn.Linear(64, 64, bias=False))
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    state = gradcomp.ddp.register(
-        model, OneBit(), min_numel=0, grad_scaler=scaler, exchange="all_gather"
-    )
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    scaler.scale(model(torch.randn(4, 64, generator=generator)).square().sum()).backward()
-    saved = state.state_dict()
-    state.close()
-    state = gradcomp.ddp.register(
-        DDP(nn.Linear(64, 64, bias=False)), OneBit(), min_numel=0, exchange="all_gather"
-    )
-    state.load_state_dict(saved)
-    loaded = parts_of(state.state_dict())["residual"]["weight"]
-    broken = {k: v for k, v in saved.items() if k != "step"}
-    with pytest.raises(ValueError, match="step"):
-        state.load_state_dict(broken)
-    state.close()
-    return torch.equal(loaded, parts_of(saved)["residual"]["weight"] / 1024)
-
-
-def test_resume_without_the_scaler(ranks):
-    assert ranks(2, scaler_dropped) == [True, True]
-
-
-def twice():
+@each_rank(2)
+def test_a_model_that_is_registered_is_refused_and_goes_on():
+    """A communicator that came with the refused registration stays open."""
     model = DDP(small_model())
-    state = gradcomp.ddp.register(model, "terngrad")
-    try:
-        gradcomp.ddp.register(model, "onebit")
-    except ValueError as error:
-        message = str(error)
-    hooks = len(model._forward_pre_hooks)
-    train(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
-    state.close()
-    return "this model is registered with gradcomp already: DDP keeps" in message, hooks
+    with gradcomp.ddp.register(model, "terngrad"):
+        comm = gradcomp.comm.TorchCommunicator()
+        for options in ({}, {"comm": comm}):
+            said = raised(ValueError, lambda o=options: gradcomp.ddp.register(model, "onebit", **o))
+            assert "this model is registered with gradcomp already: DDP keeps" in str(said)
+            assert "in a new DistributedDataParallel" in str(said)
+        assert len(model._forward_pre_hooks) == 1
+        given = torch.full((4,), float(comm.rank))
+        assert gradcomp.all_reduce(given, Identity(), comm=comm).tolist() == [0.5] * 4
+        comm.close()
+        train(model, sgd(model), dist.get_rank(), range(2))
 
 
-def test_registering_twice_is_refused_and_leaves_the_first(ranks):
-    assert ranks(2, twice) == [(True, 1)] * 2
-
-
-def twice_over_a_communicator_of_ones_own():
-    model = DDP(small_model())
-    state = gradcomp.ddp.register(model, "terngrad")
-    comm = gradcomp.comm.TorchCommunicator()
-    with pytest.raises(ValueError, match="in a new DistributedDataParallel"):
-        gradcomp.ddp.register(model, "onebit", comm=comm)
-    tensor = gradcomp.all_reduce(torch.full((4,), float(comm.rank)), gradcomp.Identity(), comm=comm)
-    comm.close()
-    state.close()
-    return tensor.tolist()
-
-
-def test_a_refused_registration_leaves_the_callers_communicator_open(ranks):
-    assert ranks(2, twice_over_a_communicator_of_ones_own) == [[0.5] * 4] * 2
-
-
-def conservation():
-    """Promise 5 through bucket rebuilds: the sum of gradients = the sum of what was decoded +
-    what is left over.
-    """
-    model = DDP(small_model(), bucket_cap_mb=0.01)
+@each_rank(2)
+def test_nothing_is_lost_through_bucket_rebuilds():
+    """Promise 5: the sum of gradients is the sum of what was decoded and what is left over."""
+    model, plain = DDP(small_model(), bucket_cap_mb=0.01), small_model()
     state = gradcomp.ddp.register(model, OneBit(), min_numel=0, exchange="all_gather")
-    total = {
-        n: torch.zeros_like(p, dtype=torch.float64) for n, p in model.module.named_parameters()
-    }
-    decoded = {
-        n: torch.zeros_like(p, dtype=torch.float64) for n, p in model.module.named_parameters()
-    }
-    plain = small_model()
-    for step in range(5):
-        x, y = batch(step, dist.get_rank())
-        model.zero_grad()
-        plain.zero_grad()
-        nn.functional.cross_entropy(plain(x), y).backward()
-        nn.functional.cross_entropy(model(x), y).backward()
-        for (n, p), q in zip(model.module.named_parameters(), plain.parameters()):
-            total[n] += q.grad
-            decoded[n] += p.grad
-    worst = 0.0
+    for step in range(5):  # gradients add up
+        for p in model.parameters():
+            p.sums, p.grad = getattr(p, "sums", 0), None
+        for m in (plain, model):
+            loss_of(m, step, dist.get_rank()).backward()
+        for p in model.parameters():
+            p.sums = p.sums + p.grad.double()
     left = parts_of(state.state_dict())["residual"]
-    for n, gradients in total.items():
-        sums = torch.stack([gradients.flatten(), left[n].double()])
+    for (n, p), q in zip(model.module.named_parameters(), plain.parameters(), strict=True):
+        sums = torch.stack([q.grad.flatten().double(), left[n].double()])
         dist.all_reduce(sums)
-        mean_grad, mean_left = sums / dist.get_world_size()
-        gap = (mean_grad - decoded[n].flatten() - mean_left).abs().max() / mean_grad.abs().max()
-        worst = max(worst, gap.item())
+        given, kept = sums / dist.get_world_size()
+        assert (given - p.sums.flatten() - kept).abs().max() < 1e-5 * given.abs().max()
     state.close()
-    return worst
 
 
-def test_nothing_is_lost_through_bucket_rebuilds(ranks):
-    assert max(ranks(2, conservation)) < 1e-5
-
-
-class Half(nn.Module):
-    """Two branches of which each rank uses one."""
+class Branches(nn.Module):
+    """Of the first two a rank uses one, the last nobody."""
 
     def __init__(self):
         super().__init__()
-        torch.manual_seed(0)
         self.left, self.right, self.never = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)
 
     def forward(self, x, right):
         return (self.right if right else self.left)(x)
 
 
-def unused():
-    model = DDP(Half(), find_unused_parameters=True)
-    state = gradcomp.ddp.register(model, OneBit(), min_numel=0)
-    for step in range(4):
-        model.zero_grad()
-        x, _ = batch(step, dist.get_rank())
-        model(x, dist.get_rank() == 1 and step < 2).square().sum().backward()
-    left = parts_of(state.state_dict())["residual"]
-    state.close()
-    return {
-        n: bool((r != 0).any()) for n, r in left.items()
-    }, model.module.never.weight.grad is None
-
-
-def test_unused_parameters_lose_nothing(ranks):
+@each_rank(2)
+def test_unused_parameters_lose_nothing():
     """A tensor that no rank uses keeps p.grad None; one that a rank does not use leaves no
     residual there.
     """
-    (zero, never0), (one, never1) = ranks(2, unused)
-    assert never0 and never1
-    assert not zero["never.weight"] and not one["never.weight"]
-    assert zero["left.weight"] and not zero["right.weight"]
-    assert one["right.weight"]
+    rank, model = dist.get_rank(), DDP(Branches(), find_unused_parameters=True)
+    with gradcomp.ddp.register(model, OneBit(), min_numel=0) as state:
+        for step in range(4):
+            model.zero_grad()
+            model(minibatch(step, rank)[0], rank == 1 and step < 2).square().sum().backward()
+        left = parts_of(state.state_dict())["residual"]
+    used = {name: bool((left[f"{name}.weight"] != 0).any()) for name in ("left", "right", "never")}
+    assert used == {"left": True, "right": rank == 1, "never": False}
+    assert model.module.never.weight.grad is None
 
 
-def joined():
-    """Uneven data under join(): the rank that is done plays along with zero gradients."""
-    from torch.distributed.algorithms.join import Join
-
+@each_rank(2)
+def test_join_with_uneven_inputs():
+    """The rank that is done plays along with zero gradients."""
     model = DDP(small_model())
-    state = gradcomp.ddp.register(model, TernGrad(), min_numel=0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Join([model]):
-        for step in range(3 if dist.get_rank() == 0 else 5):
-            optimizer.zero_grad()
-            x, y = batch(step, dist.get_rank())
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-    steps = state.step
-    state.close()
-    return steps
+    with gradcomp.ddp.register(model, TernGrad(), min_numel=0) as state:
+        with Join([model]):
+            train(model, sgd(model), dist.get_rank(), range(5 if dist.get_rank() else 3))
+        assert state.step == 5
 
 
-def test_join_with_uneven_inputs(ranks):
-    assert ranks(2, joined) == [5, 5]
-
-
-def drift():
+@each_rank(2, "ranks")
+def test_check_replicas_names_tensor_and_rank():
     model = DDP(small_model())
-    state = gradcomp.ddp.register(model, "terngrad")
-    state.check_replicas()
-    if dist.get_rank() == 1:
-        with torch.no_grad():
-            model.module[2].bias[5] += 1e-3
-    try:
+    with gradcomp.ddp.register(model, "terngrad") as state:
         state.check_replicas()
-    except PeerMismatch as error:
-        return error.field, error.rank
-    finally:
-        state.close()
-
-
-def test_check_replicas_names_tensor_and_rank(ranks):
-    assert ranks(2, drift) == [("parameter 2.bias", 1)] * 2
+        with torch.no_grad():
+            model.module[2].bias[5] += 1e-3 * dist.get_rank()
+        error = raised(PeerMismatch, state.check_replicas)
+        assert (error.field, error.rank) == ("parameter 2.bias", 1)
 
 
 # ---- errors --------------------------------------------------------------------------------------
 
 
-def mismatch():
-    model = DDP(small_model())
-    codec = "onebit" if dist.get_rank() == 1 else "terngrad"
-    state = gradcomp.ddp.register(model, codec, timeout_s=20)
-    errors = []
-    for _ in range(2):
-        try:
-            model(batch(0, 0)[0]).sum().backward()
-            errors.append(None)
-        except PeerMismatch as error:
-            errors.append((error.field, error.rank))
-    state.close()
-    return errors
-
-
-def test_ranks_with_other_settings_get_peer_mismatch(ranks):
+@each_rank(2, "ranks")
+def test_ranks_with_other_settings_get_peer_mismatch():
     """Out of .backward() on every rank, and again out of the next forward."""
-    assert ranks(2, mismatch) == [[("codec", 1)] * 2] * 2
-
-
-REFUSED = {
-    "no DDP": (
-        lambda model: gradcomp.ddp.register(small_model(), "terngrad"),
-        "TypeError: .*Sequential; for a model without DDP use",
-    ),
-    "FSDP2": (
-        lambda model: gradcomp.ddp.register(fully_shard(small_model()), "terngrad"),
-        "TypeError: .*for FSDP2 use gradcomp.fsdp.register$",
-    ),
-    "a class": (
-        lambda model: gradcomp.ddp.register(model, OneBit),
-        r"TypeError: codec is the class OneBit: write OneBit\(\)$",
-    ),
-    "another hook": (
-        lambda model: gradcomp.ddp.register(hooked(), "terngrad"),
-        "ValueError: another communication hook is registered on this model: DDP keeps",
-    ),
-    "codec": (
-        lambda model: gradcomp.ddp.register(model, "quaternary"),
-        "ValueError: .*quaternary",
-    ),
-    "an option": (
-        lambda model: gradcomp.ddp.register(model, "terngrad", timeout_s=0),
-        r"ValueError: .*a positive number of seconds, at most 1e\+06, got 0",
-    ),
-    "float64": (
-        lambda model: gradcomp.ddp.register(DDP(small_model(torch.float64)), "terngrad"),
-        "UnsupportedTensor: .*float64",
-    ),
-    "another model's optimizer": (
-        lambda model: gradcomp.ddp.register(
-            model,
-            "terngrad",
-            optimizer=torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1),
-        ),
-        "ValueError: ",
-    ),
-}
+    model = DDP(small_model())
+    with gradcomp.ddp.register(model, ["terngrad", "onebit"][dist.get_rank()], timeout_s=20):
+        for _ in range(2):
+            error = raised(PeerMismatch, lambda: loss_of(model, 0, 0).backward())
+            assert (error.field, error.rank) == ("codec", 1)
 
 
 def hooked():
@@ -659,67 +367,74 @@ def hooked():
     return model
 
 
-def refused(name):
-    try:
-        REFUSED[name][0](DDP(small_model()))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+# what makes the model instead of DDP, codec, options, what is said
+OTHER_WEIGHTS = [nn.Parameter(torch.zeros(1))]
+REFUSED = {
+    "no DDP": (small_model, "onebit", {}, "TypeError: .*Sequential; for a model without DDP use"),
+    "FSDP2": (
+        lambda: fully_shard(small_model()),
+        "onebit",
+        {},
+        "TypeError: .*for FSDP2 use gradcomp.fsdp.register$",
+    ),
+    "a class": (None, OneBit, {}, r"TypeError: codec is the class OneBit: write OneBit\(\)$"),
+    "another hook": (
+        hooked,
+        "terngrad",
+        {},
+        "ValueError: another communication hook is registered on this model: DDP keeps",
+    ),
+    "codec": (None, "quaternary", {}, "ValueError: .*quaternary"),
+    "an option": (
+        None,
+        "terngrad",
+        {"timeout_s": 0},
+        r"ValueError: .*a positive number of seconds, at most 1e\+06, got 0",
+    ),
+    "float64": (lambda: DDP(small_model(torch.float64)), "onebit", {}, "UnsupportedTensor: .*loat"),
+    "another model's optimizer": (
+        None,
+        "terngrad",
+        {"optimizer": torch.optim.SGD(OTHER_WEIGHTS, lr=1)},
+        "ValueError: ",
+    ),
+}
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_wrong_arguments(ranks, name):
+@each_rank(1)
+def test_wrong_arguments():
     """Every wrong option is refused with its value in tests/engine/test_engine.py."""
-    (said,) = ranks(1, refused, name)
-    assert re.match(REFUSED[name][1], said), said
+    for make, codec, options, said in REFUSED.values():
+        model = make() if make else DDP(small_model())
+        error = raised(Exception, lambda: gradcomp.ddp.register(model, codec, **options))  # noqa: B023
+        assert re.match(said, f"{type(error).__name__}: {error}"), error
 
 
-def sparse():
-    model, told = DDP(nn.Sequential(nn.Embedding(100, 16, sparse=True))), []
-    # a flag that is set when the model was registered is seen at its gradient
-    for late in (False, True):
-        model.module[0].sparse = not late
-        try:
-            state = gradcomp.ddp.register(model, "terngrad")
-            model.module[0].sparse = True
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                model(torch.tensor([1, 2])).sum().backward()
-        except Exception as error:
-            told.append((type(error).__name__, str(error)))
-    state.close()
-    return told
+@each_rank(2, "ranks")
+def test_a_rank_that_does_not_register():
+    if dist.get_rank() == 0:
+        begun, model = time.monotonic(), DDP(small_model())
+        error = raised(
+            gradcomp.PeerLost, lambda: gradcomp.ddp.register(model, "terngrad", timeout_s=1)
+        )
+        assert error.phase == "setup" and time.monotonic() - begun < 20
+    else:
+        DDP(small_model())
+    dist.barrier()
 
 
-def only_one_registers():
-    model = DDP(small_model())
-    if dist.get_rank() == 1:
-        dist.barrier()
-        return "phase=setup"
-    begun = time.monotonic()
-    try:
-        gradcomp.ddp.register(model, "terngrad", timeout_s=1)
-    except gradcomp.PeerLost as error:
-        return f"phase={error.phase}" if time.monotonic() - begun < 20 else "late"
-    finally:
-        dist.barrier()
-    return "nothing raised"
-
-
-def test_a_rank_that_does_not_register(ranks):
-    assert ranks(2, only_one_registers) == ["phase=setup"] * 2
-
-
-def test_sparse_gradients_are_refused_by_name(ranks):
-    """At once, and in backward: it was "the bucket is torch.sparse_coo", in backward alone."""
-    at_once = (
-        "parameter '0.weight' of an Embedding(sparse=True) gets sparse gradients: make the layer"
-        " with sparse=False"
-    )
-    later = (
-        "the gradient of '0.weight' is torch.sparse_coo, and gradcomp takes dense ones: make the"
-        " layer with sparse=False"
-    )
-    assert (
-        ranks(2, sparse)
-        == [[(UnsupportedTensor.__name__, at_once), (UnsupportedTensor.__name__, later)]] * 2
-    )
+@each_rank(2)
+def test_sparse_gradients_are_refused_by_name():
+    """At once, and in backward where the flag is set later: it was "the bucket is
+    torch.sparse_coo", in backward alone.
+    """
+    model = DDP(nn.Sequential(nn.Embedding(100, 16, sparse=True)))
+    with pytest.raises(UnsupportedTensor, match=r"parameter '0.weight' of an Embedding\(sparse=T"):
+        gradcomp.ddp.register(model, "terngrad")
+    model.module[0].sparse = False
+    with gradcomp.ddp.register(model, "terngrad"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.module[0].sparse = True
+        said = "the gradient of '0.weight' is torch.sparse_coo, .*: make the layer with sparse=Fals"
+        with pytest.raises(UnsupportedTensor, match=said):
+            model(torch.tensor([1, 2])).sum().backward()

@@ -3,7 +3,10 @@ or MPI.
 """
 
 import contextlib
+import functools
 import gc
+import importlib
+import inspect
 import io
 import logging
 import os
@@ -54,6 +57,49 @@ def run_local(world_size, function, *args, timeout_s=120):
     if errors:
         raise errors[0][1]
     return results
+
+
+def each_rank(world_size=None, by="gloo"):
+    """Make a test of what every rank does; what they return must be equal.
+
+    Args:
+        world_size: how many ranks there are; None: the test's argument `world`.
+        by: the fixture that runs them, "gloo", "ranks" or "over"; "local" is `run_local`. With
+            "over" and "local" the function's first argument is the rank's communicator.
+    """
+
+    def decorate(body):
+        module, name = body.__module__, body.__qualname__
+        parameters = list(inspect.signature(body).parameters.values())
+        parameters = parameters[by in ("over", "local") :]
+        if by != "local":
+            fixture = inspect.Parameter(by, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+            parameters.insert(0, fixture)
+
+        @functools.wraps(body)
+        def test(**given):
+            __tracebackhide__ = True
+            run = given.pop(by, None)
+            world = world_size or given["world"]
+            if by == "local":
+                found = run_local(world, functools.partial(body, **given))
+            else:
+                found = run(world, be_body_over if by == "over" else be_body, module, name, given)
+            assert all(one == found[0] for one in found), found
+
+        test.__signature__ = inspect.Signature(parameters)
+        return test
+
+    return decorate
+
+
+def be_body(module, name, given):
+    """Do in this rank what a test of `each_rank` does."""
+    return getattr(importlib.import_module(module), name).__wrapped__(**given)
+
+
+def be_body_over(comm, module, name, given):
+    return getattr(importlib.import_module(module), name).__wrapped__(comm, **given)
 
 
 class Pool:

@@ -1,0 +1,50 @@
+"""A small model, its minibatches, and how it is trained, for tests of entry points."""
+
+import torch
+from torch import nn
+
+
+def small_model(dtype=torch.float32, seed=0):
+    """Return three layers of 64, 128, 64 and 10 units, the same for every call.
+
+    Ranks that are threads share torch's generator: they copy a model that was made before.
+    """
+    torch.manual_seed(seed)
+    layers = nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)
+    return nn.Sequential(*layers).to(dtype)
+
+
+def minibatch(step, rank, dtype=torch.float32, features=64, classes=10):
+    """Return 8 inputs and classes."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    x = torch.randn(8, features, generator=generator).to(dtype)
+    return x, torch.randint(classes, (8,), generator=generator)
+
+
+def loss_of(model, step, rank, **sizes):
+    """Return the model's loss for a rank's minibatch."""
+    x, y = minibatch(step, rank, next(model.parameters()).dtype, **sizes)
+    return nn.functional.cross_entropy(model(x).float(), y)
+
+
+def train(model, optimizer, rank, steps, after_backward=lambda: None, **sizes):
+    """Take an optimizer's step for each number of `steps`."""
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, step, rank, **sizes).backward()
+        after_backward()
+        optimizer.step()
+
+
+def bits(tensors):
+    """Return the bytes of tensors, or of a model's parameters."""
+    tensors = tensors.parameters() if isinstance(tensors, nn.Module) else tensors
+    return b"".join(
+        t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in tensors
+    )
+
+
+def filled(model, value):
+    """Give every parameter a gradient that is this value everywhere."""
+    for p in model.parameters():
+        p.grad = torch.full_like(p, value)
