@@ -1,5 +1,5 @@
 """`gradcomp.fsdp.register`: shards against the reference, wrappings, accumulation, dtypes, bad
-days.
+days. Most tests are what every rank does.
 """
 
 import contextlib
@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _expected import average
-from _ranks import RankFailed, run_local
+from _models import bits
+from _ranks import RankFailed, each_rank, run_local
 from _saved import parts_of
 from reference import codec as ref
 from torch import nn
@@ -93,17 +94,31 @@ def fresh():
     return model
 
 
-def loss_of(model, step, rank, everything=True, dtype=torch.float32):
-    x = torch.randint(
-        -2, 3, (8, 40), generator=torch.Generator().manual_seed(100 * step + rank)
-    ).to(dtype)
+def loss_of(model, step, rank=None, everything=True, dtype=torch.float32):
+    """Return the loss of this rank's minibatch, or of another's."""
+    seed = 100 * step + (dist.get_rank() if rank is None else rank)
+    x = torch.randint(-2, 3, (8, 40), generator=torch.Generator().manual_seed(seed)).to(dtype)
     return model(x, everything).square().mean()
 
 
-def wrap(model, finely, **options):
+def noise(step, rank=None):
+    """Return a minibatch of 40 features of this rank, or of another."""
+    seed = 10 * step + (dist.get_rank() if rank is None else rank)
+    return torch.randn(8, 40, generator=torch.Generator().manual_seed(seed))
+
+
+def wrap(model, finely=True, **options):
     for module in model.children() if finely else []:
         fully_shard(module, **options)
     return fully_shard(model, **options)
+
+
+def mesh_of(*names):
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+
+
+def registered(model, codec, **options):
+    return gradcomp.fsdp.register(model, codec, **{"min_numel": MIN_NUMEL} | options)
 
 
 def gradients(step, world, count=1):
@@ -118,17 +133,17 @@ def gradients(step, world, count=1):
     return out
 
 
-@pytest.mark.parametrize("step", range(3))
-def test_gradients_of_this_model_are_exact(step):
-    """So that bits may be compared: with normal values, float32 sums differ from float64 ones in
-    thousands of places.
-    """
-    for rank in range(4):
-        model, exact = fresh(), fresh().double()
-        loss_of(model, step, rank).backward()
-        loss_of(exact, step, rank, dtype=torch.float64).backward()
-        for (name, p), q in zip(model.named_parameters(), exact.parameters(), strict=True):
-            assert torch.equal(p.grad.double(), q.grad), name
+def shards_of(model):
+    """Return this rank's part of every gradient by name."""
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: grad.to_local().numpy().copy() for name, grad in found.items()}
+
+
+def same(got, wanted):
+    """Assert that shards are the same bits as those of the same names."""
+    for name, shard in got.items():
+        assert shard.shape == wanted[name].shape, name
+        assert shard.tobytes() == wanted[name].tobytes(), name
 
 
 def chunk_of(array, world, rank):
@@ -136,105 +151,97 @@ def chunk_of(array, world, rank):
     return array[rank * rows : (rank + 1) * rows]
 
 
-def expected(codec, grads, step, world, rank, residuals=None, ranks=None):
-    """Return this rank's shards from the reference: every chunk is a tensor of its own.
+class Expected:
+    """This rank's shards from the reference: every chunk is a tensor of its own.
 
-    residuals: of all ranks, by name, renewed. ranks: whose random numbers are drawn.
+    `rank`, `world`: place and number of the ranks that share. `ranks`: whose random numbers are
+    drawn.
     """
-    out, residuals = {}, {} if residuals is None else residuals
-    for number, name in enumerate(sorted(grads)):
-        chunks = [chunk_of(g, world, rank) for g in grads[name]]
-        whole = grads[name][0]
-        flat = [c.reshape(-1) for c in chunks]
-        if not flat[0].size or whole.size < MIN_NUMEL:
-            mean = ref.float_average(flat) if flat[0].size else flat[0]
-        else:
-            strategy = Strategy("all_gather")  # one phase
-            old = residuals.get((name, rank))
-            mean, residuals[name, rank], _ = average(
-                flat,
-                codec,
-                strategy,
-                step=step,
-                parameter=number * world + rank,
-                shape=whole.shape,
-                residuals=old,
-                ranks=ranks,
-            )
-        out[name] = mean.reshape(chunks[0].shape)
-    return out
+
+    def __init__(self, codec, rank=None, world=None, ranks=None):
+        self.codec, self.ranks, self.residuals = codec, ranks, {}
+        self.rank = dist.get_rank() if rank is None else rank
+        self.world = world or dist.get_world_size()
+
+    def __call__(self, step, grads=None):
+        out, world = {}, self.world
+        grads = grads or gradients(step, world)
+        for number, name in enumerate(sorted(grads)):
+            chunks = [chunk_of(g, world, self.rank) for g in grads[name]]
+            whole, flat = grads[name][0], [c.reshape(-1) for c in chunks]
+            if not flat[0].size or whole.size < MIN_NUMEL:
+                mean = ref.float_average(flat) if flat[0].size else flat[0]
+            else:
+                mean, self.residuals[name], _ = average(
+                    flat,
+                    self.codec,
+                    Strategy("all_gather"),  # one phase
+                    step=step,
+                    parameter=number * world + self.rank,
+                    shape=whole.shape,
+                    residuals=self.residuals.get(name),
+                    ranks=self.ranks,
+                )
+            out[name] = mean.reshape(chunks[0].shape)
+        return out
 
 
-def trained(codec, steps, finely, wrapping=None, settings=None, bad=None):
-    """Return the shards of every step's gradients, what `describe` and `stats` say."""
-    model = wrap(fresh(), finely, **(wrapping or {}))
-    rank = dist.get_rank()
-    with gradcomp.fsdp.register(model, codec, min_numel=MIN_NUMEL, **(settings or {})) as state:
-        out = []
+def trained(codec, steps, finely=True, wrapping=None, bad=None, **settings):
+    """Return the shards of every step's gradients, what `describe` says, and bytes sent."""
+    model, out = wrap(fresh(), finely, **(wrapping or {})), []
+    with registered(model, codec, **settings) as state:
         for step in range(steps):
             model.zero_grad()
-            loss = loss_of(model, step, rank)
-            (loss * math.inf if bad == (rank, step) else loss).backward()
-            out.append(
-                {name: p.grad.to_local().numpy().copy() for name, p in model.named_parameters()}
-            )
-        return out, state.describe(), state.stats.bytes_sent, state.stats.steps
+            loss = loss_of(model, step)
+            (loss * math.inf if bad == (dist.get_rank(), step) else loss).backward()
+            out.append(shards_of(model))
+        return out, state.describe(), state.stats.bytes_sent
+
+
+def run(model, steps):
+    """Return this rank's part of the gradients after these steps."""
+    for step in steps:
+        model.zero_grad()
+        loss_of(model, step).backward()
+    return [p.grad.to_local().clone() for p in model.parameters() if p.requires_grad]
+
+
+# ---- what is computed ----------------------------------------------------------------------------
+
+
+def test_gradients_of_this_model_are_exact():
+    """So that bits may be compared: with normal values, float32 sums differ from float64 ones in
+    thousands of places.
+    """
+    for step, rank in np.ndindex(3, 4):
+        model, exact = fresh(), fresh().double()
+        loss_of(model, step, rank).backward()
+        loss_of(exact, step, rank, dtype=torch.float64).backward()
+        for (name, p), q in zip(model.named_parameters(), exact.parameters(), strict=True):
+            assert torch.equal(p.grad.double(), q.grad), name
 
 
 @pytest.mark.parametrize("finely", [True, False], ids=["fine", "whole"])
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("name", CODECS)
-def test_shards_are_the_references(gloo, name, world, finely):
+@each_rank()
+def test_shards_are_the_references(name, world, finely):
     """Whatever the wrapping: what a chunk becomes depends on parameter, rank and step alone."""
-    results, residuals = gloo(world, trained, CODECS[name], 3, finely), {}
-    for step in range(3):
-        grads = gradients(step, world)
-        for rank, (got, *_) in enumerate(results):
-            for key, wanted in expected(CODECS[name], grads, step, world, rank, residuals).items():
-                assert (
-                    got[step][key].shape == wanted.shape
-                    and got[step][key].tobytes() == wanted.tobytes()
-                ), (key, step, rank)
-    assert "5 of 8 parameters of" in results[0][1] and f"over {world} ranks" in results[0][1]
+    expected = Expected(CODECS[name])
+    found, said, _ = trained(CODECS[name], 3, finely)
+    for step, shards in enumerate(found):
+        same(shards, expected(step))
+    assert "5 of 8 parameters of" in said and f"over {world} ranks" in said
 
 
-def test_a_warm_up_is_averaged_in_fp32_first(gloo):
+@each_rank(2)
+def test_a_warm_up_is_averaged_in_fp32_first():
     """Its gradients leave no residuals, and its steps count for what comes after it."""
-    codec, world, residuals = OneBit(), 2, {}
-    results = gloo(world, trained, codec, 4, True, None, {"warmup_steps": 2})
-    plain = gloo(world, trained, Identity(), 2, True)
-    for rank, ((got, said, *_), (wanted, *_)) in enumerate(zip(results, plain, strict=True)):
-        for step in range(2):
-            assert all(got[step][k].tobytes() == v.tobytes() for k, v in wanted[step].items())
-        assert "from step 2 on (Identity(" in said
-    for step in (2, 3):
-        grads = gradients(step, world)
-        for rank, (got, *_) in enumerate(results):
-            for key, wanted in expected(codec, grads, step, world, rank, residuals).items():
-                assert got[step][key].tobytes() == wanted.tobytes(), (key, step, rank)
-
-
-def test_a_packed_warm_up_sends_less(gloo):
-    fp32, packed = (
-        gloo(2, trained, OneBit(), 2, True, None, {"warmup_steps": 2, **more})[0][2]
-        for more in ({}, {"warmup_codec": Block(4)})
-    )
-    assert packed < fp32 / 4
-
-
-def sent(codec):
-    model = fully_shard(nn.Linear(1024, 512, bias=False))
-    with gradcomp.fsdp.register(model, codec) as state:
-        model(torch.randn(4, 1024)).sum().backward()
-        return state.stats.bytes_sent, state.stats.baseline_bytes
-
-
-def test_what_is_sent(gloo):
-    """One phase of 2 bits, where gloo's own reduce-scatter sends a ring all_reduce in fp32."""
-    for codec, bits in ((TernGrad(), 2), (Identity("bf16"), 16), (Identity(), 32)):
-        for bytes_sent, baseline in gloo(2, sent, codec):
-            assert bytes_sent == pytest.approx(1024 * 512 / 2 * bits / 8, rel=0.003)
-            assert baseline == 1024 * 512 * 4
+    found, said, _ = trained(OneBit(), 4, warmup_steps=2)
+    plain, expected = Expected(Identity()), Expected(OneBit())
+    for step, shards in enumerate(found):
+        same(shards, (plain if step < 2 else expected)(step))
+    assert "from step 2 on (Identity(" in said
 
 
 @pytest.mark.parametrize(
@@ -244,180 +251,144 @@ def test_what_is_sent(gloo):
         {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)},
     ],
 )
-def test_options_of_fully_shard(gloo, options):
-    plain, other = (gloo(2, trained, TernGrad(seed=3), 2, True, o) for o in ({}, options))
-    for (a, *_), (b, *_) in zip(plain, other, strict=True):
-        assert all(
-            x[name].tobytes() == y[name].tobytes() for x, y in zip(a, b, strict=True) for name in x
-        )
-
-
-def in_half(dtype):
-    """Return the relative distance of averaged shards from fp32 averages, at the largest, in a
-    reduce-scatter of `dtype`.
-    """
-    policy = MixedPrecisionPolicy(reduce_dtype=dtype)
-    model, rank, world = (
-        wrap(fresh(), True, mp_policy=policy),
-        dist.get_rank(),
-        dist.get_world_size(),
-    )
-    with gradcomp.fsdp.register(model, Identity(), min_numel=0) as state:
-        loss_of(model, 0, rank).backward()
-        assert state.plain == 0
-    worst = 0.0
-    for name, arrays in gradients(0, world).items():
-        wanted = chunk_of(np.mean(arrays, 0), world, rank)
-        got = dict(model.named_parameters())[name].grad.to_local().numpy()
-        worst = max([worst, *np.abs(got - wanted).ravel() / np.abs(wanted).max(initial=1e-30)])
-    return worst
+@each_rank(2)
+def test_options_of_fully_shard(options):
+    expected = Expected(TernGrad(seed=3))
+    for step, shards in enumerate(trained(TernGrad(seed=3), 2, wrapping=options)[0]):
+        same(shards, expected(step))
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 0.02), (torch.float16, 0.003)])
-def test_gradients_in_half_precision(gloo, dtype, most):
+@each_rank(2)
+def test_gradients_in_half_precision(dtype, most):
     """float16 is a sum for FSDP, of gradients that it has divided before."""
-    assert all(worst < most for worst in gloo(2, in_half, dtype))
+    model = wrap(fresh(), mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
+    with registered(model, Identity(), min_numel=0) as state:
+        loss_of(model, 0).backward()
+        assert state.plain == 0
+    for name, got in shards_of(model).items():
+        mean = np.mean(gradients(0, 2)[name], 0)
+        wanted = chunk_of(mean, 2, dist.get_rank())
+        assert np.abs(got - wanted).max(initial=0) < most * np.abs(mean).max(initial=1e-30)
 
 
-def test_a_value_that_is_not_finite_leaves_residuals_alone(gloo):
+@each_rank(2)
+def test_a_value_that_is_not_finite_leaves_residuals_alone():
     """They are as if there had been no step between; averages are in test_conformance.py."""
-    residuals, found = {}, gloo(2, trained, OneBit(), 3, True, None, None, (1, 1))
+    found, expected = trained(OneBit(), 3, bad=(1, 1))[0], Expected(OneBit())
     for step in (0, 2):
-        for rank, (got, *_) in enumerate(found):
-            wanted = expected(OneBit(), gradients(step, 2), step, 2, rank, residuals)
-            assert all(got[step][name].tobytes() == wanted[name].tobytes() for name in wanted)
+        same(found[step], expected(step))
 
 
-def accumulated():
-    model, rank = wrap(fresh(), True), dist.get_rank()
-    with gradcomp.fsdp.register(model, TernGrad(seed=3), min_numel=MIN_NUMEL) as state:
+@each_rank(2)
+def test_gradients_that_accumulate_are_exchanged_once():
+    model = wrap(fresh())
+    with registered(model, TernGrad(seed=3)) as state:
         for micro in range(3):
             model.set_requires_gradient_sync(micro == 2)
-            loss_of(model, micro, rank).backward()
-        return {
-            name: p.grad.to_local().numpy().copy() for name, p in model.named_parameters()
-        }, state.stats.steps
+            loss_of(model, micro).backward()
+        assert state.stats.steps == 4  # modules
+    same(shards_of(model), Expected(TernGrad(seed=3))(0, gradients(0, 2, count=3)))
 
 
-def test_gradients_that_accumulate_are_exchanged_once(gloo):
-    grads = gradients(0, 2, count=3)
-    for rank, (got, steps) in enumerate(gloo(2, accumulated)):
-        assert steps == 4  # modules
-        assert all(
-            got[name].tobytes() == w.tobytes()
-            for name, w in expected(TernGrad(seed=3), grads, 0, 2, rank).items()
-        )
-
-
-def without_some(finely):
-    model, rank = wrap(fresh(), finely), dist.get_rank()
-    with (
-        gradcomp.fsdp.register(model, TernGrad(), min_numel=MIN_NUMEL) as state,
-        warnings.catch_warnings(record=True) as said,
-    ):
-        warnings.simplefilter("always")
-        for step in range(2):
-            loss_of(model, step, rank, everything=False).backward()
-        count = sum("travels as torch sends it" in str(one.message) for one in said)
-        return (
-            state.plain,
-            count,
-            model.first.weight.grad.to_local().abs().sum().item(),
-            model.unused.weight.grad,
-        )
-
-
-def test_parameters_without_gradients(gloo):
+@pytest.mark.parametrize("finely", [True, False])
+@each_rank(2)
+def test_parameters_without_gradients(finely):
     """A module all of whose parameters have none exchanges nothing; one that lacks some goes
     torch's way, and says so once.
     """
-    for plain, said, size, none in gloo(2, without_some, True):
-        assert (plain, said, none) == (0, 0, None) and size > 0
-    for plain, said, size, none in gloo(2, without_some, False):
-        assert (plain, said, none) == (2, 1, None) and size > 0
+    model = wrap(fresh(), finely)
+    with registered(model, TernGrad()) as state, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(2):
+            loss_of(model, step, everything=False).backward()
+        assert state.plain == (0 if finely else 2)
+    assert sum("travels as torch sends it" in str(one.message) for one in said) == (not finely)
+    assert model.first.weight.grad.to_local().any() and model.unused.weight.grad is None
 
 
-def with_frozen():
-    """Parameters are frozen after the first step, and thawed again: the others' gradients are
-    those of their own numbers.
-    """
-    out, rank = [], dist.get_rank()
-    model = wrap(fresh(), False)
-    with gradcomp.fsdp.register(model, TernGrad(seed=3), min_numel=MIN_NUMEL) as state:
+@each_rank(2)
+def test_parameters_that_are_frozen_on_the_way():
+    """And thawed again: the others' gradients are those of their own numbers."""
+    model, expected = wrap(fresh(), False), Expected(TernGrad(seed=3))
+    with registered(model, TernGrad(seed=3)) as state:
         for step, frozen in enumerate((False, True, False)):
             model.second.weight.requires_grad_(not frozen)
-            model.zero_grad()
-            loss_of(model, step, rank).backward()
-            out.append(
-                {
-                    name: p.grad.to_local().numpy().copy()
-                    for name, p in model.named_parameters()
-                    if p.grad is not None
-                }
-            )
-        return out, state.plain
+            run(model, [step])
+            assert ("second.weight" in shards_of(model)) != frozen
+            same(shards_of(model), expected(step))
+        assert state.plain == 0
 
 
-def test_parameters_that_are_frozen_on_the_way(gloo):
-    for rank, (got, plain) in enumerate(gloo(2, with_frozen)):
-        assert plain == 0 and "second.weight" not in got[1]
-        for step, shards in enumerate(got):
-            wanted = expected(TernGrad(seed=3), gradients(step, 2), step, 2, rank)
-            assert all(
-                shard.tobytes() == wanted[name].tobytes() for name, shard in shards.items()
-            ), step
+def bytes_of(codec, **settings):
+    """Return the stats of gradients and of weights of one layer's step."""
+    model = fully_shard(nn.Linear(1024, 512, bias=False))
+    with gradcomp.fsdp.register(model, codec, **settings) as state:
+        with torch.set_grad_enabled("weights" not in settings):
+            out = model(torch.randn(4, 1024))
+        if out.requires_grad:
+            out.sum().backward()
+        return state.stats, state.weights_stats
 
 
-def run(model, steps):
-    for step in steps:
-        model.zero_grad()
-        loss_of(model, step, dist.get_rank()).backward()
-    return [p.grad.to_local().clone() for p in model.parameters() if p.requires_grad]
-
-
-def resumed(codec, residuals, folder, settings):
-    """Return whether a run goes on as if it had not stopped: from a state, from a checkpoint of
-    torch's, in another wrapping.
+@each_rank(2)
+def test_what_is_sent():
+    """One phase of 2 bits, where gloo's own reduce-scatter sends a ring all_reduce in fp32; a
+    packed warm-up as packed; weights as they are packed.
     """
-    options = {"residuals": residuals, "min_numel": 0, **settings}
-    model = wrap(fresh(), True)
-    with gradcomp.fsdp.register(model, codec, **options) as state:
+    packed = {"warmup_steps": 2, "warmup_codec": Block(4)}
+    for codec, settings, sent in (
+        (TernGrad(), {}, 2),
+        (Identity("bf16"), {}, 16),
+        (Identity(), {}, 32),
+        (OneBit(), {"warmup_steps": 2}, 32),
+        (OneBit(), packed, 4),
+    ):
+        stats, _ = bytes_of(codec, **settings)
+        assert stats.bytes_sent == pytest.approx(1024 * 512 / 2 * sent / 8, rel=0.012)
+        assert stats.baseline_bytes == 1024 * 512 * 4
+    for weights, sent in (("block8", 8), ("block4", 4), ("bfloat16", 16)):
+        _, stats = bytes_of("terngrad", weights=weights)
+        assert stats.bytes_sent == pytest.approx(1024 * 512 / 2 * sent / 8, rel=0.012)
+        assert stats.compression_ratio == pytest.approx(32 / sent, rel=0.012)
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("codec", "settings"),
+    [
+        ("terngrad", {}),
+        ("onebit", {}),
+        (Block(2), {"residuals": "bf16"}),
+        ("onebit", {"warmup_steps": 3, "warmup_codec": Block(4)}),
+        ("terngrad", {"warmup_steps": 1, "warmup_codec": "onebit"}),
+    ],
+    ids=str,
+)
+@each_rank(2)
+def test_a_resumed_run_is_the_same_run_in_another_wrapping(codec, settings, tmp_path):
+    """From a state, from a checkpoint of torch's, by `load`."""
+    options = {"min_numel": 0, **settings}
+    model, folder = wrap(fresh()), str(tmp_path)
+    with registered(model, codec, **options) as state:
         run(model, range(2))
         saved = copy.deepcopy(state.state_dict())
         dcp.save({"model": model.state_dict(), "gradcomp": state}, checkpoint_id=folder)
         whole = run(model, range(2, 4))
     model(torch.zeros(1, 40)).sum().backward()  # torch's own again
-    out = []
     for load in (
         lambda state, _: state.load_state_dict(saved),
-        lambda state, model: dcp.load(
-            {"model": model.state_dict(), "gradcomp": state}, checkpoint_id=folder
+        lambda state, weights: dcp.load(
+            {"model": weights, "gradcomp": state}, checkpoint_id=folder
         ),
         lambda state, _: state.load(folder),
     ):
         model = wrap(fresh(), False)
-        with gradcomp.fsdp.register(model, codec, **options) as state:
-            load(state, model)
-            later = run(model, range(2, 4))
-            out.append(all(torch.equal(a, b) for a, b in zip(whole, later, strict=True)))
-    return out
-
-
-@pytest.mark.parametrize(
-    ("codec", "residuals", "settings"),
-    [
-        ("terngrad", "fp32", {}),
-        ("onebit", "fp32", {}),
-        (Block(2), "bf16", {}),
-        ("onebit", "fp32", {"warmup_steps": 3, "warmup_codec": Block(4)}),
-        ("terngrad", "fp32", {"warmup_steps": 1, "warmup_codec": "onebit"}),
-    ],
-    ids=str,
-)
-def test_a_resumed_run_is_the_same_run_in_another_wrapping(
-    gloo, codec, residuals, settings, tmp_path
-):
-    assert gloo(2, resumed, codec, residuals, str(tmp_path), settings) == [[True] * 3] * 2
+        with registered(model, codec, **options) as state:
+            load(state, model.state_dict())
+            assert bits(run(model, range(2, 4))) == bits(whole)
 
 
 def partly_frozen(frozen):
@@ -432,28 +403,36 @@ def steps_of(state):
 
 
 def saved_by(folder, frozen=False):
-    model = wrap(partly_frozen(frozen), True)
-    with gradcomp.fsdp.register(model, "onebit", min_numel=MIN_NUMEL) as state:
+    """Return the state after two steps, and save all ranks' in a folder."""
+    model = wrap(partly_frozen(frozen))
+    with registered(model, "onebit") as state:
         run(model, range(2))
         dcp.save({"gradcomp": state}, checkpoint_id=folder)
         return state.state_dict()
 
 
+def ways_to_load(folder, states):
+    """Yield functions that load a state of two ranks into one of another number of them."""
+
+    def load_all(state):
+        world = dist.get_world_size()
+        said = f"values of rank . are missing: the run had 2 ranks, this one has {world}"
+        with pytest.raises(ValueError, match=said):
+            state.load_state_dict(states[0])
+        state.load_state_dict(states)
+
+    return load_all, lambda state: state.load(folder)
+
+
 def goes_on_with(folder, states):
-    """Return the residuals of all names after loading, by both ways; what a single state says."""
+    """Return the residuals of all names after loading, by both ways."""
     out = []
-    for load in (lambda state: state.load(folder), lambda state: state.load_state_dict(states)):
-        model = wrap(fresh(), False)
-        with gradcomp.fsdp.register(model, "onebit", min_numel=MIN_NUMEL) as state:
+    for load in ways_to_load(folder, states):
+        with registered(wrap(fresh(), False), "onebit") as state:
             load(state)
             after = state.state_dict()
             out.append(parts_of(after)["residual"])
             assert steps_of(after) == [2] * 8
-            with pytest.raises(
-                ValueError,
-                match="values of rank . are missing: the run had 2 ranks, this one has 3",
-            ):
-                state.load_state_dict(states[0])
     return out
 
 
@@ -467,8 +446,7 @@ def test_what_other_ranks_owed_is_owed_by_more_of_them(gloo, tmp_path):
             assert len(got) == 5
             for name, tensor in got.items():
                 one, two = (parts_of(state)["residual"][name].double() for state in states)
-                wanted = ((one + two) / 2).float()
-                assert torch.equal(tensor, wanted) and tensor.abs().sum() > 0, name
+                assert torch.equal(tensor, ((one + two) / 2).float()) and tensor.any(), name
 
 
 def goes_on_alone(folder, states, frozen):
@@ -476,37 +454,29 @@ def goes_on_alone(folder, states, frozen):
     ways; and the state of a run of one rank.
     """
     out, exact = [], {name: grads[0] for name, grads in gradients(2, 1).items()}
-    for load in (lambda state: state.load(folder), lambda state: state.load_state_dict(states)):
+    for load in ways_to_load(folder, states):
         model = wrap(partly_frozen(frozen), False)
-        with gradcomp.fsdp.register(model, "onebit", min_numel=MIN_NUMEL) as state:
+        with registered(model, "onebit") as state:
             single = state.state_dict()
-            with pytest.raises(
-                ValueError,
-                match="values of rank 1 are missing: the run had 2 ranks, this one has 1",
-            ):
-                state.load_state_dict(states[0])
             load(state)
             # what is not paid yet is saved, too
             state.load_state_dict(copy.deepcopy(state.state_dict()))
             run(model, [2])
-            trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-            out.append(
-                {name: p.grad.to_local().numpy() - exact[name] for name, p in trained.items()}
-            )
+            out.append({name: got - exact[name] for name, got in shards_of(model).items()})
             assert not parts_of(state.state_dict())["residual"]
             run(model, [2])
-            for name, p in trained.items():
-                assert np.array_equal(p.grad.to_local().numpy(), exact[name]), name
+            same(shards_of(model), exact)
     return out, single
 
 
 def takes(single):
     model = wrap(fresh(), False)
-    with gradcomp.fsdp.register(model, "onebit", min_numel=MIN_NUMEL) as state:
+    with registered(model, "onebit") as state:
         run(model, range(2))
         state.load_state_dict(single)
         after = state.state_dict()
-        return steps_of(after), [t.any().item() for t in parts_of(after)["residual"].values()]
+        assert steps_of(after) == [0] * 8
+        assert [t.any().item() for t in parts_of(after)["residual"].values()] == [False] * 5
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -519,14 +489,11 @@ def test_what_several_ranks_owed_is_paid_by_one(gloo, tmp_path, frozen):
     residuals = [parts_of(one)["residual"] for one in states]
     for paid in ways:
         for name, got in paid.items():
-            wanted = (
-                sum(one[name].double() for one in residuals) / 2
-                if name in residuals[0]
-                else torch.zeros(got.shape)
-            )
-            assert np.allclose(got, wanted.numpy(), atol=1e-6), name
+            none = torch.zeros(got.shape)
+            owed = sum(one.get(name, none).double() for one in residuals) / 2
+            assert np.allclose(got, owed.numpy(), atol=1e-6), name
     assert max(np.abs(got).max() for got in ways[0].values()) > 0.01
-    assert gloo(2, takes, single) == [([0] * 8, [False] * 5)] * 2
+    gloo(2, takes, single)
 
 
 def with_residuals(change):
@@ -553,83 +520,58 @@ def with_values(**values):
     return lambda good, rank: {**good, **values}
 
 
-def with_codec(good, rank):
-    return {**good, "origin": {**good["origin"], "codec": "TernGrad()"}}
-
-
 HUGE = torch.full((37, 40), 1e39, dtype=torch.float64)
-# what is made of a good state, and what loading it says
+NO_STEPS = "steps must be pairs of name and step, each name once"
+OF_FIRST = "residual of 'first.weight'"
+# what is made of a good state, and what loading it says; test_memory.py has what all states share
 REFUSED_STATES = [
     (lambda *_: {"version": 2, "steps": 3}, "another version of gradcomp wrote this state"),
-    (lambda *_: 7, "a state is a dictionary, got 7"),
     (with_values(extra=3), "'extra' of this state is a dictionary, got 3"),
     (with_values(origin={"kind": "gradients"}), "kind 'gradients', 'fsdp' expected"),
-    (with_codec, "this state has codec 'TernGrad"),
-    (with_step(-1), "step -1 of 'few.bias', an integer of at least 0 and below 2.32"),
-    (with_step(1.5), "step 1.5 of 'few.bias', an integer"),
-    (with_step(2**70), f"step {2**70} of 'few.bias', an integer"),
-    (with_step(True), "step True of 'few.bias', an integer"),
     (
-        with_steps(lambda steps: [[7, 0], *steps]),
-        "other parameters: 7 is on one side only",
+        lambda good, _: {**good, "origin": {**good["origin"], "codec": "TernGrad()"}},
+        "this state has codec 'TernGrad",
     ),
-    (
-        with_steps(lambda steps: [*steps, steps[0]]),
-        "steps must be pairs of name and step, each name once",
+    *(
+        (with_step(step), rf"step {step} of 'few.bias', an integer of at least 0 and below 2.32")
+        for step in (-1, 1.5, 2**70, True)
     ),
-    (with_steps(lambda _: 3), "steps must be pairs of name and step, each name once: 3"),
+    (with_steps(lambda steps: [[7, 0], *steps]), "other parameters: 7 is on one side only"),
+    (with_steps(lambda steps: [*steps, steps[0]]), NO_STEPS),
+    (with_steps(lambda _: 3), f"{NO_STEPS}: 3"),
     (with_steps(lambda steps: steps[1:]), "other parameters: 'few.bias' is on one side only"),
-    (
-        with_weight(torch.full((37, 40), math.nan)),
-        "residual of 'first.weight' has values that are not finite in torch.",
-    ),
-    (
-        with_weight(HUGE),
-        "residual of 'first.weight' must be .37, 40. torch.float32 or .* torch.float64 on cpu",
-    ),
-    (with_weight(HUGE.to(torch.complex64)), "residual of 'first.weight' .* got .* torch.complex64"),
-    (with_weight(torch.zeros(37, 40).long()), "residual of 'first.weight' .* got .* torch.int64"),
-    (
-        with_weight(torch.zeros(37, 40, device="meta")),
-        "residual of 'first.weight' .* got .* torch.float32 on meta",
-    ),
-    (
-        with_weight(torch.zeros(37, 40).to_sparse()),
-        "residual of 'first.weight' must be .37, 40. .* got tensor.indices",
-    ),
-    (with_weight([0.0]), "residual of 'first.weight' must be .37, 40. .* got .0.0."),
+    (with_weight(torch.full((37, 40), math.nan)), f"{OF_FIRST} has values that are not finite"),
+    (with_weight(HUGE), f"{OF_FIRST} must be .37, 40. torch.float32 or .* torch.float64 on cpu"),
+    (with_weight(HUGE.to(torch.complex64)), f"{OF_FIRST} .* got .* torch.complex64"),
+    (with_weight(HUGE.long()), f"{OF_FIRST} .* got .* torch.int64"),
+    (with_weight(HUGE.float().to("meta")), f"{OF_FIRST} .* got .* torch.float32 on meta"),
+    (with_weight(HUGE.float().to_sparse()), f"{OF_FIRST} must be .37, 40. .* got tensor.indices"),
+    (with_weight([0.0]), f"{OF_FIRST} must be .37, 40. .* got .0.0."),
     (with_residuals(lambda r: dict(list(r.items())[1:])), "rank . .* has 4 tensors of 5"),
     (
         with_residuals(lambda r: {name + "x": tensor for name, tensor in r.items()}),
         "residuals do not fit this model and codec",
     ),
     (with_residuals(lambda _: 3), "residual of rank . in this state is a dictionary, got 3"),
-    (lambda good, rank: {**good, "ranks": {rank: 3}}, "rank . in this state is a dictionary"),
     (with_values(ranks={}), "values of rank . are missing: .* and the state has rank none"),
     (
         with_values(world_size=10**6),
         "values of rank . are missing: the run had 1000000 ranks, this one has 2",
     ),
-    *(
-        (with_values(world_size=size), f"world_size {size}, a positive integer expected")
-        for size in (0, 2.0, True)
-    ),
-    (lambda *_: [], "one of every rank"),
-    (
-        lambda good, rank: [good, {**good, "world_size": 3}],
-        "not of one run: world_size is 2 and 3",
-    ),
     (
         lambda good, rank: [with_step(1)(good, rank), {**good, "ranks": {}}],
         "not of one run: extra.steps.0.1 is 1 and 0",
     ),
-    (lambda good, rank: [good, good], "these states have rank . twice"),
 ]
 
 
-def misloaded(residuals):
-    model = wrap(fresh(), True)
-    with gradcomp.fsdp.register(model, "onebit", min_numel=MIN_NUMEL, residuals=residuals) as state:
+@pytest.mark.parametrize("residuals", ["fp32", "bf16"])
+@each_rank(2)
+def test_states_that_are_refused(residuals):
+    """float64 residuals of 1e39 became Inf, and every later gradient NaN; 10**9 ranks took 3 GB
+    and a minute.
+    """
+    with registered(wrap(fresh()), "onebit", residuals=residuals) as state:
         good, rank = state.state_dict(), str(dist.get_rank())
         tracemalloc.start()
         for make, said in REFUSED_STATES:
@@ -644,237 +586,180 @@ def misloaded(residuals):
         assert not any(t.any() for t in parts_of(after)["residual"].values())
         if residuals == "bf16":
             largest = torch.full((37, 40), torch.finfo(torch.float32).max)
-            said = "residual of 'first.weight' has values that are not finite in torch.bfloat16"
-            with pytest.raises(ValueError, match=said):
+            with pytest.raises(ValueError, match=f"{OF_FIRST} .* not finite in torch.bfloat16"):
                 state.load_state_dict(with_weight(largest)(good, rank))
 
 
-@pytest.mark.parametrize("residuals", ["fp32", "bf16"])
-def test_states_that_are_refused(gloo, residuals):
-    """float64 residuals of 1e39 became Inf, and every later gradient NaN; 10**9 ranks took 3 GB
-    and a minute.
-    """
-    gloo(2, misloaded, residuals)
+# ---- meshes --------------------------------------------------------------------------------------
 
 
-def in_two_dimensions():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model, rank = fully_shard(fresh(), mesh=mesh), dist.get_rank()
-    with gradcomp.fsdp.register(model, TernGrad(seed=3), min_numel=MIN_NUMEL):
-        loss_of(model, 0, rank).backward()
-        return {name: p.grad.to_local().numpy().copy() for name, p in model.named_parameters()}
-
-
-def test_replicas_average_shards_as_torch_does(gloo):
+@each_rank(4)
+def test_replicas_average_shards_as_torch_does():
     """HSDP: packed where parameters are sharded; the all_reduce between replicas is torch's."""
-    grads, results = gradients(0, 4), gloo(4, in_two_dimensions)
-    for rank, got in enumerate(results):
-        place = rank % 2
-        sides = [
-            expected(
-                TernGrad(seed=3),
-                {k: v[2 * r : 2 * r + 2] for k, v in grads.items()},
-                0,
-                2,
-                place,
-                ranks=[2 * r, 2 * r + 1],
-            )
-            for r in range(2)
-        ]
-        for name, shard in got.items():
-            assert np.allclose(
-                shard, (sides[0][name] + sides[1][name]) / 2, rtol=1e-6, atol=1e-9
-            ), (rank, name)
+    codec, grads = TernGrad(seed=3), gradients(0, 4)
+    model = fully_shard(fresh(), mesh=mesh_of("replicate", "shard"))
+    with registered(model, codec):
+        loss_of(model, 0).backward()
+    sides = []
+    for ranks in ([0, 1], [2, 3]):
+        of_side = {name: [arrays[r] for r in ranks] for name, arrays in grads.items()}
+        sides.append(Expected(codec, dist.get_rank() % 2, 2, ranks)(0, of_side))
+    for name, shard in shards_of(model).items():
+        wanted = (sides[0][name] + sides[1][name]) / 2
+        assert np.allclose(shard, wanted, rtol=1e-6, atol=1e-9), name
 
 
-def squared_error(replicas):
-    """Return the squared error of a ternary average of four ranks with the same data, over the
-    gradient's square.
-    """
-    torch.manual_seed(0)
-    mesh = (
-        init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if replicas else None
-    )
-    model = fully_shard(nn.Linear(128, 128, bias=False), **({"mesh": mesh} if mesh else {}))
-    x = torch.randn(16, 128)
-    with gradcomp.fsdp.register(model, TernGrad(clip_sigma=None)) as state:
-        model(x).square().mean().backward()
-        noisy = model.weight.grad.full_tensor()
-        assert state.plain == 0
-    model.zero_grad()
-    model(x).square().mean().backward()
-    exact = model.weight.grad.full_tensor()
-    return ((noisy - exact).square().sum() / exact.square().sum()).item()
-
-
-def test_replicas_draw_random_numbers_of_their_own(gloo):
+@each_rank(4)
+def test_replicas_draw_random_numbers_of_their_own():
     """Ternary's noise averages out over all ranks: both replicas drew the same numbers, and it
-    was twice as large.
+    was twice as large. All ranks have the same data.
     """
-    flat, replicated = (gloo(4, squared_error, replicas)[0] for replicas in (False, True))
-    assert replicated == pytest.approx(flat, rel=0.1)
+    found = []
+    for mesh in ({}, {"mesh": mesh_of("replicate", "shard")}):
+        torch.manual_seed(0)
+        model = fully_shard(nn.Linear(128, 128, bias=False), **mesh)
+        x, grads = torch.randn(16, 128), []
+        for register in (lambda: registered(model, TernGrad(clip_sigma=None)), mock.MagicMock):  # noqa: B023
+            with register():
+                model.zero_grad()
+                model(x).square().mean().backward()
+                grads.append(model.weight.grad.full_tensor())
+        noisy, exact = grads
+        found.append(((noisy - exact).square().sum() / exact.square().sum()).item())
+    flat, replicated = found
+    assert replicated == pytest.approx(flat, rel=0.1) and flat > 0.1
 
 
-def between_nodes(codec):
-    """Two nodes of two ranks: plain FSDP2 inside, gradients of shards averaged between."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "shard"))
-    model, rank = wrap(fresh(), True, mesh=mesh["shard"]), dist.get_rank()
-    comm = gradcomp.comm.TorchCommunicator(mesh["node"].get_group())
-    out = []
-    with gradcomp.GradientAverager(model, codec, comm=comm, min_numel=MIN_NUMEL) as averager:
-        for step in range(2):
-            model.zero_grad()
-            loss_of(model, step, rank).backward()
-            averager.average()
-            out.append(
-                {name: p.grad.to_local().numpy().copy() for name, p in model.named_parameters()}
-            )
-    return out
-
-
-def between_nodes_by_a_hook(codec, staged):
-    """The same, and nothing in the loop: `staged` as gradients of a GPU are."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "shard"))
-    model, rank = wrap(fresh(), True, mesh=mesh["shard"]), dist.get_rank()
-    out = []
-    with (
-        mock.patch.object(torchtitan, "_on_the_host", return_value=not staged),
-        ReplicaAverage(model, mesh["node"].get_group(), codec, min_numel=MIN_NUMEL) as replicas,
-    ):
+def between_nodes(codec, by):
+    """Return the shards of two steps of two nodes of two ranks: plain FSDP2 inside, gradients of
+    shards averaged between, by the training loop or (`staged` as those of a GPU) by a hook.
+    """
+    mesh, out = mesh_of("node", "shard"), []
+    model = wrap(fresh(), mesh=mesh["shard"])
+    if by == "averager":
+        comm = gradcomp.comm.TorchCommunicator(mesh["node"].get_group())
+        opened = averager = gradcomp.GradientAverager(model, codec, comm=comm, min_numel=MIN_NUMEL)
+    else:
+        opened = ReplicaAverage(model, mesh["node"].get_group(), codec, min_numel=MIN_NUMEL)
+        averager = opened.averager
+    on_host = mock.patch.object(torchtitan, "_on_the_host", return_value=by != "staged")
+    with on_host, opened:
         for step in range(2):
             model.zero_grad()
             model.set_requires_gradient_sync(False)  # twice half of it: averaged once
-            (loss_of(model, step, rank) / 2).backward()
+            (loss_of(model, step) / 2).backward()
             model.set_requires_gradient_sync(True)
-            (loss_of(model, step, rank) / 2).backward()
-            out.append(
-                {name: p.grad.to_local().numpy().copy() for name, p in model.named_parameters()}
-            )
-        assert replicas.averager.stats.steps == 2
+            (loss_of(model, step) / 2).backward()
+            if by == "averager":
+                averager.average()
+            out.append(shards_of(model))
+        assert averager.stats.steps == 2
     model.zero_grad()
-    loss_of(model, 0, rank).backward()
-    assert replicas.averager.stats.steps == 2  # closed
+    loss_of(model, 0).backward()
+    assert averager.stats.steps == 2  # closed
     return out
 
 
-@pytest.mark.parametrize(
-    "by",
-    [(between_nodes,), (between_nodes_by_a_hook, False), (between_nodes_by_a_hook, True)],
-    ids=["averager", "hook", "staged"],
-)
-def test_packed_between_nodes_and_plain_inside(gloo, by):
+@pytest.mark.parametrize("by", ["averager", "hook", "staged"])
+@each_rank(4)
+def test_packed_between_nodes_and_plain_inside(by):
     """`GradientAverager` takes shards as they are: with no loss it gives the mean over all four
     ranks, with 1 bit residuals of shards.
     """
-    between, *how = by
-    for rank, got in enumerate(gloo(4, between, Identity(), *how)):
-        for step, shards in enumerate(got):
-            for name, arrays in gradients(step, 4).items():
-                assert np.allclose(
-                    shards[name], chunk_of(np.mean(arrays, 0), 2, rank % 2), rtol=1e-5, atol=1e-8
-                ), name
-    residuals, owners = {}, {}
-    results = gloo(4, between, OneBit(), *how)
+    place, residuals, owners = dist.get_rank() % 2, {}, {}
+    exact, packed = (between_nodes(codec, by) for codec in (Identity(), OneBit()))
     for step in range(2):
-        inside = {
-            name: [np.mean(arrays[2 * n : 2 * n + 2], 0) for n in range(2)]
-            for name, arrays in gradients(step, 4).items()
-        }
-        for shard in range(2):
-            for name, arrays in inside.items():
-                chunks = [chunk_of(a, 2, shard).reshape(-1) for a in arrays]
-                if arrays[0].ndim < 2 or chunks[0].size < MIN_NUMEL or arrays[0].size < MIN_NUMEL:
-                    continue
-                mean, residuals[name, shard], owners[name, shard] = average(
-                    chunks,
-                    OneBit(),
-                    choose(OneBit(), 2),
-                    step=step,
-                    parameter=0,
-                    shape=arrays[0].shape,
-                    residuals=residuals.get((name, shard)),
-                    owner_residuals=owners.get((name, shard)),
-                )
-                for node in range(2):
-                    got = results[2 * node + shard][step][name]
-                    assert np.allclose(got, mean.reshape(got.shape), rtol=1e-4, atol=1e-7), (
-                        name,
-                        step,
-                    )
-
-
-class Rows(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(40, 64, bias=False)
-        self.down = nn.Linear(64, 40, bias=False)
-
-    def forward(self, x):
-        return self.down(self.up(x).tanh())
+        for name, arrays in gradients(step, 4).items():
+            wanted = chunk_of(np.mean(arrays, 0), 2, place)
+            assert np.allclose(exact[step][name], wanted, rtol=1e-5, atol=1e-8), name
+            inside = [np.mean(arrays[2 * n : 2 * n + 2], 0) for n in range(2)]
+            chunks = [chunk_of(a, 2, place).reshape(-1) for a in inside]
+            if arrays[0].ndim < 2 or chunks[0].size < MIN_NUMEL:
+                continue
+            mean, residuals[name], owners[name] = average(
+                chunks,
+                OneBit(),
+                choose(OneBit(), 2),
+                step=step,
+                parameter=0,
+                shape=arrays[0].shape,
+                residuals=residuals.get(name),
+                owner_residuals=owners.get(name),
+            )
+            got = packed[step][name]
+            assert np.allclose(got, mean.reshape(got.shape), rtol=1e-4, atol=1e-7), (name, step)
 
 
 def beside_tensor_parallelism(codec):
+    """Return the shards of two steps of two layers, rows of the one and columns of the other."""
     torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    model = parallelize_module(
-        Rows(), mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    )
-    fully_shard(model.up, mesh=mesh["data"])
+    mesh, out = mesh_of("data", "tensor"), []
+    layers = nn.Linear(40, 64, bias=False), nn.Tanh(), nn.Linear(64, 40, bias=False)
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    model = parallelize_module(nn.Sequential(*layers), mesh["tensor"], plan)
+    fully_shard(model[0], mesh=mesh["data"])
     fully_shard(model, mesh=mesh["data"])
-    out = []
-    x = torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(7))[
-        mesh["data"].get_local_rank()
-    ]
     with gradcomp.fsdp.register(model, codec) if codec else contextlib.nullcontext() as state:
         for _ in range(2):
             model.zero_grad()
-            model(x).square().mean().backward()
-            out.append([p.grad.to_local().numpy().copy() for p in model.parameters()])
+            model(noise(0, mesh["data"].get_local_rank())).square().mean().backward()
+            out += [p.grad.to_local().numpy().copy() for p in model.parameters()]
         if codec == "onebit":
             saved = state.state_dict()
             state.load_state_dict(saved)
-            with pytest.raises(
-                ValueError, match="tensor parallelism do not fit 4: resume with as many"
-            ):
+            said = "tensor parallelism do not fit 4: resume with as many"
+            with pytest.raises(ValueError, match=said):
                 state.load_state_dict({**saved, "world_size": 8})
     return out
 
 
-def test_beside_tensor_parallelism_a_ranks_part_is_a_tensor_of_its_own(gloo):
-    plain = gloo(4, beside_tensor_parallelism, None)
+@each_rank(4)
+def test_beside_tensor_parallelism_a_ranks_part_is_a_tensor_of_its_own():
+    plain = beside_tensor_parallelism(None)
     for codec in (Identity(), TernGrad(), "onebit"):
-        for got, wanted in zip(gloo(4, beside_tensor_parallelism, codec), plain, strict=True):
-            for step in range(2):
-                for a, b in zip(got[step], wanted[step], strict=True):
-                    assert a.shape == b.shape == ((16, 40) if a.shape[1] == 40 else (20, 32))
-                    if isinstance(codec, Identity):
-                        assert np.allclose(a, b, rtol=1e-5, atol=1e-8)
-                    else:
-                        assert np.corrcoef(a.ravel(), b.ravel())[0, 1] > 0.5
-                    if isinstance(codec, TernGrad):
-                        assert len(np.unique(np.abs(a))) <= 3  # 0, half a scale, a scale
+        for a, b in zip(beside_tensor_parallelism(codec), plain, strict=True):
+            assert a.shape == b.shape == ((16, 40) if a.shape[1] == 40 else (20, 32))
+            if isinstance(codec, Identity):
+                assert np.allclose(a, b, rtol=1e-5, atol=1e-8)
+            else:
+                assert np.corrcoef(a.ravel(), b.ravel())[0, 1] > 0.5
+            if isinstance(codec, TernGrad):
+                assert len(np.unique(np.abs(a))) <= 3  # 0, half a scale, a scale
 
 
+# ---- what is refused -----------------------------------------------------------------------------
+
+# codec, options, and what is said
+REFUSED_OPTIONS = [
+    (Block(4), {"residuals": "fp8"}, "ValueError: residuals must be one of .*fp32.*, got 'fp8'"),
+    ("onebit", {"weights": "terngrad"}, "ValueError: weights='terngrad': .* gathered as 'block8'"),
+    ("onebit", {"weights": Block(2)}, "ValueError: weights=Block.bits=2.*are gathered as 'block8'"),
+    (
+        "onebit",
+        {"keep_weights": True},
+        "ValueError: keep_weights=True keeps .*: say how they are p",
+    ),
+    (
+        "terngrad",
+        {"precondition": True},
+        "TypeError: register has no option 'precondition': FSDP2 leaves averages as shards",
+    ),
+    (
+        "terngrad",
+        {"slice_numel": 64},
+        "TypeError: register has no option 'slice_numel': FSDP2 leaves averages as shards",
+    ),
+    (
+        "terngrad",
+        {"warmup_codec": "onebit"},
+        "ValueError: warmup_codec=OneBit.* packs the first warmup_steps steps, and warmup_steps is",
+    ),
+    ("terngrad", {"exclude": "nothing"}, "ValueError: exclude='nothing' matches no parameter"),
+]
 # the call, and what it says
 REFUSED_CALLS = [
     (
-        lambda model: gradcomp.fsdp.register(model, Block(4), residuals="fp8"),
-        "ValueError: residuals must be one of .*fp32.*, got 'fp8'",
-    ),
-    (
-        lambda model: gradcomp.fsdp.register(model, weights="terngrad"),
-        "ValueError: weights='terngrad': weights are gathered as 'block8'",
-    ),
-    (
-        lambda model: gradcomp.fsdp.register(model, weights=Block(2)),
-        "ValueError: weights=Block.bits=2.*are gathered as 'block8'",
-    ),
-    (
-        lambda model: gradcomp.fsdp.register(model, keep_weights=True),
-        "ValueError: keep_weights=True keeps packed weights: say how they are packed",
-    ),
-    (
-        lambda model: gradcomp.fsdp.register(fresh(), "terngrad"),
+        lambda _: gradcomp.fsdp.register(fresh(), "terngrad"),
         "TypeError: no module of this model is wrapped by .*fully_shard; for DDP",
     ),
     (
@@ -882,41 +767,33 @@ REFUSED_CALLS = [
         "TypeError: model must be a torch.nn.Module, got generator",
     ),
     (
-        lambda model: gradcomp.fsdp.register(model, "terngrad", precondition=True),
-        "TypeError: register has no option 'precondition': FSDP2 leaves averages as shards",
-    ),
-    (
-        lambda model: gradcomp.fsdp.register(model, "terngrad", slice_numel=64),
-        "TypeError: register has no option 'slice_numel': FSDP2 leaves averages as shards",
-    ),
-    (
-        lambda model: gradcomp.fsdp.register(model, "terngrad", warmup_codec="onebit"),
-        "ValueError: warmup_codec=OneBit.* packs the first warmup_steps steps, and warmup_steps is",
-    ),
-    (
         lambda model: gradcomp.fsdp.register(model, "terngrad", warmup_steps=dist.get_rank()),
         "PeerMismatch: .*warmup_steps",
-    ),
-    (
-        lambda model: gradcomp.fsdp.register(model, "terngrad", exclude="nothing"),
-        "ValueError: exclude='nothing' matches no parameter",
     ),
     (
         lambda model: gradcomp.fsdp.register(model, "terngrad" if dist.get_rank() else Identity()),
         "PeerMismatch: .*codec",
     ),
     (
-        lambda model: ReplicaAverage([fresh()], None),
-        (
-            "TypeError: no module of this model is wrapped by .*fully_shard; without it there is"
-            " gradcomp.GradientAverager"
+        lambda _: ReplicaAverage([fresh()], None),
+        "TypeError: no module of .*fully_shard; without it there is gradcomp.GradientAverager",
+    ),
+    (
+        lambda _: gradcomp.fsdp.register(
+            FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
         ),
+        "TypeError: .*DataParallel is FSDP1: wrap with torch.distributed.fsdp.fully_shard",
+    ),
+    *(
+        (lambda model, c=codec, o=options: gradcomp.fsdp.register(model, c, **o), said)
+        for codec, options, said in REFUSED_OPTIONS
     ),
 ]
 
 
-def refusals():
-    model = wrap(fresh(), True)
+@each_rank(2)
+def test_what_is_refused():
+    model = wrap(fresh())
     for call, said in REFUSED_CALLS:
         with pytest.raises((TypeError, ValueError, PeerMismatch)) as caught:
             call(model)
@@ -924,130 +801,100 @@ def refusals():
     loss_of(model, 0, 0).backward()  # torch's own still
     with gradcomp.fsdp.register(model, "onebit") as first:
         for again in (model, model.second):
-            with pytest.raises(
-                ValueError,
-                match=r"has been called for this model .* codec OneBit.*: close\(\) the state",
-            ):
+            said = r"has been called for this model .* codec OneBit.*: close\(\) the state"
+            with pytest.raises(ValueError, match=said):
                 gradcomp.fsdp.register(again, "terngrad")
         loss_of(model, 0, 0).backward()
         assert first.stats.steps > 0, "the first one goes on"
     gradcomp.fsdp.register(model, "terngrad").close()
 
 
-def test_what_is_refused(gloo):
-    gloo(2, refusals)
+@each_rank(2)
+def test_a_model_that_is_sharded_too_late_is_named():
+    model = nn.Sequential(nn.Linear(4, 32), nn.Linear(32, 4))
+    fully_shard(model[0])
+    with gradcomp.fsdp.register(model, "terngrad"):
+        fully_shard(model[1])
+        fully_shard(model)
+        said = r"fully_shard came after gradcomp.fsdp.register for 1 modules \(FSDPLinear"
+        with pytest.raises(gradcomp.GradcompError, match=said):
+            model(torch.ones(1, 4)).sum().backward()
 
 
-def misused():
-    inner = nn.Sequential(nn.Linear(4, 32), nn.Linear(32, 4))
-    fully_shard(inner[0])
-    said = []
-    with gradcomp.fsdp.register(inner, "terngrad"):
-        fully_shard(inner[1])
-        fully_shard(inner)
-        try:
-            inner(torch.ones(1, 4)).sum().backward()
-        except gradcomp.GradcompError as error:
-            said.append(str(error))
-    try:
-        gradcomp.fsdp.register(
-            FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
-        )
-    except TypeError as error:
-        said.append(str(error))
-    return said
+def opened_for(model, entry, replicas):
+    if entry == "replicas":
+        return ReplicaAverage(model, replicas.get_group(), "terngrad")
+    return gradcomp.fsdp.register(model, "terngrad")
 
 
-def test_models_that_are_sharded_too_late_or_by_fsdp1(gloo):
-    for late, first in gloo(2, misused):
-        assert "fully_shard came after gradcomp.fsdp.register for 1 modules (FSDPLinear" in late
-        assert (
-            "FullyShardedDataParallel is FSDP1: wrap with torch.distributed.fsdp.fully_shard"
-            in first
-        )
-
-
-def dropped(door):
-    """A training loop in which somebody takes the door away after a step."""
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "shard"))
-    model = wrap(fresh(), True, **({"mesh": mesh["shard"]} if door == "replicas" else {}))
-    optimizer, told = torch.optim.SGD(model.parameters(), lr=0.1), []
-    opened = (
-        ReplicaAverage(model, mesh["replica"].get_group())
-        if door == "replicas"
-        else gradcomp.fsdp.register(model, "terngrad")
-    )
-    del opened  # who registers in a function keeps nothing
-    with warnings.catch_warnings(record=True) as warned:
+@contextlib.contextmanager
+def warnings_of(text):
+    """Yield a list, which afterwards has the warnings that say this."""
+    found = []
+    with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
+        yield found
+    found += [str(one.message) for one in seen if text in str(one.message)]
+
+
+each_entry = pytest.mark.parametrize("entry", ["replicas", "register"])
+
+
+@each_entry
+@each_rank(2)
+def test_a_hook_that_somebody_replaces_is_found(entry):
+    """Replicas would train apart: an error before the step. Gradients that torch reduces after
+    all are right: one warning.
+    """
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "shard"))
+    model = wrap(fresh(), **({"mesh": mesh["shard"]} if entry == "replicas" else {}))
+    optimizer, raised = torch.optim.SGD(model.parameters(), lr=0.1), []
+    opened_for(model, entry, mesh["replica"])  # who registers in a function keeps nothing
+    with warnings_of("not called") as warned:
         for step in range(4):
             optimizer.zero_grad()
-            loss_of(model, step, dist.get_rank()).backward()
+            loss_of(model, step).backward()
             before = model.first.weight.to_local().clone()
             try:
                 optimizer.step()
             except gradcomp.GradcompError as error:
-                told.append((step, str(error), torch.equal(before, model.first.weight.to_local())))
-            if step == 1:
-                for module in model.modules():
-                    if isinstance(module, FSDPModule) and door == "replicas":
-                        module.set_all_reduce_hook(lambda shard: None)
-                    elif isinstance(module, FSDPModule):
-                        torch_private.reduce_scatter_as_before(module)
-    return told, [str(one.message) for one in warned if "not called" in str(one.message)]
+                raised.append((step, str(error)))
+                assert torch.equal(before, model.first.weight.to_local())
+            for module in model.modules() if step == 1 else ():
+                if isinstance(module, FSDPModule) and entry == "replicas":
+                    module.set_all_reduce_hook(lambda shard: None)
+                elif isinstance(module, FSDPModule):
+                    torch_private.reduce_scatter_as_before(module)
+    if entry == "replicas":
+        assert [step for step, _ in raised] == [2, 3] and not warned
+        assert re.search("not called in this step.*Make ReplicaAverage last", raised[0][1])
+    else:
+        assert not raised and len(warned) == 1 and "call register last" in warned[0]
 
 
-@pytest.mark.parametrize("door", ["replicas", "compress"])
-def test_a_hook_that_somebody_replaces_is_found(gloo, door):
-    """Replicas would train apart: an error before the step. Gradients that torch reduces after
-    all are right: one warning.
-    """
-    for told, warned in gloo(2, dropped, door):
-        if door == "replicas":
-            assert [(step, unchanged) for step, _, unchanged in told] == [
-                (2, True),
-                (3, True),
-            ] and not warned
-            assert (
-                "not called in this step" in told[0][1] and "Make ReplicaAverage last" in told[0][1]
-            )
-        else:
-            assert not told and len(warned) == 1 and "call register last" in warned[0]
-
-
-def stateful(door):
-    """Return what a model made on meta says in three steps that follow the making of its
-    optimizer's state.
-    """
+@each_entry
+@each_rank(2)
+def test_a_step_that_makes_an_optimizers_state_is_none_and_meta_models_come_to_life(entry):
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "shard"))
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    fully_shard(model, mesh=mesh["shard" if door == "replicas" else "replica"])
-    if door == "compress":
-        opened = gradcomp.fsdp.register(model, "terngrad")
-        model.to_empty(device="cpu")
-    else:
-        model.to_empty(device="cpu")
-        for layer in model:
-            nn.init.constant_(layer.weight, 0.1)
-            nn.init.zeros_(layer.bias)
-        opened = ReplicaAverage(model, mesh["replica"].get_group(), "terngrad")
-    with opened, warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        nn.init.constant_(model[0].weight, 0.1)
+    fully_shard(model, mesh=mesh["shard" if entry == "replicas" else "replica"])
+    opened = None if entry == "replicas" else opened_for(model, entry, None)
+    model.to_empty(device="cpu")
+    for layer in model:
+        nn.init.constant_(layer.weight, 0.1)
+        nn.init.zeros_(layer.bias)
+    with opened or opened_for(model, entry, mesh["replica"]), warnings_of("not called") as warned:
         optimizer = torch.optim.AdamW(model.parameters())
         get_optimizer_state_dict(model, optimizer)
         for _ in range(3):
             model(torch.randn(8, 64)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    return [str(one.message) for one in warned if "not called" in str(one.message)]
+    assert not warned
 
 
-@pytest.mark.parametrize("door", ["replicas", "compress"])
-def test_a_step_that_makes_an_optimizers_state_is_none_and_meta_models_come_to_life(gloo, door):
-    for warned in gloo(2, stateful, door):
-        assert not warned
+# ---- packed weights ------------------------------------------------------------------------------
 
 
 def as_forward_sees_them(model):
@@ -1061,39 +908,11 @@ def as_forward_sees_them(model):
     return out
 
 
-def with_packed_weights(finely, weights, policy, prefetched):
-    model, rank = fresh(), dist.get_rank()
-    whole = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
-    model = wrap(model, finely, **({"mp_policy": policy} if policy else {}))
-    with gradcomp.fsdp.register(
-        model, TernGrad(seed=3), weights=weights, min_numel=MIN_NUMEL
-    ) as state:
-        if prefetched:
-            model.first.set_modules_to_forward_prefetch([model.second])
-            model.second.set_modules_to_forward_prefetch([model.few, model.unused])
-        seen, losses, grads = as_forward_sees_them(model), [], []
-        for step in range(2):
-            model.zero_grad()
-            loss = loss_of(model, step, 0)  # the same images everywhere: so is the loss
-            loss.backward()
-            losses.append(loss.item())
-            grads.append(
-                {name: p.grad.to_local().numpy().copy() for name, p in model.named_parameters()}
-            )
-        kept = {name: p.detach().to_local().numpy().copy() for name, p in model.named_parameters()}
-        sent = (
-            state.weights_stats.bytes_sent,
-            state.weights_stats.steps,
-            state.plain,
-            state.describe(),
-        )
-    return whole, seen, losses, grads, kept, sent, rank
-
-
 @pytest.mark.parametrize("finely", [True, False], ids=["fine", "whole"])
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("weights", ["block8", "block4", Block(8, group=16), "bfloat16"], ids=str)
-def test_weights_are_gathered_as_codes(gloo, weights, world, finely):
+@each_rank()
+def test_weights_are_gathered_as_codes(weights, world, finely):
     """Forward sees what the reference makes of every rank's chunk, the same on all ranks; shards
     stay exact.
     """
@@ -1102,76 +921,41 @@ def test_weights_are_gathered_as_codes(gloo, weights, world, finely):
         codec = Block(codec.bits, group=codec.group, error_feedback=False)
 
     def decoded(chunk, shape):
-        return average(
-            [chunk.reshape(-1)], codec, Strategy("all_gather"), step=0, parameter=0, shape=shape
-        )[0].reshape(chunk.shape)
+        one_phase = Strategy("all_gather")
+        if not chunk.size or np.prod(shape) < MIN_NUMEL:
+            return chunk
+        return average([chunk.reshape(-1)], codec, one_phase, shape=shape)[0].reshape(chunk.shape)
 
-    results = gloo(world, with_packed_weights, finely, weights, None, False)
-    for whole, seen, losses, _, kept, sent, rank in results:
-        assert (
-            losses == pytest.approx(results[0][2], rel=REDUCED)
-            and sent[2] == 0
-            and "weights gathered as" in sent[3]
-        )
-        for name, before in whole.items():
-            assert kept[name].tobytes() == chunk_of(before, world, rank).tobytes(), name
-            chunks = [chunk_of(before, world, r) for r in range(world)]
-            if before.size >= MIN_NUMEL:
-                chunks = [decoded(c, before.shape) if c.size else c for c in chunks]
-            assert seen[name].tobytes() == np.concatenate(chunks).tobytes(), name
-
-
-def test_weights_that_arrive_early_are_the_same(gloo):
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for one in (None, policy):
-        plain, early = (
-            gloo(2, with_packed_weights, True, "block8", one, prefetched)
-            for prefetched in (False, True)
-        )
-        for a, b in zip(plain, early, strict=True):
-            assert a[2] == b[2] and a[5][:3] == b[5][:3]
-            assert all(
-                x[name].tobytes() == y[name].tobytes()
-                for x, y in zip(a[3], b[3], strict=True)
-                for name in x
-            )
+    plain = fresh()
+    whole = {name: p.detach().numpy().copy() for name, p in plain.named_parameters()}
+    model = wrap(plain, finely)
+    with registered(model, TernGrad(seed=3), weights=weights) as state:
+        seen = as_forward_sees_them(model)
+        loss_of(model, 0).backward()
+        assert state.plain == 0 and "weights gathered as" in state.describe()
+    for name, p in model.named_parameters():
+        chunks = [chunk_of(whole[name], world, r) for r in range(world)]
+        assert p.to_local().detach().numpy().tobytes() == chunks[dist.get_rank()].tobytes(), name
+        wanted = np.concatenate([decoded(c, whole[name].shape) for c in chunks])
+        assert seen[name].tobytes() == wanted.tobytes(), name
+    return hashlib.sha256(b"".join(seen[name].tobytes() for name in seen)).digest()
 
 
-def bytes_of_weights(weights):
-    model = fully_shard(nn.Linear(1024, 512, bias=False))
-    with gradcomp.fsdp.register(model, "terngrad", weights=weights) as state:
-        with torch.no_grad():
-            model(torch.randn(4, 1024))
-        return state.weights_stats.bytes_sent, state.weights_stats.compression_ratio
-
-
-def test_what_weights_send(gloo):
-    for weights, bits in (("block8", 8), ("block4", 4), ("bfloat16", 16)):
-        for nbytes, ratio in gloo(2, bytes_of_weights, weights):
-            assert nbytes == pytest.approx(1024 * 512 / 2 * bits / 8, rel=0.012)
-            assert ratio == pytest.approx(32 / bits, rel=0.012)
-
-
-def with_a_weight_that_is_nan():
-    model, rank = wrap(fresh(), True), dist.get_rank()
-    with (
-        gradcomp.fsdp.register(model, "terngrad", weights="block8", min_numel=0) as state,
-        torch.no_grad(),
-    ):
-        if rank == 1:
-            model.first.weight.to_local()[0, 0] = math.nan
-        bad = model(torch.ones(1, 40)).isnan().all().item()
-        if rank == 1:
-            model.first.weight.to_local()[0, 0] = 0.5
-        return (
-            bad,
-            model(torch.ones(1, 40)).isfinite().all().item(),
-            state.weights_stats.nonfinite_buckets,
-        )
-
-
-def test_a_weight_that_is_not_finite_is_seen_by_every_rank(gloo):
-    assert gloo(2, with_a_weight_that_is_nan) == [(True, True, 1)] * 2
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@each_rank(2)
+def test_weights_that_arrive_early_are_the_same(dtype):
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    found = []
+    for early in (False, True):
+        model = wrap(fresh(), mp_policy=policy)
+        with registered(model, TernGrad(seed=3), weights="block8") as state:
+            if early:
+                model.first.set_modules_to_forward_prefetch([model.second])
+                model.second.set_modules_to_forward_prefetch([model.few, model.unused])
+            steps = [bits(run(model, [step])) for step in range(2)]
+            sent = state.weights_stats
+            found.append((steps, sent.bytes_sent, sent.steps, state.plain))
+    assert found[0] == found[1]
 
 
 class Twice(nn.Module):
@@ -1185,50 +969,40 @@ class Twice(nn.Module):
         return self.inner(self.inner(x).tanh())
 
 
-def twice(hooked):
-    torch.manual_seed(0)
-    model = Twice()
-    fully_shard(model.inner)
-    fully_shard(model)
-    seen = []
-    if hooked:
-        for p in model.parameters():
-            p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.to_local().clone()))
-    with gradcomp.fsdp.register(model, Identity(), min_numel=0):
-        for step in range(2):  # gradients add up
-            model(
-                torch.randn(
-                    8, 40, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())
-                )
-            ).square().mean().backward()
-        out = [p.grad.to_local().numpy().copy() for p in model.parameters()]
-    return out, [bool(one.abs().sum() > 0 and one.isfinite().all()) for one in seen]
-
-
 @pytest.mark.parametrize("hooked", [False, True], ids=["plain", "hooked"])
-def test_averages_that_somebody_reads_during_backward_are_there_in_time(gloo, hooked):
+@each_rank(2)
+def test_averages_that_somebody_reads_during_backward_are_there_in_time(hooked):
     """Gradients that add up, and hooks that read them, get averages at once; others when the
     backward pass is over.
     """
     torch.manual_seed(0)
-    model = Twice()
-    for step in range(2):
-        for rank in range(2):
-            x = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * step + rank))
-            (model(x).square().mean() / 2).backward()
-    for rank, (got, seen) in enumerate(gloo(2, twice, hooked)):
-        assert all(seen) and bool(seen) == hooked
-        for array, p in zip(got, model.parameters(), strict=True):
-            assert np.allclose(array, chunk_of(p.grad.numpy(), 2, rank), rtol=1e-4, atol=1e-7)
+    model, plain, seen = Twice(), Twice(), []
+    plain.load_state_dict(model.state_dict())
+    wrap(model)
+    for p in model.parameters() if hooked else ():
+        p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.to_local().clone()))
+    with registered(model, Identity(), min_numel=0):
+        for step in range(2):  # gradients add up
+            model(noise(step)).square().mean().backward()
+            for rank in range(2):
+                (plain(noise(step, rank)).square().mean() / 2).backward()
+    assert all(one.any() and one.isfinite().all() for one in seen) and bool(seen) == hooked
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        wanted = chunk_of(q.grad, 2, dist.get_rank())
+        assert torch.allclose(p.grad.to_local(), wanted, rtol=1e-4, atol=1e-7)
 
 
 class Blocks(nn.Module):
     """Three layers, which `recompute` calls once more in backward."""
 
-    def __init__(self, recompute=None):
+    def __init__(self, recompute=None, **options):
         super().__init__()
+        torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(40, 40) for _ in range(3))
         self.recompute = recompute
+        for layer in self.layers:
+            fully_shard(layer, **options)
+        fully_shard(self)
 
     def forward(self, x):
         for layer in self.layers:
@@ -1244,33 +1018,26 @@ def with_kept_weights(keep, recompute=None, between="", reshard=None):
     """Train two steps; `between` forward and backward something happens to the weights. Return
     gradients, gathers, bytes.
     """
-    torch.manual_seed(0)
-    model, rank, grads = Blocks(recompute), dist.get_rank(), []
-    for layer in model.layers:
-        fully_shard(layer, reshard_after_forward=reshard)
-    fully_shard(model)
-    with gradcomp.fsdp.register(
-        model, Identity(), weights="block8", keep_weights=keep, min_numel=0
-    ) as state:
+    model, grads = Blocks(recompute, reshard_after_forward=reshard), []
+    options = {"weights": "block8", "keep_weights": keep, "min_numel": 0}
+    with registered(model, Identity(), **options) as state:
         assert (", which backward takes from forward" in state.describe()) == keep
         for step in range(2):
             model.zero_grad()
-            x = torch.randn(
-                8, 40, generator=torch.Generator().manual_seed(10 * step + rank)
-            ).requires_grad_()
+            x = noise(step).requires_grad_()
             loss = model(x).square().mean()
-            if between in ("looked at", "changed"):
-                shards = [p.to_local() for p in model.parameters()]
-                before = [shard.detach().clone() for shard in shards]
-                for shard in shards:
-                    shard.data.mul_(1.5)
-                if between == "looked at":  # an average of weights is
-                    with torch.no_grad():
-                        model(x)
-                    for shard, old in zip(shards, before, strict=True):
-                        shard.data.copy_(old)
+            changes = between in ("looked at", "changed")
+            shards = [p.to_local() for p in model.parameters()] if changes else []
+            before = [shard.detach().clone() for shard in shards]
+            for shard in shards:
+                shard.data.mul_(1.5)
+            if between == "looked at":  # an average of weights is
+                with torch.no_grad():
+                    model(x)
+                for shard, old in zip(shards, before, strict=True):
+                    shard.data.copy_(old)
             loss.backward()
-            grads.append([p.grad.to_local().numpy().tobytes() for p in model.parameters()])
+            grads.append(bits(p.grad.to_local() for p in model.parameters()))
             # backward and step: with gradients on, no checkpoints, and no backward
             if between == "evaluated":
                 model.recompute = None
@@ -1284,73 +1051,66 @@ def with_kept_weights(keep, recompute=None, between="", reshard=None):
 
 
 @pytest.mark.parametrize("recompute", [None, False, True], ids=["plain", "recomputed", "reentrant"])
-def test_backward_decodes_what_forward_has_gathered(gloo, recompute):
+@each_rank(2)
+def test_backward_decodes_what_forward_has_gathered(recompute):
     """Half of the gathers, and to the bit what comes of weights that are never given away."""
-    cases = (True, None), (False, None), (True, False)  # kept?, given away after forward?
-    kept, twice, never = (
-        gloo(2, with_kept_weights, keep, recompute, "", reshard) for keep, reshard in cases
-    )
-    for one, other, whole in zip(kept, twice, never, strict=True):
-        # Block(8) rounds to the nearest: no draw tells forward from backward
-        assert one[0] == whole[0] == other[0]
+    kept, twice = (with_kept_weights(keep, recompute) for keep in (True, False))
+    never = with_kept_weights(True, recompute, reshard=False)
+    # Block(8) rounds to the nearest: no draw tells forward from backward
+    assert kept[0] == never[0] == twice[0]
+    if recompute:
         # nothing says in a reentrant forward that there will be a backward: each gathers for itself
-        if recompute:
-            assert one[1:] == other[1:]
-        else:
-            assert (
-                (one[1], other[1], whole[1]) == (2 * 3, 4 * 3, 2 * 3)
-                and 2 * one[2] == other[2]
-                and one[3] == other[3]
-            )
+        assert kept[1:] == twice[1:]
+    else:
+        assert (kept[1], twice[1], never[1]) == (2 * 3, 4 * 3, 2 * 3)
+        assert 2 * kept[2] == twice[2] and kept[3] == twice[3]
 
 
 @pytest.mark.parametrize("between", ["looked at", "changed"])
-def test_gradients_are_of_the_weights_that_forward_has_used(gloo, between):
+@each_rank(2)
+def test_gradients_are_of_the_weights_that_forward_has_used(between):
     """Whatever happens to shards before backward; who gathers them meanwhile without gradients
     has them gathered once more.
     """
-    cases = (True, ""), (True, between), (False, between)
-    for usual, other, twice in zip(
-        *(gloo(2, with_kept_weights, keep, None, then) for keep, then in cases), strict=True
-    ):
-        assert (
-            other[0][0] == usual[0][0]
-            and other[1] + (2 * 3 if between == "changed" else 0) == twice[1]
-        )
-        assert (other[0][1] == usual[0][1]) == (between == "looked at")
+    usual, other = (with_kept_weights(True, between=what) for what in ("", between))
+    twice = with_kept_weights(False, between=between)
+    assert other[0][0] == usual[0][0]
+    assert other[1] + (2 * 3 if between == "changed" else 0) == twice[1]
+    assert (other[0][1] == usual[0][1]) == (between == "looked at")
 
 
-def test_weights_kept_by_a_forward_without_backward_are_not_the_next_steps(gloo):
+@each_rank(2)
+def test_weights_kept_by_a_forward_without_backward_are_not_the_next_steps():
     """A reentrant checkpoint's forward gathers for itself; its backward took the weights of the
     evaluation before it.
     """
-    kept, never = (gloo(2, with_kept_weights, keep, True, "evaluated") for keep in (True, False))
-    for one, other in zip(kept, never, strict=True):
-        assert one[0] == other[0]
+    kept, never = (with_kept_weights(keep, True, "evaluated") for keep in (True, False))
+    assert kept[0] == never[0]
 
 
-def with_a_weight_that_is_nan_kept():
-    model, rank = wrap(fresh(), True, reshard_after_forward=True), dist.get_rank()
-    with gradcomp.fsdp.register(
-        model, "terngrad", weights="block8", keep_weights=True, min_numel=0
-    ) as state:
-        if rank == 1:
-            model.first.weight.to_local().data[0, 0] = math.nan
-        loss_of(model, 0, rank).backward()
-        bad = bool(model.second.weight.grad.to_local().isnan().all())
-        if rank == 1:
-            model.first.weight.to_local().data[0, 0] = 0.5
-        model.zero_grad()
-        loss_of(model, 0, rank).backward()
-        good = bool(model.second.weight.grad.to_local().isfinite().all())
+@pytest.mark.parametrize("keeps", [False, True])
+@each_rank(2)
+def test_a_weight_that_is_not_finite_is_seen_by_every_rank(keeps):
+    """It is not kept, and a closed state gathers nothing."""
+    model = wrap(fresh(), reshard_after_forward=True)
+    options = {"weights": "block8", "keep_weights": keeps, "min_numel": 0}
+    with registered(model, "terngrad", **options) as state:
+        for value in (math.nan, 0.5):
+            if dist.get_rank() == 1:
+                model.first.weight.to_local().data[0, 0] = value
+            model.zero_grad()
+            loss = loss_of(model, 0)
+            loss.backward()
+            grad = model.second.weight.grad.to_local()
+            assert (loss.isnan() and grad.isnan().all()) == math.isnan(value)
+            assert (loss.isfinite() and grad.isfinite().all()) == (not math.isnan(value))
+        assert state.weights_stats.nonfinite_buckets == 2  # gathered for backward again
     gathered = state.weights_stats.steps
-    model.zero_grad()
-    loss_of(model, 0, rank).backward()  # as torch does it
-    return bad, good, state.weights_stats.steps - gathered
+    loss_of(model, 0).backward()  # as torch does it
+    assert state.weights_stats.steps == gathered
 
 
-def test_weights_that_are_not_finite_are_not_kept_and_a_closed_state_gathers_nothing(gloo):
-    assert gloo(2, with_a_weight_that_is_nan_kept) == [(True, True, 0)] * 2
+# ---- ranks that differ, or are lost --------------------------------------------------------------
 
 
 class Either(nn.Module):
@@ -1358,28 +1118,12 @@ class Either(nn.Module):
 
     def __init__(self):
         super().__init__()
+        torch.manual_seed(0)
         self.left, self.right = nn.Linear(40, 40), nn.Linear(40, 40)
 
     def forward(self, x, swapped):
         first, second = (self.right, self.left) if swapped else (self.left, self.right)
         return second(first(x).tanh())
-
-
-def in_another_order(codec, weights, trains):
-    rank = dist.get_rank()
-    torch.manual_seed(0)
-    model = wrap(Either(), True)
-    with gradcomp.fsdp.register(model, codec, weights=weights, min_numel=0, timeout_s=20) as state:
-        model(torch.randn(8, 40), False).square().mean().backward()
-        draws = state.stats.steps
-        try:
-            with torch.set_grad_enabled(trains):
-                loss = model(torch.randn(8, 40), rank == 2).square().mean()
-            if trains:
-                loss.backward()
-        except PeerMismatch as error:
-            return draws, error.field, error.rank, str(error)
-        return draws, [p.grad.to_local().clone() for p in model.parameters()]
 
 
 @pytest.mark.parametrize(
@@ -1391,68 +1135,48 @@ def in_another_order(codec, weights, trains):
         ("onebit", "block8", False),
     ],
 )
-def test_modules_of_one_shape_in_another_order_are_refused_on_every_rank(
-    gloo, codec, weights, trains
-):
+@each_rank(3)
+def test_modules_of_one_shape_in_another_order_are_refused_on_every_rank(codec, weights, trains):
     """Payloads did not say whose they were: a rank averaged gradients (or took weights) of one
     module for another's, without an error.
     """
-    for rank, (draws, *got) in enumerate(gloo(3, in_another_order, codec, weights, trains)):
-        assert draws == 2
-        assert len(got) == 3, "averaged"
-        field, peer, said = got
-        assert field == "module" and peer == (0 if rank == 2 else 2)
-        assert re.search(
-            r"module: rank \d has (left, rank \d has right|right, rank \d has left);", said
-        ), said
-
-
-def going_on_alone(codec, weights):
-    """Rank 1 leaves after a forward; return what rank 0 catches in its backward and in what it
-    tries afterwards.
-    """
-    rank, said = dist.get_rank(), []
-    model = wrap(Either(), True, reshard_after_forward=weights is not None)
-    state = gradcomp.fsdp.register(model, codec, weights=weights, min_numel=0, timeout_s=20)
-    model.left.set_modules_to_backward_prefetch([model.left])  # gathers nothing by torch later on
-    out = model(torch.randn(8, 40), False)
-    if rank == 1:
-        state.close()
-        dist.barrier()  # torch's own group stays
-        return said
-
-    def tries():
-        yield lambda: out.square().mean().backward()
-        if weights is None:  # the scale round fails before the layer's whole weights are given away
-            yield (
-                lambda: (
-                    model.left(torch.randn(8, 40, requires_grad=True)).square().mean().backward()
-                )
-            )
-        else:
-            yield lambda: model(torch.randn(8, 40), False)
-            yield lambda: model(torch.randn(8, 40), False)
-            yield lambda: model.right(torch.randn(8, 40))
-
-    for attempt in tries():
-        try:
-            attempt()
-        except Exception as error:
-            said.append(f"{type(error).__name__}: {error}")
-    dist.barrier()
-    state.close()
-    return said
+    rank, model = dist.get_rank(), wrap(Either())
+    with registered(model, codec, weights=weights, min_numel=0, timeout_s=20) as state:
+        model(noise(0), False).square().mean().backward()
+        assert state.stats.steps == 2
+        with pytest.raises(PeerMismatch) as caught, torch.set_grad_enabled(trains):
+            loss = model(noise(1), rank == 2).square().mean()
+            if trains:
+                loss.backward()
+    error = caught.value
+    assert (error.field, error.rank) == ("module", 0 if rank == 2 else 2)
+    said = r"module: rank \d has (left, rank \d has right|right, rank \d has left);"
+    assert re.search(said, str(error)), error
 
 
 @pytest.mark.parametrize(("codec", "weights"), [("onebit", "block8"), ("terngrad", None)])
-def test_after_a_lost_rank_every_exchange_raises_peer_lost(gloo, codec, weights):
+@each_rank(2)
+def test_after_a_lost_rank_every_exchange_raises_peer_lost(codec, weights):
     """A raw ConnectionError came out of what had not failed before, so that ``except PeerLost``
-    missed it.
+    missed it. Rank 1 leaves after a forward.
     """
-    said, _ = gloo(2, going_on_alone, codec, weights)
-    assert len(said) == (4 if weights else 2) and all(
-        one.startswith("PeerLost: lost a peer in ") for one in said
-    ), said
+    model = wrap(Either(), reshard_after_forward=weights is not None)
+    state = registered(model, codec, weights=weights, min_numel=0, timeout_s=20)
+    model.left.set_modules_to_backward_prefetch([model.left])  # gathers nothing by torch later on
+    out, x = model(noise(0), False), noise(1)
+    tries = [lambda: out.square().mean().backward()]
+    if weights is None:  # the scale round fails before the layer's whole weights are given away
+        tries += [lambda: model.left(x.requires_grad_()).square().mean().backward()]
+    else:
+        tries += [lambda: model(x, False), lambda: model(x, False), lambda: model.right(x)]
+    if dist.get_rank() == 1:
+        state.close()
+        tries.clear()
+    for attempt in tries:
+        with pytest.raises(gradcomp.PeerLost, match="lost a peer in "):
+            attempt()
+    dist.barrier()  # torch's own group stays
+    state.close()
 
 
 def lost_in_backward(folder, weights):
@@ -1461,14 +1185,10 @@ def lost_in_backward(folder, weights):
 
     The others save what they caught and their gradients, before and after a step.
     """
-    rank = dist.get_rank()
-    model = Blocks()
-    for layer in model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+    rank, model = dist.get_rank(), Blocks()
     for layer in model.layers:  # none is gathered for backward before its turn
         layer.set_modules_to_backward_prefetch([layer])
-    state = gradcomp.fsdp.register(model, OneBit(), weights=weights, min_numel=0, timeout_s=20)
+    state = registered(model, OneBit(), weights=weights, min_numel=0, timeout_s=20)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
 
     def die(_):
@@ -1511,6 +1231,9 @@ def test_a_rank_lost_in_backward_leaves_nan_or_nothing(gloo, tmp_path, weights):
         unfinished = before if got == "PeerLost" else before[:4]
         assert all(grad is None or grad.isnan().all() for grad in unfinished), before
         assert sum(grad is not None for grad in after) >= 2
+
+
+# ---- memory --------------------------------------------------------------------------------------
 
 
 def gathered_bytes(comm, fill, bad):
@@ -1564,260 +1287,208 @@ def test_memory_is_used_again_when_nobody_holds_a_part_of_it(monkeypatch):
 # ---- several modules in flight -------------------------------------------------------------------
 
 
-def shards_of(model):
-    return [None if p.grad is None else p.grad.to_local().clone() for p in model.parameters()]
+def in_steps(model):
+    for step in range(3):
+        run(model, [step])
+        yield shards_of(model)
 
 
-def in_steps(state, model):
-    return [run(model, [step]) for step in range(3)]
-
-
-def adding_up(state, model):
+def adding_up(model):
     """The first half of every second gradient stays with its rank."""
-    out = []
     for micro in range(4):
         model.set_requires_gradient_sync(micro % 2 == 1)
-        loss_of(model, micro, dist.get_rank()).backward()
-        out += shards_of(model) if micro % 2 else []
-    return out
+        loss_of(model, micro).backward()
+        if micro % 2:
+            yield shards_of(model)
 
 
-def with_some_frozen(state, model):
-    out = []
+def with_some_frozen(model):
     for step, frozen in enumerate((False, True, False)):
         model.second.weight.requires_grad_(not frozen)
-        out += run(model, [step])
-    return out
+        run(model, [step])
+        yield shards_of(model)
 
 
-def not_finite_in_one_module(state, model):
-    out = []
+def not_finite_in_one_module(model):
     for step in range(3):
         model.zero_grad()
         factor = math.inf if (dist.get_rank(), step) == (1, 1) else 0.0
-        loss = loss_of(model, step, dist.get_rank())
-        loss = loss + model.unused(torch.ones(1, 3)).sum() * factor
-        loss.backward()
-        out += shards_of(model)
-        assert [bool(one.isnan().any()) for one in out[-8:]] == [False] * 6 + [step == 1] * 2
-    return out
+        (loss_of(model, step) + model.unused(torch.ones(1, 3)).sum() * factor).backward()
+        for name, shard in shards_of(model).items():
+            assert np.isnan(shard).any() == (step == 1 and name.startswith("unused"))
+        yield shards_of(model)
 
 
-def without_all_gradients(state, model):
+def without_all_gradients(model):
     """The module `unused` has none."""
-    out = []
     for step in range(3):
         model.zero_grad()
-        loss_of(model, step, dist.get_rank(), everything=step == 1).backward()
-        out += shards_of(model)
-    return out
+        loss_of(model, step, everything=step == 1).backward()
+        yield shards_of(model)
 
 
 def ends_with_an_error(model, step):
     """Raise at the end of a backward pass, while averages are under way; torch does not go on after
     an error in the middle of one.
     """
-
-    def end():
-        raise RuntimeError("ended")
-
-    def ask(*_):
-        torch_private.after_backward(end)
-
     handle = model.few.register_forward_hook(
-        lambda module, args, out: out.register_hook(ask) and None
+        lambda module, args, out: (
+            out.register_hook(lambda _: torch_private.after_backward(lambda: 1 / 0) and None)
+            and None
+        )
     )
     model.zero_grad()
-    with pytest.raises(RuntimeError, match="ended"):
-        loss_of(model, step, dist.get_rank()).backward()
+    with pytest.raises(ZeroDivisionError):
+        loss_of(model, step).backward()
     handle.remove()
 
 
-def after_an_error(state, model):
-    out = run(model, [0])
-    ends_with_an_error(model, 1)
-    assert any(grad.isnan().all() for grad in shards_of(model))
-    return out + run(model, [2]) + run(model, [3])
+def after_an_error(model):
+    for step in range(4):
+        if step == 1:
+            ends_with_an_error(model, 1)
+            assert any(np.isnan(shard).all() for shard in shards_of(model).values())
+        else:
+            run(model, [step])
+            yield shards_of(model)
 
 
-def in_flight(count, scenario, codec, wrapping, replicas=False):
-    """Return gradients, residuals and steps, and how many modules were under way at most."""
-    if replicas:
-        wrapping["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model, under_way, most = wrap(fresh(), True, **wrapping), [], 0
+def swapping(model):
+    for step in range(4):
+        model.zero_grad()
+        model(noise(step), step % 2 == 1).square().mean().backward()
+        yield shards_of(model)
+
+
+@contextlib.contextmanager
+def counted():
+    """Yield a list that grows with the number of modules under way."""
+    under_way, counts = [], [0]
     encode, finish = ReduceScatter.encode, ReduceScatter.finish
 
     def encodes(self, *args):
-        nonlocal most
         encode(self, *args)
         under_way.append(self)
-        most = max(most, len(under_way))
+        counts.append(len(under_way))
 
     def finishes(self, *args):
         under_way.remove(self)
         finish(self, *args)
 
     with (
-        mock.patch("gradcomp.fsdp.reduce.IN_FLIGHT", count),
         mock.patch.object(ReduceScatter, "encode", encodes),
         mock.patch.object(ReduceScatter, "finish", finishes),
-        gradcomp.fsdp.register(model, codec, min_numel=MIN_NUMEL) as state,
     ):
-        found = scenario(state, model)
-        saved = state.state_dict()
-        return digest_of(found, parts_of(saved)["residual"], steps_of(saved)), most
-
-
-def digest_of(*values):
-    """Return the bytes of all tensors of nested values, everything else as text."""
-    out = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            out.append(value.numpy().tobytes())
-        elif isinstance(value, (dict, list, tuple)):
-            out += [
-                digest_of(one) for one in (value.values() if isinstance(value, dict) else value)
-            ]
-        else:
-            out.append(str(value).encode())
-    return hashlib.sha256(b"/".join(out)).digest()
+        yield counts
 
 
 HALF = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)}
-# what happens, codec, options of `fully_shard` or "replicas", modules under way at most
+# what happens, codec, options of `fully_shard`, modules under way at most, ranks (4: two replicas)
 SCENARIOS = [
-    (in_steps, OneBit(), {}, 2),
-    (in_steps, OneBit(rotate=True), {}, 2),
-    (in_steps, Ternary(), {}, 2),
-    (in_steps, OneBit(), HALF, 1),
-    (in_steps, OneBit(), "replicas", 1),
-    (adding_up, OneBit(), {}, 2),
-    (adding_up, Block(4), "replicas", 1),
-    (with_some_frozen, OneBit(), {}, 2),
-    (not_finite_in_one_module, OneBit(), {}, 2),
-    (without_all_gradients, OneBit(), {}, 2),
-    (after_an_error, OneBit(), {}, 2),
+    (in_steps, OneBit(), {}, 2, 2),
+    (in_steps, OneBit(rotate=True), {}, 2, 2),
+    (in_steps, Ternary(), {}, 2, 2),
+    (in_steps, OneBit(), HALF, 1, 2),
+    (in_steps, OneBit(), {}, 1, 4),
+    (adding_up, OneBit(), {}, 2, 2),
+    (adding_up, Block(4), {}, 1, 4),
+    (with_some_frozen, OneBit(), {}, 2, 2),
+    (not_finite_in_one_module, OneBit(), {}, 2, 2),
+    (without_all_gradients, OneBit(), {}, 2, 2),
+    (after_an_error, OneBit(), {}, 2, 2),
+    (swapping, OneBit(), {}, 2, 2),
 ]
 
 
-@pytest.mark.parametrize(("scenario", "codec", "wrapping", "most"), SCENARIOS)
+@pytest.mark.parametrize(("scenario", "codec", "wrapping", "most", "world"), SCENARIOS)
+@each_rank()
 def test_modules_in_flight_change_no_gradient_and_no_residual(
-    gloo, scenario, codec, wrapping, most
+    scenario, codec, wrapping, most, world
 ):
     """Planes were shared: the residuals of a module that had gone out were those of the next."""
-    replicas = wrapping == "replicas"
-    world = 4 if replicas else 2
-    wrapping = {} if replicas else wrapping
-    one, two = (
-        gloo(world, in_flight, count, scenario, codec, wrapping, replicas) for count in (1, 2)
-    )
-    assert [found for found, _ in one] == [found for found, _ in two]
-    assert [(a, b) for (_, a), (_, b) in zip(one, two, strict=True)] == [(1, most)] * world
+    if world == 4:
+        wrapping = wrapping | {"mesh": mesh_of("replicate", "shard")}
+    found = []
+    for count in (1, 2):
+        model = wrap(Either() if scenario is swapping else fresh(), **wrapping)
+        with (
+            mock.patch("gradcomp.fsdp.reduce.IN_FLIGHT", count),
+            counted() as counts,
+            registered(model, codec) as state,
+        ):
+            shards = [shard for step in scenario(model) for shard in step.values()]
+            saved = state.state_dict()
+        assert max(counts) == (1 if count == 1 else most)
+        residuals = parts_of(saved)["residual"]
+        shards = [shard.tobytes() for shard in shards]
+        found.append((shards, list(residuals), bits(residuals.values()), steps_of(saved)))
+    assert found[0] == found[1]
 
 
-def in_another_order_everywhere(count):
-    rank = dist.get_rank()
-    torch.manual_seed(0)
-    model, out = wrap(Either(), True), []
-    with (
-        mock.patch("gradcomp.fsdp.reduce.IN_FLIGHT", count),
-        gradcomp.fsdp.register(model, OneBit(), min_numel=0) as state,
-    ):
-        for step in range(4):
-            model.zero_grad()
-            x = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * step + rank))
-            model(x, step % 2 == 1).square().mean().backward()
-            out += shards_of(model)
-        return digest_of(out, parts_of(state.state_dict())["residual"])
-
-
-def test_modules_may_come_in_another_order_on_every_rank(gloo):
-    assert gloo(2, in_another_order_everywhere, 1) == gloo(2, in_another_order_everywhere, 2)
-
-
-def loaded_after_an_error(fails):
-    model = wrap(fresh(), True)
-    with gradcomp.fsdp.register(model, OneBit(), min_numel=MIN_NUMEL) as state:
-        run(model, range(2))
-        saved = copy.deepcopy(state.state_dict())
-        if fails:
-            ends_with_an_error(model, 2)
-            state.load_state_dict(saved)
-        out = run(model, [2, 3])
-        assert all(grad.isfinite().all() for grad in out)
-        return digest_of(out, parts_of(state.state_dict())["residual"])
-
-
-def test_a_state_that_is_loaded_after_an_error_is_not_written_over(gloo):
+@each_rank(2)
+def test_a_state_that_is_loaded_after_an_error_is_not_written_over():
     """Residuals of the modules under way came into force when they arrived, in the next backward
     pass.
     """
-    assert gloo(2, loaded_after_an_error, True) == gloo(2, loaded_after_an_error, False)
+    found = []
+    for fails in (False, True):
+        model = wrap(fresh())
+        with registered(model, OneBit()) as state:
+            run(model, range(2))
+            saved = copy.deepcopy(state.state_dict())
+            if fails:
+                ends_with_an_error(model, 2)
+                state.load_state_dict(saved)
+            grads = run(model, [2, 3])
+            assert all(grad.isfinite().all() for grad in grads)
+            found.append(bits([*grads, *parts_of(state.state_dict())["residual"].values()]))
+    assert found[0] == found[1]
 
 
-def lost_with_two_under_way():
-    """Rank 1 leaves after the gradients of the last of three layers; return what rank 0 catches
-    then, and in a backward pass of each layer, and whether it is left with a gradient.
+@each_rank(2)
+def test_a_closed_state_ends_all_modules_under_way():
+    """Its peer waited for timeout_s: averages under way kept the connections. Rank 1 leaves after
+    the gradients of the last of three layers; rank 0 tries each layer then.
     """
-    rank, said = dist.get_rank(), []
-    torch.manual_seed(0)
-    model = Blocks()
-    for layer in model.layers:
-        fully_shard(layer, reshard_after_forward=False)
-    fully_shard(model)
+    model = Blocks(reshard_after_forward=False)
     model.set_reshard_after_backward(False)  # nothing is gathered again
-    state = gradcomp.fsdp.register(model, OneBit(), min_numel=0, timeout_s=20)
+    state = registered(model, OneBit(), min_numel=0, timeout_s=20)
 
     def leave(_):
         time.sleep(0.5)  # what it has begun to send arrives
         state.close()
         raise RuntimeError("left")
 
-    if rank == 1:
+    x = torch.randn(8, 40, requires_grad=True)
+    if dist.get_rank() == 1:
         model.layers[1].register_forward_hook(
             lambda module, args, out: out.register_hook(leave) and None
         )
-    x = torch.randn(8, 40, requires_grad=True)
-    for part in (model, *model.layers):
-        try:
+        with pytest.raises(RuntimeError, match="left"):
+            model(x).square().mean().backward()
+    for part in (model, *model.layers) if dist.get_rank() == 0 else ():
+        with pytest.raises(gradcomp.PeerLost, match="lost a peer in .* rank 1 closed"):
             part(x).square().mean().backward()
-        except (RuntimeError, gradcomp.GradcompError) as error:
-            said.append(f"{type(error).__name__}: {error}")
-        if rank == 1:
-            break
-    left = any(bool(p.isfinite().any()) for p in shards_of(model) if p is not None)
+        assert all(np.isnan(shard).all() for shard in shards_of(model).values())
     dist.barrier()
     state.close()
-    return said, left
 
 
-def test_a_closed_state_ends_all_modules_under_way(gloo):
-    """Its peer waited for timeout_s: averages under way kept the connections."""
-    said, left = gloo(2, lost_with_two_under_way)[0]
-    assert len(said) == 4 and not left
-    assert all(re.search("PeerLost: lost a peer in .* rank 1 closed", one) for one in said), said
-
-
-def sampled():
-    """Return what quality() says after one step, and the same from gradient and residual."""
-    plain, model = fresh(), wrap(fresh(), True)
-    loss_of(plain, 0, dist.get_rank()).backward()
-    with gradcomp.fsdp.register(model, OneBit(), min_numel=MIN_NUMEL) as state:
+@each_rank(2)
+def test_quality_is_of_whole_parameters():
+    """As worked out from gradient and residual."""
+    plain, model = fresh(), wrap(fresh())
+    loss_of(plain, 0).backward()
+    with registered(model, OneBit()) as state:
         assert not state.quality().rows
         run(model, [0])
-        residuals = parts_of(state.state_dict())["residual"]
-        wanted = {}
-        for name, p in plain.named_parameters():
-            if name in residuals:
-                g, left = p.grad.flatten().double(), residuals[name].flatten().double()
-                error = float(left.norm() / g.norm())
-                cosine = float(torch.cosine_similarity(g - left, g, dim=0))
-                wanted[name] = (name, 0, g.numel(), error, cosine, error)
-        return {name: astuple(row)[:-1] for name, row in state.quality().rows.items()}, wanted
-
-
-def test_quality_is_of_whole_parameters(gloo):
-    for found, wanted in gloo(2, sampled):
-        assert list(found) == list(wanted) and len(found) > 2
-        for name, row in found.items():
-            assert row == pytest.approx(wanted[name], rel=1e-4), name
+        residuals, rows = parts_of(state.state_dict())["residual"], state.quality().rows
+    wanted = {}
+    for name, p in plain.named_parameters():
+        if name in residuals:
+            g, left = p.grad.flatten().double(), residuals[name].flatten().double()
+            error, cosine = float(left.norm() / g.norm()), torch.cosine_similarity(g - left, g, 0)
+            wanted[name] = (name, 0, g.numel(), error, float(cosine), error)
+    assert list(rows) == list(wanted) and len(rows) > 2
+    for name, row in rows.items():
+        assert astuple(row)[:-1] == pytest.approx(wanted[name], rel=1e-4), name
