@@ -22,6 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from gradcomp.arguments import count
 from gradcomp.bench import plots
 from gradcomp.bench.about import save_json, table
 from gradcomp.bench.methods import DEFAULT, GRAMMAR, parse
@@ -50,9 +51,9 @@ def read_options(argv: Sequence[str]) -> argparse.Namespace:
         "workloads": (["gpt-1m"], WORKLOADS, "models and data to train"),
         "optimizers": (["adamw"], OPTIMIZERS, "optimizers to train with"),
         "methods": (list(DEFAULT), "METHOD", "ways of exchanging gradients, listed below"),
-        "workers": ([4], "N", "numbers of workers that average their gradients"),
-        "steps": (int, "N", "optimizer steps of each training (default: those of the workload)"),
-        "batch": (int, "N", batch),
+        "workers": ([4], "N", "numbers of workers that average their gradients", count),
+        "steps": (count, "N", "optimizer steps of each training (default: those of the workload)"),
+        "batch": (count, "N", batch),
         "factors": ([1.0], "X", "factors of the workload's rate, which is a usual one for fp32"),
         "within": (WITHIN, "X", within),
         "out": (Path("accuracy"), "DIR", "folder for runs.jsonl, accuracy.json, accuracy.png"),
@@ -100,7 +101,7 @@ def run_and_show(
         results = finished(lines, runs)
         file.parent.mkdir(parents=True, exist_ok=True)
         left = [task for task in runs if task not in results]
-        for task, ranks, seconds in run_all(left, processes, done=list(results)):
+        for task, ranks, seconds in run_all(left, processes, spread=False):
             results[task] = _line(task, ranks[0], seconds)
             append(lines, results[task])
     except (ValueError, FileNotFoundError, RankFailed) as error:

@@ -51,8 +51,8 @@ class ImageData:
 
 
 def load(folder: Path | None) -> ImageData:
-    """Load the four files of a folder, `TRAIN_FILES` and `TEST_FILES`, each plain or with .gz; the
-    file NAME.pt of `save`; or the digits that scikit-learn carries for None.
+    """Load the four files of a folder, `TRAIN_FILES` and `TEST_FILES`, each plain or with .gz, or
+    the digits that scikit-learn carries for None.
 
     Raises:
         FileNotFoundError: the folder or one of its four files does not exist.
@@ -61,8 +61,6 @@ def load(folder: Path | None) -> ImageData:
     """
     if folder is None:
         return load_digits()
-    if folder.suffix == ".pt":
-        return ImageData(**torch.load(folder, weights_only=True))
     if not folder.is_dir():
         raise FileNotFoundError(
             f"--data {folder}: no such folder; give the folder that holds {TRAIN_FILES[0]}[.gz]"
@@ -70,11 +68,6 @@ def load(folder: Path | None) -> ImageData:
     train, test = _read_pair(folder, TRAIN_FILES), _read_pair(folder, TEST_FILES)
     counts = f"{len(train[1])} images for training, {len(test[1])} for test"
     return _standardised(folder.resolve().name, f"IDX files in {folder}: {counts}", train, test)
-
-
-def save(data: ImageData, file: Path) -> None:
-    """Write images to NAME.pt, which `load` reads: quicker than importing scikit-learn."""
-    torch.save(vars(data), file)
 
 
 def load_digits() -> ImageData:

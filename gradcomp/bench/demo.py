@@ -8,12 +8,10 @@ writes demo.json and demo.png. The ranks run on this machine, over loopback.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import platform
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -27,12 +25,13 @@ from rich.console import Console
 from rich.table import Table
 
 import gradcomp
+from gradcomp.arguments import count, words
 from gradcomp.bench import plots, trainer
 from gradcomp.bench.about import table
-from gradcomp.bench.data import ImageData, load, save
+from gradcomp.bench.data import ImageData, load
 from gradcomp.bench.methods import NONE
 from gradcomp.bench.models import LeNet
-from gradcomp.bench.options import command_line
+from gradcomp.bench.options import at_least, command_line
 from gradcomp.bench.predict import planned, predict
 from gradcomp.bench.ranks import RankFailed, cores_of, warm_context
 from gradcomp.bench.sweep import Result, run_all
@@ -53,6 +52,7 @@ CODECS = ("fp32", "ternary", "onebit", "terngrad")
 LR = 0.03
 ALONE_STEPS = 20  # of the model alone, for the prediction
 CURVE_POINTS = 8
+DIGITS = "sklearn.datasets", "sklearn.model_selection"  # take a rank seconds to import
 LINK = "1gbe"  # 1 Gbit/s, of the predicted step
 EPILOG = """examples:
   python -m gradcomp.bench demo --short
@@ -64,14 +64,15 @@ def read_options(argv: Sequence[str]) -> argparse.Namespace:
     """Return the options, `codecs` as a list; wrong values end the program with status 2."""
     data = "folder with the IDX files of MNIST or Fashion-MNIST, plain or .gz (default:"
     data += " scikit-learn's digits, upsampled to 28x28)"
+    codecs = f"codecs to train with, of {', '.join(CODECS)}"
     short = f"train one seed for {SHORT_STEPS} steps: a check that everything works"
     phases = "also show the measured step and the milliseconds of each phase of an exchange"
     options = {
         "data": (Path, "DIR", data),
-        "codecs": ("fp32,ternary,onebit", "A,B", f"codecs to train with, of {', '.join(CODECS)}"),
-        "steps": (250, "N", "optimizer steps of each training"),
-        "ranks": (2, "N", "processes to start on this machine"),
-        "batch": (64, "N", "images per step over all ranks"),
+        "codecs": ("fp32,ternary,onebit", "A,B", codecs, words(*CODECS)),
+        "steps": (250, "N", "optimizer steps of each training", count),
+        "ranks": (2, "N", "processes to start on this machine", at_least(2)),
+        "batch": (64, "N", "images per step over all ranks", count),
         "lr": (LR, "RATE", "first learning rate; it falls to 0"),
         "short": (False, "", short),
         "phases": (False, "", phases),
@@ -79,19 +80,14 @@ def read_options(argv: Sequence[str]) -> argparse.Namespace:
     }
     parser = command_line("demo", __doc__, EPILOG, options, ["seeds"])
     args = parser.parse_args(argv)
-    codecs = [name.strip() for name in args.codecs.split(",") if name.strip()]
-    if set(codecs) - set(CODECS) or not codecs or len(set(codecs)) != len(codecs):
-        parser.error(f"--codecs {args.codecs!r}: give different names out of {', '.join(CODECS)}")
-    for name, low in (("steps", 1), ("seeds", 1), ("ranks", 2)):
-        if getattr(args, name) < low:
-            parser.error(f"--{name} {getattr(args, name)}: must be at least {low}")
-    if args.batch < args.ranks or args.batch % args.ranks:
+    if len(set(args.codecs)) != len(args.codecs):
+        parser.error(f"--codecs {','.join(args.codecs)}: give different names")
+    if args.batch % args.ranks:
         parser.error(f"--batch {args.batch}: must be a multiple of the {args.ranks} ranks")
     if not 0 < args.lr < 10:
         parser.error(f"--lr {args.lr}: must be above 0 and below 10")
     if args.short:
         args.steps, args.seeds = min(args.steps, SHORT_STEPS), 1
-    args.codecs = codecs
     return args
 
 
@@ -104,7 +100,8 @@ def main(argv: list[str]) -> int:
     trainings = f"{len(args.codecs)} codecs x {_seeds(args.seeds)} x {args.steps} steps"
     console.print(f"[bold]gradcomp demo[/bold]: LeNet, {args.ranks} ranks, {trainings}")
     start = time.perf_counter()
-    warm_context(trainer.__name__)  # imports while this process reads the data
+    # imports while this process reads the data
+    warm_context(trainer.__name__, *(DIGITS if args.data is None else ()))
     try:
         args.out.mkdir(parents=True, exist_ok=True)
         data = load(args.data)
@@ -114,12 +111,19 @@ def main(argv: list[str]) -> int:
         print(f"demo: {error}", file=sys.stderr)
         return 2
     console.print(f"data: {data.note}", markup=False)
+    alone = Task("lenet-demo", "sgd", NONE, args.ranks, ALONE_STEPS, args.lr / LR)
+    alone = replace(alone, batch=args.batch // args.ranks, data=str(args.data or ""))
+    with_codec = replace(alone, steps=args.steps, points=min(CURVE_POINTS, args.steps))
+    tasks = [alone] + [
+        replace(with_codec, method=codec, seed=seed)
+        for seed, codec in itertools.product(range(args.seeds), args.codecs)
+    ]
     try:
-        results = train_all(args, data)
+        results = {(task.method, task.seed): ranks for task, ranks, _ in run_all(tasks)}
     except RankFailed as error:
         print(f"demo: a rank failed: {error}", file=sys.stderr)
         return 1
-    predicted = predict_steps(args.codecs, args.ranks, results.pop((NONE, 0)))
+    predicted = predict_steps(args.codecs, args.ranks, results[NONE, 0])
     report = summarise(args, data, results, predicted)
     report["wall_s"] = round(time.perf_counter() - start, 1)
     file, picture = args.out / "demo.json", args.out / "demo.png"
@@ -130,28 +134,6 @@ def main(argv: list[str]) -> int:
     console.print(build_table(report))
     console.print(f"wrote {file} and {picture} in {report['wall_s']:.0f} s")
     return 0
-
-
-def train_all(args: argparse.Namespace, data: ImageData) -> dict[tuple[str, int], list[Result]]:
-    """Train without an exchange, and every seed with every codec, ranks on this machine; return
-    what every rank measured, by method and seed.
-
-    Raises:
-        RankFailed: a rank failed.
-    """
-    with contextlib.ExitStack() as stack:
-        folder = str(args.data)
-        if args.data is None:  # scikit-learn takes a rank seconds to import
-            folder = stack.enter_context(tempfile.TemporaryDirectory()) + "/digits.pt"
-            save(data, Path(folder))
-        base = Task("lenet-demo", "sgd", NONE, args.ranks, ALONE_STEPS, args.lr / LR, data=folder)
-        base = replace(base, batch=args.batch // args.ranks)
-        points = min(CURVE_POINTS, args.steps)
-        tasks = [base] + [
-            replace(base, method=codec, seed=seed, steps=args.steps, points=points)
-            for seed, codec in itertools.product(range(args.seeds), args.codecs)
-        ]
-        return {(t.method, t.seed): ranks for t, ranks, _ in run_all(tasks, 1, spread=True)}
 
 
 def predict_steps(

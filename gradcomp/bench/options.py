@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import argparse
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from gradcomp.arguments import Parser, count
 
-# default (or only its type), metavar (or the choices), help without the default, and what reads a
-# value where that is not the default's type
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return a `type` of argparse that reads integers of at least so much."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {least}")
+        return int(text)
+
+    return read
+
+
+# default (or only what reads a value), metavar (or the choices), help without the default, and what
+# reads a value where that is not the default's type
 Option = tuple[Any, ...]
 COMMON: dict[str, Option] = {
-    "seeds": (3, "N", "trainings per method, with seeds 0 to N - 1"),
-    "jobs": (os.cpu_count() or 1, "N", "trainings at a time, each on one core"),
+    "seeds": (3, "N", "trainings per method, with seeds 0 to N - 1", count),
+    "jobs": (os.cpu_count() or 1, "N", "trainings at a time, each on one core", count),
     "repeat": (9, "N", "repetitions of each measurement; shown is the median", count),
     "check": (False, "", "judge the limits: print pass or FAIL; exit with status 1 if one fails"),
     "json": (Path, "FILE", "write the measurements to this file"),
@@ -31,8 +44,9 @@ def command_line(
 ) -> Parser:
     """Return what reads the words after ``python -m gradcomp.bench NAME``.
 
-    A list as default makes an option that takes several values. False makes a switch. A type in
-    place of a default makes an option that may be missing (None): its help says what that means.
+    A list as default makes an option that takes several values. False makes a switch. A type or a
+    function that reads a value in place of a default makes an option that may be missing (None):
+    its help says what that means.
 
     Args:
         name: of the benchmark.
@@ -46,7 +60,7 @@ def command_line(
         settings: dict[str, Any] = {"help": text}
         if default is False:
             settings["action"] = "store_true"
-        elif isinstance(default, type):
+        elif callable(default):
             settings["type"] = default
         else:
             many = default if isinstance(default, list) else [default]

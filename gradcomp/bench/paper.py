@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from gradcomp.arguments import count
 from gradcomp.bench.accuracy import run_and_show
 from gradcomp.bench.options import Option, command_line
 from gradcomp.bench.trainer import Task
@@ -58,7 +59,7 @@ def read_options(argv: Sequence[str]) -> argparse.Namespace:
     epilog = f"tables:\n{names}\n\nexample:\n  {example}"
     steps = "optimizer steps of each training (default: those of the table)"
     folder = "folder for runs.jsonl, TABLE.json and TABLE.png (default: paper-TABLE)"
-    options: dict[str, Option] = {"steps": (int, "N", steps), "out": (Path, "DIR", folder)}
+    options: dict[str, Option] = {"steps": (count, "N", steps), "out": (Path, "DIR", folder)}
     out = command_line("paper", __doc__, epilog, options, ("seeds", "jobs"))
     out.add_argument("table", choices=TABLES, help="table to make again, listed below")
     text = "folder with mnist/ and cifar10_jpeg.npz"

@@ -13,77 +13,77 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+from rich.progress import track
 
 from gradcomp.bench import trainer
-from gradcomp.bench.ranks import Place, all_cores, warm_context
+from gradcomp.bench.ranks import Place, RankFailed, all_cores, warm_context
 from gradcomp.bench.trainer import KEY, Task, run_task
 
 HANG_S = 600.0
 Result = dict[str, Any]
 
 
-def bar(*, shown: bool = True) -> Progress:
-    """Return a progress bar on stderr, where that is a terminal, that takes ranks little time."""
-    console = Console(stderr=True)
-    return Progress(
-        *Progress.get_default_columns(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        disable=not (shown and console.is_terminal),
-        refresh_per_second=2,
-    )
-
-
 def run_all(
-    tasks: Sequence[Task], processes: int, *, done: Sequence[Task] = (), spread: bool = False
+    tasks: Sequence[Task],
+    processes: int = 1,
+    *,
+    place: Place | None = None,
+    hang_s: float = HANG_S,
+    failed: dict[Task, str] | None = None,
+    spread: bool = True,
 ) -> Iterator[tuple[Task, list[Result], float]]:
-    """Run tasks over loopback, `processes` at a time; yield each with its ranks' results and its
-    seconds as it ends. The bar counts tasks that were `done` before, too. `spread` gives each rank
-    its share of the cores; otherwise all ranks of a task have one core.
+    """Run tasks and yield each with its ranks' results and its seconds as it ends.
+
+    Args:
+        processes: tasks at a time.
+        place: where to run them; None: on this machine over loopback.
+        hang_s: silence in seconds after which the ranks of a task count as hung.
+        failed: takes the reason of each task whose ranks failed, which then has no results.
+        spread: give each rank its share of the cores; otherwise all ranks of a task have one core.
 
     Raises:
-        gradcomp.bench.ranks.RankFailed: a rank failed; all others have been ended.
+        gradcomp.bench.ranks.RankFailed: a rank failed, without `failed`; all others have been
+            ended.
     """
     cores: queue.SimpleQueue[tuple[int, ...]] = queue.SimpleQueue()
     for number in range(processes):
         cores.put(() if spread else (all_cores()[number % len(all_cores())],))
-    steps = dict.fromkeys(tasks, 0) | {task: task.steps for task in done}
-
-    def on_step(task: Task, step: int) -> None:
-        steps[task] = step
-        ended = sum(done == task.steps for task, done in steps.items())
-        last = f"{task.method} {task.workload} {task.optimizer}, seed {task.seed}"
-        text = f"{ended}/{len(steps)} runs; {last}"
-        progress.update(shown, completed=sum(steps.values()), description=text)
 
     def run(task: Task) -> tuple[Task, list[Result], float]:
         mine, begun = cores.get(), time.perf_counter()
+        where = replace(place or Place(task.workers), shift=1 + tasks.index(task))
         try:
-            placed, place = replace(task, cores=mine), Place(task.workers)
-            results = run_task(placed, place, HANG_S, lambda step: on_step(task, step))
-            return task, results, time.perf_counter() - begun
+            results = run_task(replace(task, cores=mine), where, hang_s)
+        except RankFailed as error:
+            if failed is None:
+                raise
+            failed[task], results = str(error), []
         finally:
             cores.put(mine)
+        return task, results, time.perf_counter() - begun
 
     warm_context(trainer.__name__)  # here, where an interrupt of its start is heeded
+    console = Console(stderr=True)
+    shown: dict[str, Any] = {
+        "total": len(tasks),
+        "console": console,
+        "disable": not console.is_terminal,
+    }
+    if processes == 1:
+        yield from map(run, track(tasks, "trainings", **shown))
+        return
     pool = ThreadPoolExecutor(processes)
-    with bar() as progress:
-        total = sum(task.steps for task in steps)
-        shown = progress.add_task("starting the ranks", total=total, completed=sum(steps.values()))
-        try:
-            for future in as_completed([pool.submit(run, task) for task in tasks]):
-                found = future.result()
-                on_step(found[0], found[0].steps)
-                yield found
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in multiprocessing.active_children():
-                process.kill()  # `run_task` then returns
-            raise
-        finally:
-            pool.shutdown()
+    try:
+        futures = [pool.submit(run, task) for task in tasks]
+        for future in track(as_completed(futures), "trainings", **shown):
+            yield future.result()
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in multiprocessing.active_children():
+            process.kill()  # `run_task` then returns
+        raise
+    finally:
+        pool.shutdown()
 
 
 def key_of(task: Task) -> Result:

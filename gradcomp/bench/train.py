@@ -11,20 +11,21 @@ crashes is a row that says so; the others finish.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import math
 import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from torch import nn
 
+from gradcomp.arguments import count
 from gradcomp.bench import workloads
 from gradcomp.bench.about import save_json
 from gradcomp.bench.hosts import INTERFACE, Hosts, NoHosts
@@ -32,12 +33,12 @@ from gradcomp.bench.measure import measure_methods
 from gradcomp.bench.methods import DEFAULT, GRAMMAR, NONE, NOOP, parse
 from gradcomp.bench.mpi import Mpiexec
 from gradcomp.bench.optimizers import OPTIMIZERS
-from gradcomp.bench.options import command_line
+from gradcomp.bench.options import at_least, command_line
 from gradcomp.bench.predict import largest_bucket, predict
 from gradcomp.bench.ranks import Place, RankFailed, all_cores, cores_of, run
 from gradcomp.bench.step_table import crossings, row_of, table_of
-from gradcomp.bench.sweep import bar
-from gradcomp.bench.trainer import Task, run_task
+from gradcomp.bench.sweep import Result, run_all
+from gradcomp.bench.trainer import Task
 from gradcomp.bench.workloads import Workload
 from gradcomp.plan.links import Link, parse_link
 from gradcomp.plan.rates import Rates
@@ -94,7 +95,7 @@ def read_options(argv: Sequence[str]) -> argparse.Namespace:
     json = "write every number to this file, each row as soon as it is measured"
     options = {
         "hosts": ([2], "N", hosts),
-        "ranks": (2, "N", "ranks to start with --hosts 0"),
+        "ranks": (2, "N", "ranks to start with --hosts 0", at_least(2)),
         "link": (["1gbit"], "RATE", link),
         "over": ("gloo", ("gloo", "mpi"), over),
         "latency": (str, "TIME", latency),
@@ -102,11 +103,11 @@ def read_options(argv: Sequence[str]) -> argparse.Namespace:
         "data": (Path(), "DIR", data),
         "optimizer": (str, OPTIMIZERS, optimizer),
         "methods": (list(DEFAULT), "METHOD", "ways of exchanging gradients, listed below"),
-        "steps": (30, "N", "optimizer steps of each training"),
-        "batch": (int, "N", "samples of a rank's minibatch (default: those of the workload)"),
+        "steps": (30, "N", "optimizer steps of each training", at_least(5)),
+        "batch": (count, "N", "samples of a rank's minibatch (default: those of the workload)"),
         "seed": (0, "N", "seed of weights and data"),
         "curve": (False, "", "test now and then and at the end, and show accuracy or loss"),
-        "points": (10, "N", points),
+        "points": (10, "N", points, count),
         "target": (float, "X", target),
         "hang": (60.0, "S", "seconds of silence after which a method counts as hung"),
         "json": (Path, "FILE", json),
@@ -134,7 +135,7 @@ def main(argv: list[str]) -> int:
         for case, link in _cases(args, launched):
             workload.check(args.optimizer, case.ranks)
             cases.append(case)
-            with contextlib.ExitStack() as made:
+            with ExitStack() as made:
                 hosts = made.enter_context(Hosts(case.ranks, link)) if link is not None else None
                 mpi = made.enter_context(Mpiexec(hosts)) if args.over == "mpi" else None
                 if hosts is not None:
@@ -156,10 +157,6 @@ def _check(args: argparse.Namespace, launched: int) -> None:
     if args.hosts != [0] and min(args.hosts) < 2:
         given = " ".join(map(str, args.hosts))
         raise ValueError(f"--hosts takes 0 or numbers of at least 2, got {given}")
-    for name, least in (("ranks", 2), ("steps", 5), ("batch", 1), ("points", 1)):
-        value = getattr(args, name)
-        if value is not None and value < least:
-            raise ValueError(f"--{name} must be at least {least}, got {value}")
     if not args.hang > 0:
         raise ValueError(f"--hang must be more than 0, got {args.hang:g}")
     if launched and args.over == "mpi":
@@ -187,74 +184,53 @@ def _run_case(
 ) -> None:
     """Run every method in one place; rows are written as they come."""
     ranks, rows, hosts = place.ranks, cases[-1].rows, place.hosts
-    names = list(dict.fromkeys([NONE, NOOP, *args.methods]))
-    curve = (args.curve or args.target is not None) and bool(workload.measure)
     link = Link(math.inf) if hosts is None else Link(hosts.link.bits_per_s, hosts.latency_s)
-    task = Task(args.workload, args.optimizer, NONE, ranks, args.steps, seed=args.seed)
-    interface = INTERFACE if hosts is not None else ""
-    task = replace(
-        task, batch=args.batch or 0, data=str(args.data), interface=interface, over=args.over
-    )
-    mine = int(os.environ["RANK"]) if place.launched else 0
-    rates, transport = Rates(), Transport()
+    common = Task(args.workload, args.optimizer, NONE, ranks, args.steps, seed=args.seed)
+    common = replace(common, batch=args.batch or 0, data=str(args.data), over=args.over)
+    if hosts is not None:
+        common = replace(common, interface=INTERFACE)
+    tested = (args.curve or args.target is not None) and bool(workload.measure)
+    tasks = [common, replace(common, method=NOOP)]
+    for name in dict.fromkeys(args.methods):
+        if name not in (NONE, NOOP):
+            tasks.append(replace(common, method=name, points=args.points if tested else 0))
+    speed: dict[str, Any] = {} if place.launched else _measure(args, workload.model(), place)
     # results and row of a step without an exchange
-    without: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {}
-    with bar(shown=not mine) as progress:
-        shown = progress.add_task("codecs' speed", total=len(names) * args.steps)
-        if not place.launched:
-            rates, transport = _measure(args, largest_bucket(workload.model(), ranks), place)
-        predicted = partial(
-            predict,
-            model=workload.model(),
-            link=link,
-            rates=rates,
-            ranks=ranks,
-            cores=len(cores_of(0, ranks)),
-            transport=transport,
-            over_mpi=args.over == "mpi",
-        )
-        for number, name in enumerate(names):
-            first = number * args.steps
-            progress.update(shown, description=name, completed=first)
-            points = args.points if curve and name not in (NONE, NOOP) else 0
-            one, here = replace(task, method=name, points=points), replace(place, shift=1 + number)
-            on_step = partial(_advance, progress, shown, first)
-            try:
-                results = run_task(one, here, args.hang, on_step)
-            except RankFailed as error:
-                rows.append({"method": name, "failed": str(error)})
-                results = []
-            if results:
-                alone, base = without.get(NONE if parse(name).without_ddp else NOOP, ([], None))
-                guess = predicted(name, alone) if alone and not place.launched else None
-                lower, rate = workload.lower_is_better, link.bits_per_s
-                row = row_of(name, results, base, guess, args.target, lower=lower, bits_per_s=rate)
-                rows.append(row)
-                if name in (NONE, NOOP):
-                    without[name] = results, row
-            if not mine:
-                given = {key: v for key, v in vars(args).items() if key not in ("json", "data")}
-                found = [asdict(case) for case in cases]
-                save_json(args.json, benchmark="train", arguments=given, cases=found)
-        progress.update(shown, completed=len(names) * args.steps, description="done")
+    without: dict[str, tuple[list[Result], Result]] = {}
+    failed: dict[Task, str] = {}
+    for task, results, _ in run_all(tasks, place=place, hang_s=args.hang, failed=failed):
+        name = task.method
+        if task in failed:
+            rows.append({"method": name, "failed": failed[task]})
+        elif results:
+            alone, base = without.get(NONE if parse(name).without_ddp else NOOP, ([], None))
+            guess = None
+            if alone and not place.launched:
+                guess = predict(name, alone, workload.model(), link, ranks=ranks, **speed)
+            lower, rate = workload.lower_is_better, link.bits_per_s
+            rows.append(
+                row_of(name, results, base, guess, args.target, lower=lower, bits_per_s=rate)
+            )
+            if name in (NONE, NOOP):
+                without[name] = results, rows[-1]
+        if not place.launched or os.environ["RANK"] == "0":
+            given = {key: v for key, v in vars(args).items() if key not in ("json", "data")}
+            found = [asdict(case) for case in cases]
+            save_json(args.json, benchmark="train", arguments=given, cases=found)
 
 
-def _advance(progress: Any, shown: Any, first: int, step: int) -> None:
-    progress.update(shown, completed=first + step)
-
-
-def _measure(args: argparse.Namespace, numel: int, place: Place) -> tuple[Rates, Transport]:
-    """Return what codecs and moving bytes cost the ranks over loopback, with buckets of up to
-    `numel` values; nothing if that fails.
+def _measure(args: argparse.Namespace, model: nn.Module, place: Place) -> dict[str, Any]:
+    """Return what `predict` needs to know of the ranks: what codecs and moving bytes take over
+    loopback (nothing if that fails).
     """
     found: list[Any] = []
-    words, here = (args.methods, numel, args.over), replace(place, hosts=None)
-    try:
+    largest, here = largest_bucket(model, place.ranks), replace(place, hosts=None)
+    words = args.methods, largest, args.over
+    with suppress(RankFailed):
         run(here, measure_methods, *words, on_message=found.append, hang_s=args.hang)
-    except RankFailed:
-        return Rates(), Transport()
-    rates, transport = next(filter(None, found))
-    return rates, transport
+    rates, transport = next(filter(None, found), (Rates(), Transport()))
+    cores, over_mpi = len(cores_of(0, place.ranks)), args.over == "mpi"
+    return {"rates": rates, "transport": transport, "cores": cores, "over_mpi": over_mpi}
 
 
 def _show(args: argparse.Namespace, workload: Workload, cases: list[Case]) -> None:

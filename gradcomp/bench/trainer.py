@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import resource
-import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,7 +42,7 @@ class Task:
     factor: float = 1.0  # of the workload's rate for this optimizer
     seed: int = 0  # of the weights and of the minibatches
     batch: int = 0  # samples of a rank's minibatch; 0: the workload's own number
-    data: str = ""  # folder
+    data: str = ""  # folder; "": none
     points: int = 0  # number of tests, the last one after the last step; 0 does not test
     cores: tuple[int, ...] = ()  # that every rank runs on; empty: each has its share of all
     interface: str = ""  # whose counters give the bytes sent; "" does not count
@@ -53,12 +51,9 @@ class Task:
     over: str = "gloo"  # transport of compressed bytes, "gloo" or "mpi"
 
 
-def run_task(
-    task: Task, place: Place, hang_s: float, on_step: Callable[[int], None]
-) -> list[dict[str, Any]]:
+def run_task(task: Task, place: Place, hang_s: float) -> list[dict[str, Any]]:
     """Run a task; return what `train` measured in every rank (empty in a launched job but for
-    rank 0). Ranks that are silent for `hang_s` seconds are ended; `on_step` is called now and then
-    with the number of steps that rank 0 has done.
+    rank 0). Ranks that are silent for `hang_s` seconds are ended.
 
     Raises:
         gradcomp.bench.ranks.RankFailed: a rank failed, or all were silent.
@@ -66,14 +61,8 @@ def run_task(
     if place.launched and not task.cores:
         task = replace(task, cores=all_cores())
     results: list[dict[str, Any]] = []
-
-    def on_message(message: int | list[dict[str, Any]] | None) -> None:
-        if isinstance(message, int):
-            on_step(message)
-        elif message is not None:
-            results.extend(message)
-
-    run(place, train_rank, task, on_message=on_message, hang_s=hang_s)
+    heard = lambda message: results.extend(message or ())
+    run(place, train_rank, task, on_message=heard, hang_s=hang_s)
     return results
 
 
@@ -86,7 +75,7 @@ def use_cores(cores: tuple[int, ...] = ()) -> None:
 
 
 def train_rank(emit: Emit, task: Task) -> None:
-    """Train as one rank; rank 0 emits the steps done, and the results of all ranks at the end."""
+    """Train as one rank; rank 0 emits the results of all ranks at the end."""
     use_cores(task.cores)
     results: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(results, train(emit, task))
@@ -97,19 +86,19 @@ def train_rank(emit: Emit, task: Task) -> None:
 class Seconds(NamedTuple):
     """What one step took: the whole, its forward, its update, and CPU time of the process."""
 
-    step: float = 0.0
-    forward: float = 0.0
-    update: float = 0.0
-    cpu: float = 0.0
+    seconds: float = 0.0
+    forward_seconds: float = 0.0
+    update_seconds: float = 0.0
+    cpu_seconds: float = 0.0
 
 
 def train(emit: Emit, task: Task) -> dict[str, Any]:
-    """Train as a rank of the default process group; return what was measured. `emit` gets signs of
-    life, from rank 0 the steps done.
+    """Train as a rank of the default process group; return what was measured. `emit` gets None as
+    a sign of life.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     comm = MpiCommunicator(timeout_s=TIMEOUT_S) if task.over == "mpi" else None
-    workload = find(task.workload, Path(task.data), task.batch)
+    workload = find(task.workload, Path(task.data) if task.data else None, task.batch)
     settings = workload.settings
     torch.manual_seed(task.seed)
     plain = workload.model()
@@ -118,7 +107,7 @@ def train(emit: Emit, task: Task) -> dict[str, Any]:
     method, make = parse(task.method), OPTIMIZERS[task.optimizer]
     ready = wrap(plain, method, lambda model: make(model, rate), comm, min_numel=task.min_numel)
     rates = [(group, group["lr"]) for one in ready.optimizers for group in one.param_groups]
-    emit(0)  # from here on silence counts
+    emit(None)  # from here on silence counts
     minibatches = workload.minibatches(task.seed, rank, world, settings.batch_of(world))
     points = {round(task.steps * (n + 1) / task.points) for n in range(task.points)}
     taken: list[Seconds] = []
@@ -146,10 +135,10 @@ def train(emit: Emit, task: Task) -> dict[str, Any]:
         taken.append(seconds)
         if time.perf_counter() - told > TELL_S:
             told = time.perf_counter()
-            emit(step + 1 if rank == 0 else None)
+            emit(None)
         if step + 1 in points and step + 1 < task.steps:
             measured = _measure(emit, workload, plain, ready, quick=True)
-            curve.append((step + 1, math.fsum(one.step for one in taken), measured))
+            curve.append((step + 1, math.fsum(one.seconds for one in taken), measured))
     done = len(taken) + diverged
     dist.barrier()
     sent = _sent_nbytes(task.interface) - sent
@@ -161,10 +150,7 @@ def train(emit: Emit, task: Task) -> dict[str, Any]:
     result = {
         "rare": ready.local is not None,
         "parameters": numel,
-        "seconds": [one.step for one in counted],
-        "forward_seconds": [one.forward for one in counted],
-        "update_seconds": [one.update for one in counted],
-        "cpu_seconds": [one.cpu for one in counted],
+        **{name: [getattr(one, name) for one in counted] for name in Seconds._fields},
         "sent_nbytes": sent / steps if task.interface else counted_nbytes,
         "total_nbytes": _total_nbytes(ready, numel * done, world),
         "steps_done": done,
@@ -176,7 +162,7 @@ def train(emit: Emit, task: Task) -> dict[str, Any]:
         ready.local.restore()  # what all ranks have agreed on last
     if task.points and not diverged:
         measured = result["measure"] = _measure(emit, workload, plain, ready)
-        curve.append((task.steps, math.fsum(one.step for one in taken), measured))
+        curve.append((task.steps, math.fsum(one.seconds for one in taken), measured))
     for name in ("check_replicas", "close"):
         getattr(ready.state, name, lambda: None)()
     return result
@@ -248,29 +234,11 @@ def _measure(
     found = torch.zeros(1, dtype=torch.float64)
     if dist.get_rank() == 0 or ready.method.sharded:
         model.eval()
-        with torch.no_grad(), signs_of_life(emit):
-            found[0] = workload.test(model, quick=quick)
+        with torch.no_grad():
+            found[0] = workload.test(model, quick=quick, tick=partial(emit, None))
         model.train()
     dist.broadcast(found, 0)
     return float(found[0])
-
-
-@contextlib.contextmanager
-def signs_of_life(emit: Emit) -> Iterator[None]:
-    """Emit None now and then while a block runs that may take minutes."""
-    over = threading.Event()
-
-    def speak() -> None:
-        while not over.wait(TELL_S):
-            emit(None)
-
-    speaker = threading.Thread(target=speak, daemon=True)
-    speaker.start()
-    try:
-        yield
-    finally:
-        over.set()
-        speaker.join()
 
 
 def _counted(state: Any) -> dict[str, float]:

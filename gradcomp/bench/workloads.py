@@ -6,24 +6,24 @@ import gzip
 import io
 import itertools
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from gradcomp.bench import data as images
+from gradcomp.bench.data import ImageData, load
 from gradcomp.bench.models import ByteGPT, LeNet, SmallResNet
 
 HELD_OUT_SHARE = 20  # of a text, one part in so many is kept for the test, in blocks spread over it
 BLOCK = 1 << 15
 CONTEXT = 128  # bytes that a GPT sees
+Tick = Callable[[], None]
 
 
 def cosine(done: float) -> float:
@@ -65,24 +65,23 @@ class Settings:
         return self.decay((step - rising) / (steps - rising))
 
 
-class Workload(ABC):
-    """One thing to train.
-
-    Args:
-        name: for tables.
-        settings: see `Settings`.
-        make: returns a new model; its weights come from torch's generator.
+@dataclass
+class Workload:
+    """One thing to train. Subclasses have `measure`, what `test` returns with its unit ("" for
+    nothing), and `lower_is_better`, whether a smaller one is better.
 
     Attributes:
-        measure: what `test` returns, with its unit.
-        lower_is_better: whether a smaller measure is the better one.
+        name: for tables.
+        settings: how it is trained.
+        model: returns a new model; its weights come from torch's generator.
     """
 
-    measure: str
-    lower_is_better: bool
+    name: str
+    settings: Settings
+    model: Callable[[], nn.Module]
 
-    def __init__(self, name: str, settings: Settings, make: Callable[[], nn.Module]) -> None:
-        self.name, self.settings, self._make = name, settings, make
+    measure: ClassVar[str] = ""
+    lower_is_better: ClassVar[bool] = True
 
     def check(self, optimizer: str, workers: int) -> None:
         """Raise a ValueError if there is no rate for the optimizer or the batch is no multiple of
@@ -93,13 +92,9 @@ class Workload(ABC):
             raise ValueError(f"{self.name} has no rate for {optimizer}; it has {', '.join(rates)}")
         self.settings.batch_of(workers)
 
-    def model(self) -> nn.Module:
-        """Return a new model."""
-        return self._make()
-
-    @abstractmethod
     def minibatch(self, generator: torch.Generator, count: int) -> Any:
         """Return `count` samples drawn by `generator`."""
+        raise NotImplementedError
 
     def minibatches(self, seed: int, rank: int, world_size: int, count: int) -> Iterator[Any]:
         """Yield a rank's minibatches of `count` samples, for ever."""
@@ -107,78 +102,62 @@ class Workload(ABC):
         while True:
             yield self.minibatch(generator, count)
 
-    @abstractmethod
     def loss(self, model: nn.Module, minibatch: Any) -> Tensor:
         """Return the mean loss of a minibatch."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def test(self, model: nn.Module, *, quick: bool = False) -> float:
-        """Return the measure on data that training does not see; `quick` looks at a part of it."""
+    def test(self, model: nn.Module, *, quick: bool = False, tick: Tick = lambda: None) -> float:
+        """Return the measure on data that training does not see; `quick` looks at a part of it.
+        `tick` is called now and then.
+        """
+        return math.nan
 
 
+@dataclass
 class Text(Workload):
-    """A byte GPT on a text, in a file that is plain or .gz."""
+    """A byte GPT; `train_set` and `test_set` are `(n, BLOCK)` uint8."""
+
+    train_set: Tensor
+    test_set: Tensor
 
     measure, lower_is_better = "held-out loss, nats a byte", True
 
-    def __init__(
-        self, name: str, settings: Settings, make: Callable[[], nn.Module], file: Path
-    ) -> None:
-        super().__init__(name, settings, make)
-        raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-        whole = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-        blocks = whole[: len(raw) // BLOCK * BLOCK].view(-1, BLOCK)
-        held = torch.arange(len(blocks)) % HELD_OUT_SHARE == HELD_OUT_SHARE - 1
-        if not held.any():
-            raise ValueError(
-                f"{file}: {len(raw)} bytes are too few: at least {HELD_OUT_SHARE * BLOCK} are"
-                " needed"
-            )
-        self._train, self._held = blocks[~held], blocks[held]
-
     def minibatch(self, generator: torch.Generator, count: int) -> Tensor:
         length = CONTEXT + 1
-        rows = torch.randint(len(self._train), (count,), generator=generator)
+        rows = torch.randint(len(self.train_set), (count,), generator=generator)
         starts = torch.randint(BLOCK - length + 1, (count, 1), generator=generator)
-        return self._train[rows[:, None], starts + torch.arange(length)].long()
+        return self.train_set[rows[:, None], starts + torch.arange(length)].long()
 
     def loss(self, model: nn.Module, minibatch: Tensor) -> Tensor:
         return cross_entropy(model(minibatch[:, :-1]).flatten(0, 1), minibatch[:, 1:].flatten())
 
-    def test(self, model: nn.Module, *, quick: bool = False) -> float:
-        length = CONTEXT + 1
-        windows = self._held[:, : BLOCK // length * length].reshape(-1, length)
+    def test(self, model: nn.Module, *, quick: bool = False, tick: Tick = lambda: None) -> float:
+        length, total = CONTEXT + 1, 0.0
+        windows = self.test_set[:, : BLOCK // length * length].reshape(-1, length)
         windows = windows[:: 32 if quick else 4]
-        losses = [
-            float(self.loss(model, part.long())) * len(part) for part in torch.split(windows, 64)
-        ]
-        return sum(losses) / len(windows)
+        for part in torch.split(windows, 64):
+            tick()
+            total += float(self.loss(model, part.long())) * len(part)
+        return total / len(windows)
 
 
+@dataclass
 class Images(Workload):
-    """A network that names images; `train` and `test` are pairs of `(n, channels, height, width)`
-    float32 and `(n,)` int64. `flips` mirrors training images, and shifts them by up to 4 pixels.
+    """A network that names images; sets are pairs of `(n, channels, height, width)` float32 and
+    `(n,)` int64. `flips` mirrors training images, and shifts them by up to 4 pixels.
     """
+
+    train_set: tuple[Tensor, Tensor]
+    test_set: tuple[Tensor, Tensor]
+    flips: bool = False
 
     measure, lower_is_better = "test accuracy, %", False
 
-    def __init__(
-        self,
-        name: str,
-        settings: Settings,
-        make: Callable[[], nn.Module],
-        train: tuple[Tensor, Tensor],
-        test: tuple[Tensor, Tensor],
-        *,
-        flips: bool,
-    ) -> None:
-        super().__init__(name, settings, make)
-        self._train, self._test, self._flips = train, test, flips
-
     def minibatch(self, generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
-        chosen = torch.randint(len(self._train[1]), (count,), generator=generator)
-        x, y = self._train[0][chosen], self._train[1][chosen]
-        if self._flips:
+        images, labels = self.train_set
+        chosen = torch.randint(len(labels), (count,), generator=generator)
+        x, y = images[chosen], labels[chosen]
+        if self.flips:
             mirrored = torch.rand(count, generator=generator) < 0.5
             x = torch.where(mirrored[:, None, None, None], x.flip(3), x)
             across, down = torch.randint(-4, 5, (2,), generator=generator).tolist()
@@ -188,29 +167,28 @@ class Images(Workload):
     def loss(self, model: nn.Module, minibatch: tuple[Tensor, Tensor]) -> Tensor:
         return cross_entropy(model(minibatch[0]), minibatch[1])
 
-    def test(self, model: nn.Module, *, quick: bool = False) -> float:
-        x, y = self._test
+    def test(self, model: nn.Module, *, quick: bool = False, tick: Tick = lambda: None) -> float:
+        (x, y), right = self.test_set, 0.0
         if quick:  # not every tenth: some files have their classes in turns
             order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
             some = order[: max(1000, len(y) // 10)]
             x, y = x[some], y[some]
-        pairs = zip(torch.split(x, 500), torch.split(y, 500), strict=True)
-        return 100.0 * sum(float((model(a).argmax(1) == b).sum()) for a, b in pairs) / len(y)
+        for images, labels in zip(torch.split(x, 500), torch.split(y, 500), strict=True):
+            tick()
+            right += float((model(images).argmax(1) == labels).sum())
+        return 100.0 * right / len(y)
 
 
 class Epochs(Images):
     """Images in epochs: all ranks together take each once, in an order of the seed's, the
-    incomplete rest of an epoch dropped. Images and weights are in channels_last, in which CPUs take
-    a third less time for LeNet's convolutions.
+    incomplete rest of an epoch dropped. Images are in channels_last, in which CPUs take a third
+    less time for LeNet's convolutions.
     """
-
-    def model(self) -> nn.Module:
-        return super().model().to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
 
     def minibatches(
         self, seed: int, rank: int, world_size: int, count: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        images, labels = self._train
+        images, labels = self.train_set
         batch = count * world_size
         if len(labels) < batch:
             raise ValueError(
@@ -224,26 +202,18 @@ class Epochs(Images):
                 yield images[mine].to(memory_format=torch.channels_last), labels[mine]
 
 
+@dataclass
 class Noise(Workload):
     """A model on random inputs of a `shape`: time and bytes without a task."""
 
-    measure, lower_is_better = "", True
-
-    def __init__(
-        self, name: str, settings: Settings, make: Callable[[], nn.Module], shape: tuple[int, ...]
-    ) -> None:
-        super().__init__(name, settings, make)
-        self._shape = shape
+    shape: tuple[int, ...]
 
     def minibatch(self, generator: torch.Generator, count: int) -> Tensor:
-        return torch.randn(count, *self._shape, generator=generator)
+        return torch.randn(count, *self.shape, generator=generator)
 
     def loss(self, model: nn.Module, minibatch: Any) -> Tensor:
         out: Tensor = model(minibatch)
         return out.square().mean()
-
-    def test(self, model: nn.Module, *, quick: bool = False) -> float:
-        return float("nan")
 
 
 def mlp() -> nn.Module:
@@ -270,17 +240,31 @@ def _gpt(folder: Path, name: str, steps: int, rate: float, **shape: int) -> Work
         )
     rates = {"adamw": rate, "lamb": 1e-2, "sgd": 0.3, "adagrad": 1e-2, "muon": 2e-2}
     make = partial(ByteGPT, context=CONTEXT, **shape)
-    return Text(name, Settings(steps, 4, 1.0, 0.05, rates), make, file)
+    raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+    whole = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    blocks = whole[: len(raw) // BLOCK * BLOCK].view(-1, BLOCK)
+    held = torch.arange(len(blocks)) % HELD_OUT_SHARE == HELD_OUT_SHARE - 1
+    if not held.any():
+        least = HELD_OUT_SHARE * BLOCK
+        raise ValueError(f"{file}: {len(raw)} bytes are too few: at least {least} are needed")
+    settings = Settings(steps, 4, 1.0, 0.05, rates)
+    return Text(name, settings, make, blocks[~held], blocks[held])
 
 
-def _lenet(
-    folder: Path, name: str, settings: Settings, part: str = "", kind: type[Images] = Images
-) -> Workload:
+def _lenet(folder: Path, name: str, settings: Settings, part: str) -> Workload:
     """Return LeNet on the images in ``folder/part``."""
-    found = images.load(folder / part if part else folder)
-    train = found.train_images, found.train_labels
-    test = found.test_images, found.test_labels
-    return kind(name, settings, LeNet, train, test, flips=False)
+    return Images(name, settings, LeNet, *_sets(load(folder / part)))
+
+
+def _lenet_demo(folder: Path | None, name: str) -> Workload:
+    """Return LeNet, its weights in channels_last, on images in a folder, or None's digits."""
+    make = lambda: LeNet().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return Epochs(name, DEMO, make, *_sets(load(folder)))
+
+
+def _sets(data: ImageData) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    train, test = (data.train_images, data.train_labels), (data.test_images, data.test_labels)
+    return train, test
 
 
 def _resnet(folder: Path, name: str, width: int) -> Workload:
@@ -311,15 +295,15 @@ def _jpegs(stored: Any, part: str) -> tuple[Tensor, Tensor]:
 LENET = Settings(
     1000, 32, None, 0.0, {"sgd": 0.02, "adamw": 1e-3, "lamb": 1e-2, "adagrad": 1e-2, "muon": 1e-2}
 )
-# of `bench demo`, whose data is the folder itself or a file of `gradcomp.bench.data.save`
+# of `bench demo`
 DEMO = Settings(250, 64, None, 0.0, {"sgd": 0.03}, shared=True, decay=square_root)
 # of TernGrad's paper
 TERNGRAD = Settings(10_000, 64, None, 0.0, {"sgd": 0.01}, shared=True, decay=square_root)
 NOISE = Settings(30, 16, None, 0.0, {"sgd": 1e-3, "adamw": 1e-4})
-# return a workload of that name, given the folder of its data and its name
-WORKLOADS: dict[str, Callable[[Path, str], Workload]] = {
+# return a workload, given the folder of its data and its name
+WORKLOADS: dict[str, Callable[[Any, str], Workload]] = {
     "lenet": partial(_lenet, settings=LENET, part="fashion-mnist"),
-    "lenet-demo": partial(_lenet, settings=DEMO, kind=Epochs),
+    "lenet-demo": _lenet_demo,
     "lenet-terngrad": partial(_lenet, settings=TERNGRAD, part="mnist"),
     "lenet-noise": lambda _, name: Noise(name, replace(NOISE, batch=64), LeNet, (1, 28, 28)),
     "resnet": partial(_resnet, width=16),
@@ -331,7 +315,7 @@ WORKLOADS: dict[str, Callable[[Path, str], Workload]] = {
 }
 
 
-def find(name: str, folder: Path, batch: int = 0) -> Workload:
+def find(name: str, folder: Path | None, batch: int = 0) -> Workload:
     """Return a workload, or ``random:N`` for N values without a task, with its data in `folder` and
     minibatches of `batch` samples (0: as many as it usually has).
 
