@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradcomp.ddp
 import gradcomp.fsdp
 from gradcomp.bench.optimizers import exchanging_momentum
-from gradcomp.codecs import Block, Codec, EntropyCoded, Identity, OneBit, Ternary, TernGrad
+from gradcomp.codecs import KINDS, Codec, Identity, OneBit, TernGrad
 from gradcomp.comm.base import Communicator
 from gradcomp.engine.options import RENAMED, Advanced
 from gradcomp.fsdp.weights import weights_codec
@@ -97,7 +97,7 @@ class Method:
     momentum: str = ""
     feedback: bool = True  # keep residuals; otherwise they are zero again after every step
     double: bool = False  # `gradcomp.onebit_sgd.DoubleBuffer` in place of DDP
-    # options of `gradcomp.DiLoCo`, outer_lr and outer_momentum; empty: no local steps
+    # arguments of `gradcomp.DiLoCo`, outer_lr and outer_momentum; empty: no local steps
     local: dict[str, Any] = field(default_factory=dict)
     sharded: bool = False  # FSDP2 in place of DDP
     weights: Codec | None = None  # what packs FSDP2's weights
@@ -129,14 +129,8 @@ METHODS: dict[str, Method] = {
         Method("fp16", None, lambda model: model.register_comm_hook(None, FP16), 16),
         Method("powersgd1", None, partial(_powersgd, rank=1)),
         Method("powersgd4", None, partial(_powersgd, rank=4)),
-        Method("ternary", Ternary()),
-        Method("terngrad", TernGrad()),
+        *(Method(codec.name, codec) for codec in KINDS if not isinstance(codec, Identity)),
         Method("terngrad-requantize", TernGrad(scale="own", second_phase="requantize")),
-        Method("onebit", OneBit()),
-        Method("block2", Block(2)),
-        Method("block4", Block(4)),
-        Method("block8", Block(8)),
-        Method("entropy", EntropyCoded()),
     )
 }
 # what the hooks of torch's ways do, exchanged over MPI as codecs are
@@ -192,85 +186,95 @@ def parse(text: str) -> Method:
         if not colon or "=" in rest:
             raise ValueError(f"no method named {name!r}; {KNOWN}{removal(name)}")
         return Method(text, None, _own_hook(text))
-    method = replace(METHODS[name], name=text, options={}, local={})
+    method = replace(METHODS[name], name=text)
     for word in filter(None, rest.split(",")):
         key, _, value = word.partition("=")
         if key not in OPTIONS:
             now = f" is called {RENAMED[key]!r}" if key in RENAMED else f": {', '.join(OPTIONS)}"
             raise ValueError(f"unknown option {key!r} of {name}{now}")
-        method = replace(method, **OPTIONS[key](method, value))
+        try:
+            method = _with(method, OPTIONS[key], value)
+        except ValueError as error:
+            raise ValueError(f"{text}: {key}: {error}") from None
     _check(method)
     return method
 
 
-# returns the fields of a method that an option changes, given the option's value
-Change = Callable[[Method, str], dict[str, Any]]
+class Option(NamedTuple):
+    """An option of methods."""
+
+    place: str  # "codec", a dictionary of the method, or "": the method itself
+    name: str  # there
+    read: Callable[[str], Any]  # returns the value of a text
 
 
-def _in(place: str, key: str, kind: Callable[[str], Any]) -> Change:
-    """Return what adds a value to a dictionary of the method, `options` or `local`."""
-    return lambda method, value: {place: getattr(method, place) | {key: kind(value)}}
+def _with(method: Method, option: Option, text: str) -> Method:
+    """Return the method with the value of an option."""
+    place, name, read = option
+    new, codec = {name: read(text)}, method.codec
+    if not place:
+        return replace(method, **new)
+    if place != "codec":
+        return replace(method, **{place: getattr(method, place) | new})
+    given = {} if codec is None else codec.options()
+    if isinstance(codec, OneBit) and name == "rotate":  # which excludes the defaults of others
+        given = {"rotate": False, "second_phase": codec.second_phase}
+    if codec is None or name not in given:
+        raise ValueError(f"{method.name.partition(':')[0]} has no such option")
+    return replace(method, codec=type(codec)(**given | new))
 
 
-def _of_codec(word: str, key: str, kind: Callable[[str], Any]) -> Change:
-    """Return what changes an option of the codec."""
+def _one_of(values: Mapping[str, Any]) -> Callable[[str], Any]:
+    """Return what reads one of the words `values`."""
 
-    def change(method: Method, value: str) -> dict[str, Any]:
-        codec = method.codec
-        given = {} if codec is None else codec.options()
-        if codec is None or key not in given:
-            raise ValueError(f"{method.name}: {method.name.partition(':')[0]} has no {word}=")
-        return {"codec": type(codec)(**given | {key: kind(value)})}
-
-    return change
-
-
-def _one_of(name: str, values: Mapping[str, Any]) -> Change:
-    """Return what sets a field of the method to what one of the words `values` stands for."""
-
-    def change(method: Method, value: str) -> dict[str, Any]:
-        if value not in values:
+    def read(text: str) -> Any:
+        if text not in values:
             words = ", ".join(filter(None, values))
-            raise ValueError(f"{method.name}: {name} must be one of {words}, got {value!r}")
-        return {name: values[value]}
+            raise ValueError(f"must be one of {words}, got {text!r}")
+        return values[text]
 
-    return change
-
-
-def _start(method: Method, value: str) -> dict[str, Any]:
-    first = parse(value).codec
-    if first is None:
-        raise ValueError(f"{method.name}: start= takes a codec, and {value} is not one")
-    return {"options": method.options | {"warmup_codec": first}}
+    return read
 
 
-def _rotate(method: Method, value: str) -> dict[str, Any]:
-    codec = method.codec
-    if isinstance(codec, OneBit):
-        return {"codec": OneBit(rotate=True, second_phase=codec.second_phase)}
-    raise ValueError(f"{method.name}: rotate is for onebit")
+def _codec_of(name: str) -> Codec:
+    codec = parse(name).codec
+    if codec is None:
+        raise ValueError(f"takes a codec, and {name} is not one")
+    return codec
 
 
-OPTIONS: dict[str, Change] = {
-    "exempt": _one_of("exempt", {name: name for name in PRESETS}),
-    "warmup_steps": _in("options", "warmup_steps", int),
-    "start": _start,
-    "second": _of_codec("second", "second_phase", str),
-    "rotate": _rotate,
-    "step": _of_codec("step", "step", float),
-    "bits": _of_codec("bits", "bits", float),
-    "decay": _of_codec("decay", "residual_decay", float),
-    "group": _of_codec("group", "group", lambda value: int(value) if value.isdecimal() else value),
-    "min_numel": _in("options", "min_numel", int),
-    "slice_numel": _in("options", "advanced", lambda value: Advanced(slice_numel=int(value))),
-    "exchange": _in("options", "exchange", str),
-    "precondition": _in("options", "precondition", lambda value: True),
-    "scale_lr": _in("options", "scale_lr", lambda value: True),
-    "momentum": _one_of("momentum", {"": "frozen", "frozen": "frozen", "renewed": "renewed"}),
-    "double": lambda method, value: {"double": True},
-    "feedback": _one_of("feedback", {"off": False}),
-    **{key: _in("local", key, int) for key in ("every", "fragments", "delay")},
-    **{key: _in("local", key, float) for key in ("alpha", "outer_lr", "outer_momentum")},
+def _switch(text: str) -> bool:
+    if text:
+        raise ValueError(f"takes no value, got {text!r}")
+    return True
+
+
+OPTIONS: dict[str, Option] = {
+    "exempt": Option("", "exempt", _one_of({name: name for name in PRESETS})),
+    "warmup_steps": Option("options", "warmup_steps", int),
+    "start": Option("options", "warmup_codec", _codec_of),
+    "second": Option("codec", "second_phase", str),
+    "rotate": Option("codec", "rotate", _switch),
+    "step": Option("codec", "step", float),
+    "bits": Option("codec", "bits", float),
+    "decay": Option("codec", "residual_decay", float),
+    "group": Option("codec", "group", lambda text: int(text) if text.isdecimal() else text),
+    "min_numel": Option("options", "min_numel", int),
+    "slice_numel": Option("options", "advanced", lambda text: Advanced(slice_numel=int(text))),
+    "exchange": Option("options", "exchange", str),
+    "precondition": Option("options", "precondition", _switch),
+    "scale_lr": Option("options", "scale_lr", _switch),
+    "momentum": Option(
+        "", "momentum", _one_of({"": "frozen", "frozen": "frozen", "renewed": "renewed"})
+    ),
+    "double": Option("", "double", _switch),
+    "feedback": Option("", "feedback", _one_of({"off": False})),
+    "every": Option("local", "sync_every", int),
+    "fragments": Option("local", "fragments", int),
+    "delay": Option("local", "fragment_sync_delay", int),
+    "alpha": Option("local", "fragment_update_alpha", float),
+    "outer_lr": Option("local", "outer_lr", float),
+    "outer_momentum": Option("local", "outer_momentum", float),
 }
 
 
@@ -295,7 +299,7 @@ def _check(method: Method) -> None:
             method.double and (local or forgets)
         ),
         "local steps need a codec and every=H, and exclude momentum and feedback=off": (
-            local and (without or "every" not in local or momentum or forgets)
+            local and (without or "sync_every" not in local or momentum or forgets)
         ),
         f"{name} takes no options but those of local steps (every=H)": (
             (method.hook is not None or without) and not local and ":" in text
@@ -393,7 +397,7 @@ def wrap(
     codec, optimizers = method.codec, make(model)
     if method.local:
         assert codec is not None
-        local = DiLoCo(model, optimizers, codec, comm=comm, **options | _outer(method.local))
+        local = _local(model, optimizers, codec, comm, method.local, options)
         return Ready(method, model, optimizers, local, local=local)
     if method.double:
         assert codec is not None
@@ -417,17 +421,15 @@ def wrap(
     return Ready(method, wrapped, optimizers, state)
 
 
-def _outer(local: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `DiLoCo` for the options of local steps."""
+def _local(
+    model: nn.Module, optimizers: Any, codec: Codec, comm: Any, local: dict[str, Any], options: Any
+) -> DiLoCo:
+    """Return the local steps of a model."""
+    names = set(local) - {"outer_lr", "outer_momentum"}
     rate, momentum = local.get("outer_lr", LR), local.get("outer_momentum", MOMENTUM)
-    names = {"delay": "fragment_sync_delay", "alpha": "fragment_update_alpha"}
-    names |= {"every": "sync_every", "fragments": "fragments"}
-    return {
-        "outer_optimizer": lambda anchors: torch.optim.SGD(
-            anchors, lr=rate, momentum=momentum, nesterov=momentum > 0
-        ),
-        **{name: local[key] for key, name in names.items() if key in local},
-    }
+    outer = partial(torch.optim.SGD, lr=rate, momentum=momentum, nesterov=momentum > 0)
+    options = options | {name: local[name] for name in names}
+    return DiLoCo(model, optimizers, codec, comm=comm, outer_optimizer=outer, **options)
 
 
 def _shard(model: nn.Module, method: Method, make: Make) -> Ready:

@@ -33,8 +33,10 @@ def planned(name: str, world_size: int, *, over_mpi: bool = False) -> Method | N
     strategy = choose(codec, world_size, method.options.get("exchange", "auto"))
     shown = f"{codec.name if method.local else name} {strategy}"
     known = Method(shown, codec, strategy.exchange, strategy.second_phase)
-    steps = {k: v for k, v in method.local.items() if k in ("every", "fragments", "delay")}
-    return known.after(LocalSteps(**steps)) if steps else known
+    if not (local := method.local):
+        return known
+    rest = local.get("fragments", 1), local.get("fragment_sync_delay", 0)
+    return known.after(LocalSteps(local["sync_every"], *rest))
 
 
 def shapes_of(model: nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -46,18 +46,19 @@ def test_a_method_is_read(name):
         ("json:nothing", "module 'json' has no attribute 'nothing'"),
         ("json:__name__", "is not a function"),
         ("onebit:x=1", "unknown option 'x' of onebit: exempt, warmup_steps"),
-        ("onebit:exempt=all", "exempt must be one of none, vectors, ends"),
-        ("terngrad:step=2", "terngrad has no step="),
+        ("onebit:exempt=all", "exempt: must be one of none, vectors, ends"),
+        ("terngrad:step=2", "step: terngrad has no such option"),
         ("terngrad:feedback=off", "for codecs that have"),
-        ("onebit:feedback=no", "feedback must be one of off"),
-        ("block2:rotate", "rotate is for onebit"),
-        ("bf16:second=block4", "bf16 has no second="),
+        ("onebit:feedback=no", "feedback: must be one of off"),
+        ("block2:rotate", "rotate: block2 has no such option"),
+        ("onebit:precondition=1", "precondition: takes no value, got '1'"),
+        ("bf16:second=block4", "second: bf16 has no such option"),
         ("onebit:second=exact", "integer sums"),
         ("onebit:start=bf16,warmup_steps=3", "bf16 is not one"),
         ("onebit:start=block4", "warmup_steps=N"),
         ("onebit:momentum", "needs a codec and a warm-up"),
         ("bf16:momentum,warmup_steps=3", "needs a codec"),
-        ("onebit:momentum=moving,warmup_steps=3", "must be one of frozen"),
+        ("onebit:momentum=moving,warmup_steps=3", "momentum: must be one of frozen, renewed"),
         ("onebit:momentum=renewed,start=block4,warmup_steps=3", "take turns"),
         ("onebit:momentum,double,warmup_steps=3", "do not wait for half a minibatch"),
         ("onebit:precondition,feedback=off", "forgotten"),
@@ -96,7 +97,12 @@ def test_options_reach_the_codec_and_the_entry_point():
     method = parse(
         "onebit:every=30,fragments=2,delay=5,outer_momentum=0.5,warmup_steps=9,start=block4"
     )
-    assert method.local == {"every": 30, "fragments": 2, "delay": 5, "outer_momentum": 0.5}
+    assert method.local == {
+        "sync_every": 30,
+        "fragments": 2,
+        "fragment_sync_delay": 5,
+        "outer_momentum": 0.5,
+    }
     assert method.options["warmup_steps"] == 9
     assert repr(method.options["warmup_codec"]) == repr(Block(4))
     assert parse("terngrad:second=block4").codec.second_phase == "block4"
