@@ -9,8 +9,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from _ranks import run_local
-from _saved import parts_of
+from _ranks import each_rank, run_local
+from _saved import bits_of, parts_of
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -69,24 +69,18 @@ def scales(scaler, bad):
     return found
 
 
-def raw(tensors):
-    return [t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
-
-
 def snapshot(model, optimizer, state=None):
     """Return every bit of parameters, optimizer state and residuals, these in units of the plain
     gradient.
     """
-    kept = optimizer.state_dict()["state"]
-    numbers = {(k, name): v for k, entry in kept.items() for name, v in entry.items()}
-    tensors = {k: raw([v])[0] if isinstance(v, torch.Tensor) else v for k, v in numbers.items()}
-    if state is None:
-        return raw(model.parameters()), tensors
-    plane = state.state_dict()
-    residuals = [*parts_of(plane)["residual"].values(), *parts_of(plane)["owner_residual"].values()]
-    # before the first encoding there are none, which is zero
-    units = raw(t / plane["loss_scale"] for t in residuals if t.any())
-    return raw(model.parameters()), tensors, units
+    kept = [list(model.parameters()), optimizer.state_dict()["state"]]
+    if state is not None:
+        saved = state.state_dict()
+        planes = [parts_of(saved)[name] for name in ("residual", "owner_residual")]
+        # before the first encoding there are none, which is zero
+        residuals = [tensor for plane in planes for tensor in plane.values() if tensor.any()]
+        kept.append([residual / saved["loss_scale"] for residual in residuals])
+    return bits_of(kept)
 
 
 # ---- how the scale moves --------------------------------------------------------------------
@@ -601,7 +595,7 @@ def test_decay_after_unscaling_is_that_of_sgd(kind):
         run = Training(lambda p, o=options: kind(p, **o), weight_decay=here)
         for _ in range(4):
             run.updater.update()
-        ends.append(raw(run.net.parameters()))
+        ends.append(bits_of(list(run.net.parameters())))
     assert ends[0] == ends[1] != ends[2]
 
 
@@ -619,11 +613,11 @@ def test_clip_sees_good_unscaled_gradients_before_the_decay():
     seen = []
     net = copy.deepcopy(NET)
     options = {"weight_decay": 0.5, "on_overflow": "retry", "net": net}
-    options["clip"] = lambda: seen.append(raw(p.grad for p in net.parameters()))
+    options["clip"] = lambda: seen.append(bits_of([p.grad for p in net.parameters()]))
     Training(lambda p: torch.optim.SGD(p, lr=0.0), {0}, **options).updater.update()
     net.zero_grad()
-    plain = torch.autograd.grad(loss_of(net)(next(batches())), list(net.parameters()))
-    assert seen == [raw(plain)]
+    plain = list(torch.autograd.grad(loss_of(net)(next(batches())), list(net.parameters())))
+    assert seen == [bits_of(plain)]
 
 
 def test_a_retry_draws_new_data_at_once():
@@ -668,22 +662,6 @@ def test_the_end_of_the_data_comes_out_as_itself():
     assert run.bits() == before
 
 
-def test_a_resumed_training_is_the_uninterrupted_one():
-    def begin(feeder):
-        scaler = DynamicLossScaler(1024.0, 2.0, 2)
-        return Training("adamw", feeder=feeder, scaler=scaler, on_overflow="retry")
-
-    whole, feeder = begin(batches(bad={1, 5})), batches(bad={1, 5})
-    losses = [whole.updater.update() for _ in range(8)]
-    first, second = begin(feeder), begin(feeder)
-    found = [first.updater.update() for _ in range(4)]
-    for part in ("net", "optimizer", "scaler"):
-        getattr(second, part).load_state_dict(getattr(first, part).state_dict())
-    found += [second.updater.update() for _ in range(4)]
-    assert found == losses and second.scaler.state_dict() == whole.scaler.state_dict()
-    assert second.bits() == whole.bits()
-
-
 # ---- several ranks --------------------------------------------------------------------------
 
 
@@ -704,7 +682,7 @@ def averaged(comm, codec, exchange, dtype, bad, steps):
         unchanged += [run.bits(averager) == before] if scaler.last_step_skipped else []
     averager.check_replicas()
     kept = parts_of(averager.state_dict())
-    return log, unchanged, raw(net.parameters()), kept
+    return log, unchanged, bits_of(list(net.parameters())), kept
 
 
 AVERAGED = [
@@ -738,7 +716,8 @@ def test_an_overflow_on_one_rank_is_everyones(codec, exchange, dtype, bad):
         assert any(r.any() for r in owner) == (exchange == "reduce_scatter")
 
 
-def unscaled_too_far(comm):
+@each_rank(2, "local")
+def test_residuals_of_a_step_that_overflows_in_unscaling_are_given_back(comm):
     """Finite averages whose unscaling overflows: the exchange has committed residuals by then."""
     net, scaler = nn.ParameterList([torch.zeros(64)]), DynamicLossScaler(2.0**-10)
     options = {"min_numel": 0, "grad_scaler": scaler}
@@ -753,36 +732,28 @@ def unscaled_too_far(comm):
     updater.update()
     before = snapshot(net, optimizer, averager)
     updater.update()
-    same, skipped = snapshot(net, optimizer, averager) == before, scaler.last_step_skipped
+    assert scaler.last_step_skipped and averager.stats.nonfinite_buckets == 0
+    assert snapshot(net, optimizer, averager) == before
     updater.update()
-    return skipped, same, averager.stats.nonfinite_buckets, scaler.last_step_skipped
+    assert not scaler.last_step_skipped
 
 
-def test_residuals_of_a_step_that_overflows_in_unscaling_are_given_back():
-    assert run_local(2, unscaled_too_far) == [(True, True, 0, False)] * 2
-
-
-def parallel(comm, bad):
+@pytest.mark.parametrize("bad", [{(0, 0)}, {(2, 1)}, {(1, 0), (2, 0), (1, 3)}, set()], ids=repr)
+@each_rank(3, "over")
+def test_one_verdict_over_a_communicator(comm, bad):
     """Each rank has parameters of its own: only the scaler's communicator tells of the others."""
-    scaler, log = DynamicLossScaler(comm=comm, timeout_s=30), []
+    scaler, steps = DynamicLossScaler(comm=comm, timeout_s=30), {step for _, step in bad}
     for step in range(4):
         optimizer = with_gradients(torch.full((3,), NAN if (comm.rank, step) in bad else 1.0))
         if comm.rank == 2 and step == 3:
             optimizer = with_gradients(None)  # a rank without gradients has a say all the same
-        skipped = stepped(scaler, optimizer)
+        assert stepped(scaler, optimizer) == (step in steps)
         scaler.update()
-        log.append((skipped, scaler.get_scale()))
-    return log
-
-
-@pytest.mark.parametrize("bad", [{(0, 0)}, {(2, 1)}, {(1, 0), (2, 0), (1, 3)}, set()], ids=repr)
-def test_one_verdict_over_a_communicator(over, bad):
-    steps = {step for _, step in bad}
-    expected = [(n in steps, 8.0 / 2 ** sum(s <= n for s in steps)) for n in range(4)]
-    assert over(3, parallel, bad) == [expected] * 3
+        assert scaler.get_scale() == 8.0 / 2 ** sum(s <= step for s in steps)
 
 
 def disagree(comm, what):
+    """Rank 1 has another scale or counter, calls something else, or nothing."""
     options = {"scale": 4.0} if what == "loss_scale" and comm.rank == 1 else {}
     options["timeout_s"] = 0.2 if what == "silent" else 30
     scaler = DynamicLossScaler(comm=comm, **options)
@@ -793,24 +764,23 @@ def disagree(comm, what):
     if what == "call" and comm.rank == 1:
         with pytest.raises(PeerMismatch, match="call: rank 1 has most"):
             gather(comm, bytes(24), "most", 30, called="most()")
-        return None
-    with pytest.raises((PeerMismatch, PeerLost)) as caught:
+        return
+    with pytest.raises(PeerLost if what == "silent" else PeerMismatch) as caught:
         scaler.unscale_(optimizer)
-    assert scaler.step(optimizer) is None  # whoever goes on all the same does not step
     error = caught.value
-    where = error.phase if what == "silent" else error.field
-    return where, getattr(error, "rank", None), scaler.last_step_skipped
+    assert error.phase == "verdict" if what == "silent" else (error.field, error.rank) == (what, 1)
+    assert scaler.step(optimizer) is None  # whoever goes on all the same does not step
+    assert scaler.last_step_skipped
 
 
 @pytest.mark.parametrize("what", ["loss_scale", "loss_scale_counter", "call"])
 def test_ranks_that_differ_are_told(over, what):
-    expected = (what, 1, True)
-    assert over(2, disagree, what) == [expected, None if what == "call" else expected]
+    over(2, disagree, what)
 
 
 def test_a_silent_rank_is_peer_lost():
     comm, begun = LocalCommunicator.group(2)[0], time.monotonic()
-    assert disagree(comm, "silent") == ("verdict", None, True)
+    disagree(comm, "silent")
     assert 0.1 < time.monotonic() - begun < 5
 
 
@@ -823,22 +793,6 @@ SCALERS = {
 }
 
 
-def by_hand(scaler_name, codec, bad, dtype):
-    """The usual loop under DDP; rank 1 overflows at the steps in `bad`."""
-    net, scaler, rank = DDP(small_net(dtype)), SCALERS[scaler_name](), dist.get_rank()
-    state = gradcomp.ddp.register(net, codec, min_numel=0, grad_scaler=scaler)
-    run = Training(net=net, feeder=batches(rank, bad, dtype, other=not rank))
-    log, unchanged = [], []
-    for _ in range(7):
-        before = run.bits(state)
-        run.step(scaler)
-        log.append(scaler.get_scale())
-        unchanged.append([a == b for a, b in zip(run.bits(state), before, strict=True)])
-    state.check_replicas()
-    state.close()
-    return log, unchanged
-
-
 UNDER_DDP = [
     *((s, c, bad, torch.float32) for s in SCALERS for c in ("terngrad", "onebit") for bad in WHEN),
     *(("nnabla", "onebit", "repeatedly", dtype) for dtype in HALVES[1:]),
@@ -846,35 +800,38 @@ UNDER_DDP = [
 
 
 @pytest.mark.parametrize(("scaler", "codec", "when", "dtype"), UNDER_DDP)
-def test_overflows_under_ddp_leave_everything_alone(gloo, scaler, codec, when, dtype):
-    bad, kept = WHEN[when], codec == "terngrad"  # without residuals
-    for log, unchanged in gloo(2, by_hand, scaler, codec, bad, dtype):
-        assert log == [1024.0 / 2 ** sum(b <= n for b in bad) for n in range(7)]
-        assert unchanged == [[True] * 3 if n in bad else [False, False, kept] for n in range(7)]
-
-
-def accumulated(codec, accumulate):
-    """The updater under DDP, one overflow in the first of the accumulated batches."""
-    net, scaler, rank = DDP(small_net()), DynamicLossScaler(1024.0), dist.get_rank()
+@each_rank(2)
+def test_overflows_under_ddp_leave_everything_alone(scaler, codec, when, dtype):
+    """The usual loop; rank 1 overflows at some steps."""
+    net, scaler, rank, bad = DDP(small_net(dtype)), SCALERS[scaler](), dist.get_rank(), WHEN[when]
     state = gradcomp.ddp.register(net, codec, min_numel=0, grad_scaler=scaler)
-    options = {"scaler": scaler, "accumulate": accumulate, "compression": state, "net": net}
-    options["feeder"] = batches(rank, {accumulate}, other=not rank)
-    try:
-        Training(**options)
-        refused = False
-    except ValueError as error:
-        refused = "no_sync" in str(error)
-    run, scale = Training(model=net, on_overflow="retry", **options), []
-    for _ in range(3):
-        run.updater.update()
-        scale.append(scaler.get_scale())
+    run = Training(net=net, feeder=batches(rank, bad, dtype, other=not rank))
+    for step in range(7):
+        before = run.bits(state)
+        run.step(scaler)
+        assert scaler.get_scale() == 1024.0 / 2 ** sum(b <= step for b in bad)
+        same = [a == b for a, b in zip(run.bits(state), before, strict=True)]
+        # "terngrad" has no residuals
+        assert same == ([True] * 3 if step in bad else [False, False, codec == "terngrad"])
     state.check_replicas()
-    exchanged = state.stats.steps
     state.close()
-    return refused, scale, exchanged
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_updater_under_ddp_exchanges_once_an_attempt(gloo, accumulate):
-    for refused, scale, exchanged in gloo(2, accumulated, "onebit", accumulate):
-        assert scale == [1024.0, 512.0, 512.0] and exchanged == 4 and refused == (accumulate > 1)
+@each_rank(2)
+def test_updater_under_ddp_exchanges_once_an_attempt(accumulate):
+    """One overflow in the first of the accumulated batches."""
+    net, scaler, rank = DDP(small_net()), DynamicLossScaler(1024.0), dist.get_rank()
+    state = gradcomp.ddp.register(net, "onebit", min_numel=0, grad_scaler=scaler)
+    options = {"scaler": scaler, "accumulate": accumulate, "compression": state, "net": net}
+    options["feeder"] = batches(rank, {accumulate}, other=not rank)
+    if accumulate > 1:
+        with pytest.raises(ValueError, match="no_sync"):
+            Training(**options)
+    run = Training(model=net, on_overflow="retry", **options)
+    for scale in (1024.0, 512.0, 512.0):
+        run.updater.update()
+        assert scaler.get_scale() == scale
+    state.check_replicas()
+    assert state.stats.steps == 4
+    state.close()

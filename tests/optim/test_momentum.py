@@ -3,17 +3,18 @@ checkpoints, DDP, every transport.
 """
 
 import copy
-import io
 import itertools
 import logging
 import math
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from _ranks import run_local
-from _saved import parts_of
+import torch.distributed as dist
+from _ranks import each_rank, run_local
+from _saved import parts_of, saved_and_loaded
 from reference import optim as ref
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -34,18 +35,17 @@ from gradcomp.optim import (
 )
 
 FREEZE = 4
-MAKE = {
-    "adam": lambda params, **more: OneBitAdam(
-        params, **{"lr": 0.02, "weight_decay": 0.1, "freeze_step": FREEZE, **more}
-    ),
-    "zero-one": lambda params, **more: ZeroOneAdam(
-        params, **{"lr": 0.02, "var_freeze_step": 9, "var_update_scaler": 2, **more}
-    ),
-    "lamb": lambda params, **more: OneBitLamb(
-        params, **{"lr": 0.02, "freeze_step": FREEZE, **more}
-    ),
+KINDS = {
+    "adam": (OneBitAdam, {"lr": 0.02, "weight_decay": 0.1, "freeze_step": FREEZE}),
+    "zero-one": (ZeroOneAdam, {"lr": 0.02, "var_freeze_step": 9, "var_update_scaler": 2}),
+    "lamb": (OneBitLamb, {"lr": 0.02, "freeze_step": FREEZE}),
 }
-every_kind = pytest.mark.parametrize("kind", MAKE)
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def make(kind, params, **options):
+    cls, usual = KINDS[kind]
+    return cls(params, **usual | options)
 
 
 def network():
@@ -56,29 +56,28 @@ def network():
     return net
 
 
-def batch(step, rank):
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    x = torch.randn(8, 24, generator=generator)
-    return x, x[:, :6].tanh()
+def loss_of(net, step, rank):
+    x = torch.randn(8, 24, generator=torch.Generator().manual_seed(100 * step + rank))
+    out = net(x.to(next(net.parameters()).dtype))
+    return (out.float() - x[:, :6].tanh()).square().mean()
 
 
 def backward(net, step, rank, scaled=lambda loss: loss):
     net.zero_grad()
-    x, y = batch(step, rank)
-    scaled((net(x).float() - y).square().mean()).backward()
+    scaled(loss_of(net, step, rank)).backward()
 
 
-def begin(comm, kind, codec, net=None, wrap=lambda net: net.parameters(), options=(), **more):
+def begin(comm, kind, codec, options=(), **more):
     """Return a network, its optimizer and an averager."""
-    net = net or network()
-    optimizer = MAKE[kind](wrap(net), **more)
+    net = network()
+    optimizer = make(kind, net.parameters(), **more)
     options = {"optimizer": optimizer, "min_numel": 0} | dict(options)
     return net, optimizer, GradientAverager(net, codec, comm=comm, **options)
 
 
 def train(comm, kind, codec, steps, options=(), first=0, state=None, **more):
     """Return a network, the optimizer and the averager after some steps."""
-    run = net, optimizer, averager = begin(comm, kind, codec, options=options, **more)
+    run = net, optimizer, averager = begin(comm, kind, codec, options, **more)
     for one, loaded in zip(run, state or (), strict=False):
         one.load_state_dict(loaded)
     for step in range(first, first + steps):
@@ -89,16 +88,14 @@ def train(comm, kind, codec, steps, options=(), first=0, state=None, **more):
     return run
 
 
-def trained(steps=60, make=OneBitAdam, net=None, **options):
+def trained(steps, cls, net=None, **options):
+    """Return a network and its optimizer after some steps of one rank, without an exchange."""
     net = net or network()
-    optimizer = make(net.parameters(), **options)
+    optimizer = cls(net.parameters(), **options)
     for step in range(steps):
         backward(net, step, 0)
         optimizer.step()
     return net, optimizer
-
-
-SMALL = {"lr": 0.01, "weight_decay": 0.0}
 
 
 def bits(net):
@@ -106,10 +103,7 @@ def bits(net):
 
 
 def same(first, second):
-    return all(
-        torch.equal(torch.as_tensor(a), torch.as_tensor(b))
-        for a, b in zip(first, second, strict=True)
-    )
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 # ---- what is sent ---------------------------------------------------------------------------
@@ -155,8 +149,7 @@ def test_momenta_lie_as_gradients_do_also_channels_last():
     optimizer.arrived = set()
     values = torch.zeros(p.numel())
     state.run(values, [(0, 0, p.numel())])
-    flat = p.detach().permute(0, 2, 3, 1).reshape(-1)
-    torch.testing.assert_close(values, 0.9 * flat)
+    torch.testing.assert_close(values, 0.9 * p.detach().permute(0, 2, 3, 1).reshape(-1))
 
 
 @every_kind
@@ -165,17 +158,13 @@ def test_uncompressed_momenta_train_as_gradients_do(kind, world):
     """The mean of momenta is the momentum of the mean gradient, but for rounding."""
     exchanged = bits(run_local(world, train, kind, Identity(), 12)[0][0])
     net = network()
-    optimizer = MAKE[kind](net.parameters())  # nobody exchanges: it goes by its own count
+    optimizer = make(kind, net.parameters())  # nobody exchanges: it goes by its own count
     for step in range(12):
-        grads = []
-        for rank in range(world):
-            backward(net, step, rank)
-            grads.append([p.grad.clone() for p in net.parameters()])
-        for p, *own in zip(net.parameters(), *grads, strict=True):
-            p.grad = torch.stack(own).mean(0)
+        net.zero_grad()
+        (sum(loss_of(net, step, rank) for rank in range(world)) / world).backward()
         optimizer.step()
-    for a, b in zip(exchanged, net.parameters(), strict=True):
-        torch.testing.assert_close(a, b.detach(), atol=2e-5, rtol=1e-4)
+    for a, b in zip(exchanged, bits(net), strict=True):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
 
 
 @every_kind
@@ -183,19 +172,16 @@ def test_uncompressed_momenta_train_as_gradients_do(kind, world):
 @pytest.mark.parametrize(
     "options", [{}, {"precondition": True}, {"exchange": "all_gather"}], ids=str
 )
-def test_replicas_stay_equal_and_momenta_arrive_as_they_are(kind, codec, options):
-    def one(comm):
-        net, optimizer, averager = train(comm, kind, codec, 9, options)
-        backward(net, 9, comm.rank)
-        averager.average()
-        arrived = [p.grad.clone() for p in net.parameters()]
-        assert optimizer.arrived == set(net.parameters())
-        optimizer.step()
-        assert same(arrived, [optimizer.state[p]["exp_avg"] for p in net.parameters()])
-        return bits(net)
-
-    first, *others = run_local(3, one)
-    assert all(same(first, other) for other in others)
+@each_rank(3, "local")
+def test_replicas_stay_equal_and_momenta_arrive_as_they_are(comm, kind, codec, options):
+    net, optimizer, averager = train(comm, kind, codec, 9, options)
+    backward(net, 9, comm.rank)
+    averager.average()
+    arrived = [p.grad.clone() for p in net.parameters()]
+    assert optimizer.arrived == set(net.parameters())
+    optimizer.step()
+    assert same(arrived, [optimizer.state[p]["exp_avg"] for p in net.parameters()])
+    averager.check_replicas()
 
 
 def test_the_steps_are_adams_and_then_those_of_a_frozen_variance():
@@ -219,36 +205,34 @@ def test_the_steps_are_adams_and_then_those_of_a_frozen_variance():
                 np.sqrt(v) / np.float32((1 - 0.999**3) ** 0.5) + np.float32(1e-8)
             )
             w = w * np.float32(1 - 0.1 * 0.01) + u
-        assert np.array_equal(p.detach().numpy(), w)
-        assert np.array_equal(optimizer.state[p]["exp_avg"].numpy(), m)
-        assert np.array_equal(optimizer.state[p]["exp_avg_sq"].numpy(), v)
+        state = optimizer.state[p]
+        for found, wanted in ((p.detach(), w), (state["exp_avg"], m), (state["exp_avg_sq"], v)):
+            assert np.array_equal(found.numpy(), wanted)
 
 
-def test_zero_one_adam_renews_its_variance_ever_more_rarely():
-    optimizer = ZeroOneAdam(network().parameters(), var_freeze_step=40, var_update_scaler=2)
-    renewed = [s for s in range(100) if optimizer.wants_gradients(s)]
-    assert renewed == [0, 1, 2, 4, 6, 10, 14, 22, 30]
-    every = ZeroOneAdam(network().parameters(), var_freeze_step=5)
-    assert [s for s in range(100) if every.wants_gradients(s)] == [0, 1, 2, 3, 4]
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"var_freeze_step": 40, "var_update_scaler": 2}, [0, 1, 2, 4, 6, 10, 14, 22, 30]),
+        ({"var_freeze_step": 5}, [0, 1, 2, 3, 4]),
+    ],
+)
+def test_zero_one_adam_renews_its_variance_ever_more_rarely(options, wanted):
+    optimizer = ZeroOneAdam(network().parameters(), **options)
+    assert [step for step in range(100) if optimizer.wants_gradients(step)] == wanted
 
 
 @every_kind
-def test_fp32_is_sent_at_the_steps_that_renew_the_variance_and_bits_at_all_others(kind):
-    def one(comm):
-        net, optimizer, averager = begin(comm, kind, Block(4))
-        sent = [0]
-        for step in range(12):
-            backward(net, step, comm.rank)
-            averager.average()
-            optimizer.step()
-            sent.append(averager.stats.bytes_sent)
-        return [b - a for a, b in itertools.pairwise(sent)], [
-            optimizer.wants_gradients(s) for s in range(12)
-        ]
-
-    sent, wanted = run_local(2, one)[0]
-    assert {big > 3000 for big, fp32 in zip(sent, wanted, strict=True) if fp32} == {True}
-    assert {big > 3000 for big, fp32 in zip(sent, wanted, strict=True) if not fp32} == {False}
+@each_rank(2, "local")
+def test_fp32_is_sent_at_the_steps_that_renew_the_variance_and_bits_at_all_others(comm, kind):
+    net, optimizer, averager = begin(comm, kind, Block(4))
+    for step in range(12):
+        backward(net, step, comm.rank)
+        before = averager.stats.bytes_sent
+        averager.average()
+        is_fp32 = averager.stats.bytes_sent - before > 3000
+        assert is_fp32 == optimizer.wants_gradients(step)
+        optimizer.step()
 
 
 @every_kind
@@ -256,7 +240,7 @@ def test_split_weights_are_those_of_fp32(kind):
     ends = []
     for splits in (True, False):
         net = network()
-        optimizer = MAKE[kind](split_parameters(net) if splits else net.parameters())
+        optimizer = make(kind, split_parameters(net) if splits else net.parameters())
         for p in net.parameters():
             p.grad = torch.full_like(p, 0.01).bfloat16().to(p.dtype)
         optimizer.step()
@@ -278,12 +262,9 @@ def test_lamb_keeps_the_ratio_of_its_warm_up_times_a_factor_that_moves_slowly():
         optimizer.step()
         factors.append(float(optimizer.state[p]["factor"]))
         assert float(optimizer.state[p]["coefficient"]) <= 0.5
-    assert factors[:2] == [0.0, 0.0]
-    assert all(
-        1.0 <= later / earlier <= 1.1 + 1e-6
-        for earlier, later in zip([1.0, *factors[2:]], factors[2:], strict=False)
-    )
-    assert factors[-1] > 1.0
+    assert factors[:2] == [0.0, 0.0] and factors[-1] > 1.0
+    moves = itertools.pairwise([1.0, *factors[2:]])
+    assert all(1.0 <= later / earlier <= 1.1 + 1e-6 for earlier, later in moves)
 
 
 # ---- DDP ------------------------------------------------------------------------------------
@@ -292,25 +273,25 @@ def test_lamb_keeps_the_ratio_of_its_warm_up_times_a_factor_that_moves_slowly():
 def exchanged(kind, options, by_hook):
     """Train under DDP or with an averager; return the weights, and what DDP's state says."""
     net = DDP(network()) if by_hook else network()
-    optimizer = MAKE[kind](net.parameters())
-    make = gradcomp.ddp.register if by_hook else GradientAverager
-    state = make(net, OneBit(), optimizer=optimizer, min_numel=0, **options)
+    optimizer = make(kind, net.parameters())
+    register = gradcomp.ddp.register if by_hook else GradientAverager
+    state = register(net, OneBit(), optimizer=optimizer, min_numel=0, **options)
     line = state.describe()
     for step in range(9):
-        backward(net, step, torch.distributed.get_rank())
+        backward(net, step, dist.get_rank())
         if not by_hook:
             state.average()
         optimizer.step()
     state.check_replicas()
     state.close()
-    return [p.numpy() for p in bits(net)], line
+    return b"".join(p.numpy().tobytes() for p in bits(net)), line
 
 
 @every_kind
 @pytest.mark.parametrize("options", [{}, {"precondition": True}], ids=str)
 def test_ddp_and_the_averager_give_the_same_bits(kind, options, ranks):
     runs = [w for hook in (True, False) for w, _ in ranks(2, exchanged, kind, options, hook)]
-    assert all(same(runs[0], other) for other in runs[1:])
+    assert len(set(runs)) == 1
 
 
 def test_the_line_says_what_travels_and_updates_are_fused(gloo):
@@ -337,7 +318,7 @@ def adam(**options):
 
 
 def averager(**options):
-    return lambda comm: begin(comm, "adam", OneBit(), options=options)
+    return lambda comm: begin(comm, "adam", OneBit(), options)
 
 
 def loads_nvlamb(comm):
@@ -353,7 +334,7 @@ def late(comm):
 
 def buffered(comm):
     net = network()
-    DoubleBuffer(net, MAKE["adam"](net.parameters()), OneBit(), comm=comm)
+    DoubleBuffer(net, make("adam", net.parameters()), OneBit(), comm=comm)
 
 
 def sparse(comm):
@@ -361,10 +342,6 @@ def sparse(comm):
     optimizer = OneBitAdam(table.parameters(), freeze_step=1)
     table(torch.tensor([1, 2])).sum().backward()
     optimizer.step()
-
-
-def of_another_model(comm):
-    GradientAverager(network(), OneBit(), comm=comm, optimizer=MAKE["adam"](network().parameters()))
 
 
 REFUSED = [
@@ -387,7 +364,7 @@ REFUSED = [
     ),
     (averager(exchange="hierarchical"), "hierarchical"),
     *((averager(optimizer=bad), "optimizer must be an optimizer") for bad in (5, "adam", [])),
-    (of_another_model, "updates no parameter of this model"),
+    (averager(optimizer=make("adam", network().parameters())), "updates no parameter of this mod"),
     (buffered, "DoubleBuffer averages one step late"),
     (late, "one step late"),
     (sparse, "sparse"),
@@ -412,10 +389,8 @@ def test_a_variance_that_is_still_zero_is_named_and_nothing_is_changed():
     net[2].weight.grad = torch.ones_like(net[2].weight)
     assert not same(before, bits(net))
     before = bits(net)
-    with pytest.raises(
-        GradcompError,
-        match=r"variance of parameter '2.weight' is still zero after \d steps of warm-up",
-    ):
+    words = r"variance of parameter '2.weight' is still zero after \d steps of warm-up"
+    with pytest.raises(GradcompError, match=words):
         optimizer.step()
     assert same(before, bits(net))
 
@@ -436,27 +411,23 @@ def test_elements_without_a_gradient_in_the_warm_up_are_not_divided_by_eps():
     assert torch.equal(seen, optimizer.state[p]["exp_avg_sq"])  # raised once
 
 
-def test_a_closure_may_exchange():
-    def with_closure(comm):
-        net, optimizer, averager = begin(comm, "adam", OneBit())
-        for step in range(8):
+@each_rank(2, "local")
+def test_a_closure_may_exchange(comm):
+    net, optimizer, averager = begin(comm, "adam", OneBit())
+    for step in range(8):
 
-            def closure(step=step):
-                backward(net, step, comm.rank)
-                averager.average()
-                return step
+        def closure(step=step):
+            backward(net, step, comm.rank)
+            averager.average()
+            return step
 
-            assert optimizer.step(closure) == step
-        return bits(net)
-
-    assert same(run_local(2, with_closure)[0], bits(run_local(2, train, "adam", OneBit(), 8)[0][0]))
+        assert optimizer.step(closure) == step
+    assert same(bits(net), bits(train(comm.duplicate(30), "adam", OneBit(), 8)[0]))
 
 
 def with_uneven_inputs():
-    import torch.distributed as dist
-
     net = DDP(network())
-    optimizer = MAKE["adam"](net.parameters())
+    optimizer = make("adam", net.parameters())
     state = gradcomp.ddp.register(net, OneBit(), optimizer=optimizer, min_numel=0, timeout_s=20)
     try:
         with net.join():
@@ -476,49 +447,41 @@ def test_a_rank_that_has_run_out_of_data_is_refused(gloo):
     assert "went on" not in (first, second)
 
 
-def test_ranks_with_other_warm_ups_hear_of_it():
-    def one(comm):
-        with pytest.raises(PeerMismatch, match="transform"):
-            train(comm, "adam", OneBit(), 3, freeze_step=4 + comm.rank)
-
-    run_local(2, one)
+@each_rank(2, "local")
+def test_ranks_with_other_warm_ups_hear_of_it(comm):
+    with pytest.raises(PeerMismatch, match="transform"):
+        train(comm, "adam", OneBit(), 3, freeze_step=4 + comm.rank)
 
 
-def test_a_run_that_ended_in_its_warm_up_says_so(caplog):
-    def one(comm, steps):
-        train(comm, "adam", OneBit(), steps)[2].close()
-
-    for steps, says in ((3, 1), (5, 0)):
-        caplog.clear()
-        with caplog.at_level(logging.WARNING, "gradcomp"):
-            run_local(2, one, steps)
-        found = [r.getMessage() for r in caplog.records]
-        assert sum("nothing was compressed" in text for text in found) == says, found
+@pytest.mark.parametrize(("steps", "says"), [(3, 1), (5, 0)])
+def test_a_run_that_ended_in_its_warm_up_says_so(caplog, steps, says):
+    with caplog.at_level(logging.WARNING, "gradcomp"):
+        run_local(2, lambda comm: train(comm, "adam", OneBit(), steps)[2].close())
+    found = [r.getMessage() for r in caplog.records]
+    assert sum("nothing was compressed" in text for text in found) == says, found
 
 
 def test_steps_that_a_loss_scaler_skips_leave_no_trace():
     """Also: momenta of scaled gradients are those of gradients, where the scale is a power of 2."""
 
-    def one(comm, spoiled):
+    def run(comm, spoiled):
         scaler = DynamicLossScaler(2.0**10)
-        options = {"grad_scaler": scaler}
-        net, optimizer, averager = begin(comm, "adam", Block(4), options=options)
+        net, optimizer, averager = begin(comm, "adam", Block(4), {"grad_scaler": scaler})
         for step in range(8):
             for attempt in range(1 + (step in spoiled)):
                 backward(net, step, comm.rank, scaler.scale)
                 if step in spoiled and attempt == 0 and comm.rank == 1:
                     net[0].weight.grad[3, 3] = math.nan
                 averager.average()
-                scaler.unscale_(optimizer)
                 scaler.step(optimizer)
                 scaler.update()
                 if scaler.last_step_skipped:
                     averager.discard_step()
-        return bits(net), [float(optimizer.state[p]["step"]) for p in net.parameters()]
+        assert all(float(optimizer.state[p]["step"]) == 8.0 for p in net.parameters())
+        return bits(net)
 
-    good, bad = run_local(2, one, ())[0], run_local(2, one, (6,))[0]
-    assert bad[1] == good[1] == [8.0] * 4
-    for a, b in zip(good[0], bad[0], strict=True):
+    good, bad = run_local(2, run, ())[0], run_local(2, run, (6,))[0]
+    for a, b in zip(good, bad, strict=True):
         # random draws there are none: only the rounding of another scale
         torch.testing.assert_close(a, b)
 
@@ -529,25 +492,20 @@ def test_steps_that_a_loss_scaler_skips_leave_no_trace():
 @every_kind
 @pytest.mark.parametrize("first", [2, 7])
 def test_a_run_resumes_bit_for_bit_in_the_warm_up_and_after_it(kind, first):
-    def whole(comm):
-        return bits(train(comm, kind, OneBit(), 12, {"precondition": True})[0])
+    given = kind, OneBit()
 
     def halves(comm):
-        net, optimizer, averager = train(comm, kind, OneBit(), first, {"precondition": True})
-        kept = _saved((net.state_dict(), optimizer.state_dict(), averager.state_dict()))
-        options = {"first": first, "state": torch.load(kept, weights_only=True)}
-        return bits(train(comm, kind, OneBit(), 12 - first, {"precondition": True}, **options)[0])
+        run = train(comm, *given, first, {"precondition": True})
+        state = saved_and_loaded([part.state_dict() for part in run])
+        return bits(train(comm, *given, 12 - first, {"precondition": True}, first, state)[0])
 
-    assert same(run_local(2, whole)[0], run_local(2, halves)[0])
+    whole = run_local(2, train, *given, 12, {"precondition": True})[0][0]
+    assert same(bits(whole), run_local(2, halves)[0])
 
 
-@pytest.mark.parametrize(
-    "theirs",
-    [lambda p: torch.optim.AdamW(p, lr=0.02), lambda p: SplitAdamW(p, lr=0.02)],
-    ids=["torch", "split"],
-)
+@pytest.mark.parametrize("theirs", [torch.optim.AdamW, SplitAdamW])
 def test_a_checkpoint_of_adam_is_taken_over_and_back(theirs):
-    net, adam = trained(5, theirs)
+    net, adam = trained(5, theirs, lr=0.02)
     own = OneBitAdam(net.parameters(), freeze_step=2)
     own.load_state_dict(adam.state_dict())
     for p in net.parameters():
@@ -555,7 +513,7 @@ def test_a_checkpoint_of_adam_is_taken_over_and_back(theirs):
         assert float(own.state[p]["variance_steps"]) == 5.0 == float(own.state[p]["step"])
     own.arrived = set(net.parameters())
     own.step()  # frozen at once: the variance is there
-    back = theirs(net.parameters())
+    back = theirs(net.parameters(), lr=0.02)
     back.load_state_dict(own.state_dict())
     for p in net.parameters():
         assert torch.equal(own.state[p]["exp_avg"], back.state[p]["exp_avg"])
@@ -564,18 +522,15 @@ def test_a_checkpoint_of_adam_is_taken_over_and_back(theirs):
 
 def test_a_checkpoint_of_lamb_is_taken_over_and_needs_some_warm_up():
     net, lamb = trained(1, SplitLAMB, lr=0.02)
-    own = OneBitLamb(net.named_parameters(), freeze_step=2)
+    own, momenta = OneBitLamb(net.named_parameters(), freeze_step=2), set(net.parameters())
     own.load_state_dict(lamb.state_dict())
-    own.arrived = set(net.parameters())
-    with pytest.raises(
-        GradcompError,
-        match=r"parameter '0.weight' has had no warm-up: its ratio of norms is not known",
-    ):
+    own.arrived = momenta
+    words = r"parameter '0.weight' has had no warm-up: its ratio of norms is not known"
+    with pytest.raises(GradcompError, match=words):
         own.step()
-    own.arrived = set()
-    own.step()
-    own.arrived = set(net.parameters())
-    own.step()
+    for arrived in (set(), momenta):
+        own.arrived = arrived
+        own.step()
     back = SplitLAMB(net.parameters(), lr=0.02)
     back.load_state_dict(own.state_dict())
     back.step()
@@ -587,33 +542,21 @@ def test_a_checkpoint_of_lamb_is_taken_over_and_needs_some_warm_up():
 
 @every_kind
 def test_copies_and_pickles_go_on(kind):
-    (net, optimizer), kept = trained(6, MAKE[kind]), []
-    for other in (
-        copy.deepcopy((net, optimizer)),
-        torch.load(_saved((net, optimizer)), weights_only=False),
-    ):
-        backward(other[0], 6, 0)
-        other[1].step()
-        kept.append(bits(other[0]))
-    backward(net, 6, 0)
-    optimizer.step()
-    assert all(same(bits(net), other) for other in kept)
-
-
-def _saved(what):
-    kept = io.BytesIO()
-    torch.save(what, kept)
-    kept.seek(0)
-    return kept
+    cls, options = KINDS[kind]
+    run = trained(6, cls, **options)
+    runs = run, copy.deepcopy(run), saved_and_loaded(run, weights_only=False)
+    for net, optimizer in runs:
+        backward(net, 6, 0)
+        optimizer.step()
+    assert all(same(bits(run[0]), bits(net)) for net, _ in runs)
 
 
 def move(net, optimizer, step):
+    """Make a step; return how far it went."""
     before = bits(net)
     backward(net, step, 0)
     optimizer.step()
-    return math.sqrt(
-        sum(float((a - b).norm()) ** 2 for a, b in zip(before, net.parameters(), strict=True))
-    )
+    return math.hypot(*(float((a - b).norm()) for a, b in zip(before, bits(net), strict=True)))
 
 
 @pytest.mark.parametrize(
@@ -624,10 +567,11 @@ def test_adam_goes_on_with_steps_of_the_same_size_and_back(theirs, plain):
     """Its bias correction is by its steps, and the variance has seen the warm-up only. torch's own
     keeps the counters that it does not know; they are not believed.
     """
-    net, own = trained(freeze_step=5, **SMALL)
-    adam, kept = theirs(net.parameters(), **SMALL), copy.deepcopy(net)
+    small = {"lr": 0.01, "weight_decay": 0.0}
+    net, own = trained(60, OneBitAdam, freeze_step=5, **small)
+    adam, kept = theirs(net.parameters(), **small), copy.deepcopy(net)
     adam.load_state_dict(own.plain_state_dict() if plain else own.state_dict())
-    mine = OneBitAdam(kept.parameters(), freeze_step=5, **SMALL)
+    mine = OneBitAdam(kept.parameters(), freeze_step=5, **small)
     mine.load_state_dict(own.state_dict())
     moved = move(net, adam, 60)
     if plain or theirs is SplitAdamW:
@@ -639,76 +583,66 @@ def test_adam_goes_on_with_steps_of_the_same_size_and_back(theirs, plain):
     assert torch.equal(back.state[p]["exp_avg_sq"], adam.state[p]["exp_avg_sq"])
 
 
-def test_a_step_that_no_exchange_precedes_is_of_gradients():
-    def one(comm):
-        net, optimizer, averager = train(comm, "adam", Identity(), 6)
-        averager.close()
-        p = next(net.parameters())
-        m = optimizer.state[p]["exp_avg"].clone()
-        backward(net, 6, 0)
-        optimizer.step()
-        torch.testing.assert_close(optimizer.state[p]["exp_avg"], 0.9 * m + 0.1 * p.grad)
-
-    run_local(2, one)
+# ---- exchanges and steps that are not one for one ------------------------------------------------
 
 
-def loss_of(net, step, rank):
-    x, y = batch(step, rank)
-    return (net(x).float() - y).square().mean()
+@each_rank(2, "local")
+def test_a_step_that_no_exchange_precedes_is_of_gradients(comm):
+    net, optimizer, averager = train(comm, "adam", Identity(), 6)
+    averager.close()
+    p = next(net.parameters())
+    m = optimizer.state[p]["exp_avg"].clone()
+    backward(net, 6, 0)
+    optimizer.step()
+    torch.testing.assert_close(optimizer.state[p]["exp_avg"], 0.9 * m + 0.1 * p.grad)
 
 
 def grads_of(net, step, rank):
     return torch.autograd.grad(loss_of(net, step, rank), list(net.parameters()))
 
 
-@every_kind
-def test_two_exchanges_before_a_step_are_refused(kind):
-    """The second took the momentum that the first had left in p.grad for a gradient, without a
-    word.
-    """
+TWICE = r"p\.grad holds the momentum of the exchange before"
 
-    def one(comm, twice):
-        net, optimizer, averager = train(comm, kind, Identity(), 10)
-        if twice:
-            before = bits(net)
-            backward(net, 10, comm.rank)
-            averager.average()
-            words = r"p\.grad holds the momentum of the exchange before"
-            for again in (loss_of(net, 11, comm.rank).backward, averager.average):
-                with pytest.raises(GradcompError, match=words):
-                    again()
-            assert same(before, bits(net))
-        for step in range(12, 14):  # all is well after it
-            backward(net, step, comm.rank)
-            averager.average()
-            optimizer.step()
-        averager.check_replicas()
-        return bits(net)
 
-    assert same(run_local(2, one, True)[0], run_local(2, one, False)[0])
+def exchange_twice(net, averager, rank):
+    before = bits(net)
+    backward(net, 10, rank)
+    averager.average()
+    for again in (loss_of(net, 11, rank).backward, averager.average):
+        with pytest.raises(GradcompError, match=TWICE):
+            again()
+    assert same(before, bits(net))
+    net.zero_grad()
+
+
+def leave_out(net, averager, rank, how):
+    backward(net, 99, rank)
+    averager.average()
+    grads_of(net, 98, rank)  # adds to no p.grad
+    if how == "data":
+        for p in net.parameters():
+            p.grad.data.zero_()
+    elif how != "another gradient":
+        net.zero_grad(set_to_none=how == "none")
 
 
 @every_kind
-@pytest.mark.parametrize("how", ["none", "zeros", "data", "another gradient"])
-def test_a_step_that_is_left_out_after_an_exchange(kind, how):
-    """Gradients that were dropped or zeroed after an exchange are none of its momenta, whoever
-    did it.
+@pytest.mark.parametrize("how", ["twice", "none", "zeros", "data", "another gradient"])
+def test_an_exchange_without_a_step(kind, how):
+    """A second one took the momentum that the first had left in p.grad for a gradient, without a
+    word; it is refused. Gradients that were dropped or zeroed after an exchange are none of its
+    momenta, whoever did it.
     """
 
-    def one(comm, skips):
+    def run(comm, how, after):
         net, optimizer, averager = train(comm, kind, Identity(), 10)
         net.zero_grad()
-        if skips:
-            backward(net, 99, comm.rank)
-            averager.average()
-            grads_of(net, 98, comm.rank)  # adds to no p.grad
-            if how == "data":
-                for p in net.parameters():
-                    p.grad.data.zero_()
-            elif how != "another gradient":
-                net.zero_grad(set_to_none=how == "none")
-        for step in range(10, 12):
-            if how == "another gradient":
+        if how == "twice":
+            exchange_twice(net, averager, comm.rank)
+        elif how:
+            leave_out(net, averager, comm.rank, how)
+        for step in range(12, 14):  # all is well after it
+            if after == "another gradient":
                 own = grads_of(net, step, comm.rank)
                 for p, gradient in zip(net.parameters(), own, strict=True):
                     p.grad = gradient
@@ -720,65 +654,47 @@ def test_a_step_that_is_left_out_after_an_exchange(kind, how):
         averager.check_replicas()
         return bits(net)
 
-    assert same(run_local(2, one, True)[0], run_local(2, one, False)[0])
+    assert same(run_local(2, run, how, how)[0], run_local(2, run, "", how)[0])
 
 
-def test_exchanges_of_the_warm_up_add_up():
-    def one(comm):
-        net, _, averager = begin(comm, "adam", Identity())
-        found = []
-        for steps in ((0,), (1,), (0, 1)):
-            net.zero_grad()
-            for step in steps:
-                loss_of(net, step, comm.rank).backward()
-                averager.average()
-            found.append([p.grad.clone() for p in net.parameters()])
-        for first, second, together in zip(*found, strict=True):
-            torch.testing.assert_close(together, first + second)
-
-    run_local(2, one)
-
-
-def _twice(fused, view):
-    rank = torch.distributed.get_rank()
-    net = network()
-    optimizer = MAKE["adam"](split_parameters(net))
-    model = DDP(net, gradient_as_bucket_view=view)
-    given = (
-        {"optimizer": optimizer}
-        if fused
-        else {"advanced": gradcomp.Advanced(transform=optimizer.transform)}
-    )
-    state = gradcomp.ddp.register(model, "identity", min_numel=0, **given)
-
-    def back(step):
-        x, y = batch(step, rank)
-        (model(x.bfloat16()).float() - y).square().mean().backward()
-
-    for step in range(FREEZE + 1):
-        optimizer.zero_grad()
-        back(step)
-        optimizer.step()
-    optimizer.zero_grad()
-    back(FREEZE + 1)
-    with pytest.raises(GradcompError, match="holds the momentum of the exchange before"):
-        back(FREEZE + 2)
-    state.close()
-    return True
+@each_rank(2, "local")
+def test_exchanges_of_the_warm_up_add_up(comm):
+    net, _, averager = begin(comm, "adam", Identity())
+    found = []
+    for steps in ((0,), (1,), (0, 1)):
+        net.zero_grad()
+        for step in steps:
+            loss_of(net, step, comm.rank).backward()
+            averager.average()
+        found.append([p.grad.clone() for p in net.parameters()])
+    for first, second, together in zip(*found, strict=True):
+        torch.testing.assert_close(together, first + second)
 
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("view", [True, False])
-def test_two_backwards_under_ddp_before_a_step_are_refused(pools, fused, view):
-    assert pools("gloo", 2, _twice, fused, view) == [True] * 2
+@each_rank(2)
+def test_two_backwards_under_ddp_before_a_step_are_refused(fused, view):
+    net, rank = network(), dist.get_rank()
+    optimizer = make("adam", split_parameters(net))
+    model = DDP(net, gradient_as_bucket_view=view)
+    unfused = {"advanced": gradcomp.Advanced(transform=optimizer.transform)}
+    given = {"optimizer": optimizer} if fused else unfused
+    state = gradcomp.ddp.register(model, "identity", min_numel=0, **given)
+    for step in range(FREEZE + 1):
+        backward(model, step, rank)
+        optimizer.step()
+    backward(model, FREEZE + 1, rank)
+    with pytest.raises(GradcompError, match="holds the momentum of the exchange before"):
+        loss_of(model, FREEZE + 2, rank).backward()
+    state.close()
 
 
 def test_one_optimizer_for_two_models():
-    def one(comm, apart):
+    def run(comm, apart):
         nets = [network(), network()]
-        optimizer = OneBitAdam(
-            [p for net in nets for p in net.parameters()], lr=0.02, freeze_step=2
-        )
+        params = [p for net in nets for p in net.parameters()]
+        optimizer = OneBitAdam(params, lr=0.02, freeze_step=2)
         parts = [[(f"{k}.{n}", p) for n, p in net.named_parameters()] for k, net in enumerate(nets)]
         comms = [comm, comm.duplicate(30)] if apart else [comm]
         groups = parts if apart else [parts[0] + parts[1]]
@@ -794,35 +710,32 @@ def test_one_optimizer_for_two_models():
             optimizer.step()
         return [p for net in nets for p in bits(net)]
 
-    assert same(run_local(2, one, True)[0], run_local(2, one, False)[0])
+    assert same(run_local(2, run, True)[0], run_local(2, run, False)[0])
 
 
 @every_kind
-def test_tensors_without_a_gradient_or_without_elements_do_no_harm(kind):
-    def one(comm):
-        net = network()
-        values = torch.ones(20), torch.ones(0, 4), torch.zeros(20)
-        still, empty, late = (nn.Parameter(value) for value in values)
-        optimizer = MAKE[kind]([*net.parameters(), still, empty, late])
-        named = [*net.named_parameters(), ("still", still), ("empty", empty), ("late", late)]
-        averager = GradientAverager(named, OneBit(), comm=comm, optimizer=optimizer, min_numel=0)
-        for step in range(9):
-            backward(net, step, comm.rank)
-            still.grad, empty.grad, late.grad = torch.zeros(20), torch.zeros(0, 4), torch.ones(20)
-            averager.average()
-            optimizer.step()
-        averager.check_replicas()
-        return all(bool(torch.isfinite(p).all()) for _, p in named)
-
-    assert all(run_local(2, one))
+@each_rank(2, "local")
+def test_tensors_without_a_gradient_or_without_elements_do_no_harm(comm, kind):
+    net = network()
+    values = {"still": torch.ones(20), "empty": torch.ones(0, 4), "late": torch.zeros(20)}
+    more = {name: nn.Parameter(value) for name, value in values.items()}
+    optimizer = make(kind, [*net.parameters(), *more.values()])
+    named = [*net.named_parameters(), *more.items()]
+    averager = GradientAverager(named, OneBit(), comm=comm, optimizer=optimizer, min_numel=0)
+    for step in range(9):
+        backward(net, step, comm.rank)
+        for name, p in more.items():
+            p.grad = torch.full_like(p, float(name == "late"))
+        averager.average()
+        optimizer.step()
+    averager.check_replicas()
+    assert all(bool(torch.isfinite(p).all()) for _, p in named)
 
 
 def test_a_packed_momentum_of_a_tensor_that_had_no_gradient_is_found_before_it_moves_anything():
     p = nn.Parameter(torch.ones(20))
     optimizer = OneBitAdam([("late", p)], freeze_step=1, weight_decay=0.0)
-    entry = type(
-        "Packed", (), {"gradient": None, "parameter": p, "state": optimizer.state[p], "step": 2}
-    )()
+    entry = SimpleNamespace(gradient=None, parameter=p, state=optimizer.state[p], step=2)
     optimizer.arrived = {p}
     optimizer.prepare([entry])
     assert bool(torch.isinf(optimizer.state[p]["exp_avg_sq"]).all())
@@ -836,29 +749,19 @@ def test_a_packed_momentum_of_a_tensor_that_had_no_gradient_is_found_before_it_m
 
 
 def test_one_rank_pays_what_momenta_owe_in_full():
-    def two(comm):
-        return train(comm, "adam", OneBit(), 8)[2].state_dict()
-
-    states = run_local(2, two)
+    states = run_local(2, lambda comm: train(comm, "adam", OneBit(), 8)[2].state_dict())
     owed = sum(parts_of(state)["residual"]["0.weight"] for state in states) / 2
-
-    def one(comm):
-        net, _, averager = begin(comm, "adam", OneBit())
-        averager.load_state_dict(states)
-        for p in net.parameters():
-            p.grad = torch.zeros_like(p)
-        averager.average()
-        return net[0].weight.grad.clone()
-
-    torch.testing.assert_close(run_local(1, one)[0].reshape(-1), owed.reshape(-1))
+    net, _, averager = run_local(1, begin, "adam", OneBit())[0]
+    averager.load_state_dict(states)
+    for p in net.parameters():
+        p.grad = torch.zeros_like(p)
+    averager.average()
+    torch.testing.assert_close(net[0].weight.grad.reshape(-1), owed.reshape(-1))
 
 
-def test_a_beta_that_a_schedule_has_moved_resumes_and_ranks_compare_it():
-    def one(comm):
-        state = train(comm, "adam", OneBit(), 6)[2].state_dict()
-        averager = begin(comm, "adam", OneBit(), betas=(0.85, 0.999))[2]
-        averager.load_state_dict(state)
-        with pytest.raises(PeerMismatch, match="transform"):
-            train(comm, "adam", OneBit(), 1, betas=(0.9 - 0.01 * comm.rank, 0.999))
-
-    run_local(2, one)
+@each_rank(2, "local")
+def test_a_beta_that_a_schedule_has_moved_resumes_and_ranks_compare_it(comm):
+    state = train(comm, "adam", OneBit(), 6)[2].state_dict()
+    begin(comm, "adam", OneBit(), betas=(0.85, 0.999))[2].load_state_dict(state)
+    with pytest.raises(PeerMismatch, match="transform"):
+        train(comm, "adam", OneBit(), 1, betas=(0.9 - 0.01 * comm.rank, 0.999))
