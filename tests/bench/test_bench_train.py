@@ -141,8 +141,8 @@ def test_methods_side_by_side_those_that_fail_included(tmp_path, names):
     assert WHY or left_behind() == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("flavour", ["mpich", pytest.param("openmpi", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("flavour", ["mpich", "openmpi"])
 def test_codecs_over_mpi_between_hosts(tmp_path, flavour):
     """mpiexec starts a rank on every host, and what it moves is on the interfaces: not in the
     memory that all of them share.

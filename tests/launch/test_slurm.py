@@ -66,7 +66,9 @@ def test_a_task_that_is_killed_ends_the_step(slurm):
     assert not ended.stdout  # nobody has trained to the end
 
 
-@pytest.mark.parametrize(("flavour", "pmi"), [("mpich", "pmi2"), ("openmpi", "pmix")])
+@pytest.mark.parametrize(
+    ("flavour", "pmi"), [("mpich", "pmi2"), pytest.param("openmpi", "pmix", marks=pytest.mark.long)]
+)
 def test_the_batch_script_trains_over_mpi(slurm, flavour, pmi):
     python, out = Path(f"{sys.prefix}-{flavour}", "bin", "python"), slurm.folder / f"{flavour}.out"
     if not python.exists():

@@ -86,7 +86,7 @@ def test_survivors_end_by_themselves_when_a_frozen_host_of_the_store_wakes():
             assert process.returncode == 1
 
 
-@pytest.mark.parametrize("flavour", ["mpich", "openmpi"])
+@pytest.mark.parametrize("flavour", ["mpich", pytest.param("openmpi", marks=pytest.mark.long)])
 def test_a_rank_that_freezes_over_mpi(flavour):
     """Under the launcher: a survivor that dies of it takes the job along, long before the
     launcher's grace is over.
