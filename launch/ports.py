@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import socket
 
@@ -16,10 +17,7 @@ def free_port() -> int:
         OSError: 100 ports that were tried are in use.
     """
     for port in random.SystemRandom().sample(range(FIRST_PORT, FIRST_PORT + PORTS), 100):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
             return port
     raise OSError(f"of 100 ports between {FIRST_PORT} and {FIRST_PORT + PORTS} none is free")

@@ -32,6 +32,7 @@ class _Source(NamedTuple):
 # The starter nearest to the process comes first: mpirun inside a Slurm job leaves Slurm's variables
 # of the whole step.
 _OMPI = "OMPI_COMM_WORLD_"
+_SLURM = "SLURM_STEP_NUM_TASKS SLURM_NTASKS"
 _SOURCES = (
     _Source("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
     _Source(
@@ -48,8 +49,10 @@ _SOURCES = (
         "MPI_LOCALNRANKS PMI_LOCAL_SIZE",
         "PMI_JOBID",
     ),
-    _Source("SLURM_PROCID", "SLURM_STEP_NUM_TASKS SLURM_NTASKS SLURM_NPROCS", "SLURM_LOCALID"),
-    _Source("PMIX_RANK", "PMIX_SIZE", "PMIX_LOCAL_RANK", "PMIX_LOCAL_SIZE", "PMIX_NAMESPACE"),
+    _Source("SLURM_PROCID", f"{_SLURM} SLURM_NPROCS", "SLURM_LOCALID"),
+    _Source(
+        "PMIX_RANK", f"PMIX_SIZE {_SLURM}", "PMIX_LOCAL_RANK", "PMIX_LOCAL_SIZE", "PMIX_NAMESPACE"
+    ),
 )
 
 
@@ -95,13 +98,10 @@ def _applies(source: _Source, given: Mapping[str, str]) -> bool:
 
 
 def _ranks(source: _Source, given: Mapping[str, str]) -> dict[str, str]:
-    in_slurm = " SLURM_STEP_NUM_TASKS SLURM_NTASKS" if source.rank == "PMIX_RANK" else ""
-    size = _first(given, source.size + in_slurm)
+    size = _first(given, source.size)
     if size is None:
-        raise ValueError(
-            f"{source.rank} is set, but none of {', '.join(source.size.split())}: set WORLD_SIZE"
-            " and RANK yourself"
-        )
+        names = ", ".join(source.size.split())
+        raise ValueError(f"{source.rank} is set, but none of {names}: set WORLD_SIZE and RANK")
     found = {
         "RANK": _number(source.rank, given[source.rank]),
         "WORLD_SIZE": _number(source.size.split()[0], size),

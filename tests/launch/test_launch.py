@@ -17,6 +17,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+from _ranks import mpi_python
 from gradcomp.launch import cli, environment, export_environment, mpirun, records, supervise, sweep
 from gradcomp.launch.variables import NAMES, first_node
 
@@ -63,16 +64,9 @@ os.write(1, (line + "\\n").encode())
 """
 
 
-def python_of(flavour):
-    python = Path(f"{sys.prefix}-{flavour}/bin/python")
-    if not python.exists():
-        pytest.skip(f"{python} is missing: make mpi")
-    return str(python)
-
-
 @pytest.fixture(params=["mpich", "openmpi"])
 def python(request):
-    return python_of(request.param)
+    return mpi_python(request.param)
 
 
 class Launch:
@@ -249,7 +243,7 @@ def test_a_signal_to_the_launcher_ends_every_process(python, folder, number, dea
 
 def test_a_second_ctrl_c_kills_at_once(folder):
     run = Launch(
-        python_of("mpich"), "-n", 2, "--grace", "60", "program.py", "wait", "deaf", cwd=folder
+        mpi_python("mpich"), "-n", 2, "--grace", "60", "program.py", "wait", "deaf", cwd=folder
     )
     run.wait_ready(2)
     begin = time.monotonic()

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from _ranks import mpi_python
 from _slurm import Slurm, missing
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,9 +71,7 @@ def test_a_task_that_is_killed_ends_the_step(slurm):
     ("flavour", "pmi"), [("mpich", "pmi2"), pytest.param("openmpi", "pmix", marks=pytest.mark.long)]
 )
 def test_the_batch_script_trains_over_mpi(slurm, flavour, pmi):
-    python, out = Path(f"{sys.prefix}-{flavour}", "bin", "python"), slurm.folder / f"{flavour}.out"
-    if not python.exists():
-        pytest.skip(f"{python} is missing: make mpi")
+    python, out = mpi_python(flavour), slurm.folder / f"{flavour}.out"
     smaller = ["--ntasks-per-node=1", "--cpus-per-task=1", f"--output={out}"]
     script = [ROOT / "examples/mpi_train.py", "--codec", "onebit", "--epochs", "1"]
     state = slurm.batch(*smaller, ROOT / "launch/slurm.sbatch", *script, MPI=pmi, PYTHON=python)
