@@ -13,6 +13,7 @@ import hashlib
 import logging
 import secrets
 import struct
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -122,6 +123,7 @@ class TorchCommunicator(Communicator):
         self.members, self.timeout_s = members, timeout_s
         self.rank, self.world_size = members.index(dist.get_rank()), len(members)
         self._mailbox: Mailbox | None = None
+        self._connecting = threading.Lock()  # of the mailbox: one thread may send, another receive
         store = _store(members, "communicator")
         what, seconds = "called register, or made its communicator", setup_timeout_s(timeout_s)
         host = hashlib.blake2b(host_identity().encode(), digest_size=16).digest()
@@ -185,10 +187,11 @@ class TorchCommunicator(Communicator):
         self._groups.close()
 
     def _mail(self) -> Mailbox:
-        if self._mailbox is None:
-            share = functools.partial(self.all_gather_bytes, timeout_s=self.timeout_s)
-            self._mailbox = Mailbox(self.rank, self.world_size, share, self.timeout_s)
-        return self._mailbox
+        with self._connecting:
+            if self._mailbox is None:
+                share = functools.partial(self.all_gather_bytes, timeout_s=self.timeout_s)
+                self._mailbox = Mailbox(self.rank, self.world_size, share, self.timeout_s)
+            return self._mailbox
 
 
 # ---- torch.distributed, for modules that do not import it ----------------------------------------

@@ -7,6 +7,7 @@ import re
 import resource
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -108,6 +109,7 @@ def test_a_communicator_gives_its_sockets_back_with_or_without_close(close, gloo
 
 
 def too_few_descriptors_are_said_before_anything_is_opened():
+    TorchCommunicator(timeout_s=20).close()  # opens the socket that this process keeps
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     before, needed = steady(descriptors), 3 * (1 + 4)
     refusal = rf"3 gloo groups of 2 ranks need {needed} .*ulimit -n 65536"
@@ -184,11 +186,24 @@ def waits_end_soon_when_this_rank_gives_up():
     dist.barrier()
 
 
+def a_thread_that_sends_and_one_that_receives_share_a_mailbox():
+    """Each made one at first, and waited for what came to the other's: no message from any rank."""
+    comm = TorchCommunicator(timeout_s=20)
+    with ThreadPoolExecutor(1) as other:
+        received = other.submit(comm.receive, 20, max_nbytes=1)
+        comm.start_send(torch.zeros(1, dtype=torch.uint8), 1 - comm.rank).wait(20)
+        sender, _ = received.result()
+    comm.all_gather_bytes(b"end", 20)
+    comm.close()
+    return sender == 1 - comm.rank
+
+
 BODIES = [  # what each of two ranks does and returns
     (too_few_descriptors_are_said_before_anything_is_opened, True),
     (a_rank_that_forgets_to_close_holds_nobody_up, [b"0", b"1"]),
     (the_timeout_is_the_process_groups_own, ({1800}, 1800)),
     (waits_end_soon_when_this_rank_gives_up, None),
+    (a_thread_that_sends_and_one_that_receives_share_a_mailbox, True),
 ]
 
 
