@@ -71,13 +71,9 @@ class LinkCommunicator(Communicator):
     def _start_all_to_all(
         self, send: Tensor, send_nbytes: Counts, recv: Tensor, recv_nbytes: Counts, channel: Channel
     ) -> Work:
-        nbytes, rounds = (
-            sum(send_nbytes) - send_nbytes[self.rank],
-            all_to_all_rounds(self.world_size),
-        )
-        runs = send, send_nbytes, recv, recv_nbytes
-        start = partial(self._comm.start_all_to_all, *runs, channel)
-        return self._send(channel, nbytes, rounds, start)
+        nbytes = sum(send_nbytes) - send_nbytes[self.rank]
+        start = partial(self._comm.start_all_to_all, send, send_nbytes, recv, recv_nbytes, channel)
+        return self._send(channel, nbytes, all_to_all_rounds(self.world_size), start)
 
     def _start_all_gather(self, send: Tensor, recv: Tensor, channel: Channel) -> Work:
         nbytes, rounds = (self.world_size - 1) * send.numel(), all_gather_rounds(self.world_size)

@@ -81,7 +81,9 @@ class _LocalWork(Work):
                 del board.slots[self._key]
 
 
-class _Sent(Work):
+class Sent(Work):
+    """A message that has left."""
+
     def wait(self, timeout_s: float) -> None:
         return
 
@@ -168,7 +170,7 @@ class LocalCommunicator(Communicator):
                 raise self._board.lost(to)
             self._board.mail[to].append((self.rank, message.clone()))
             self._board.changed.notify_all()
-        return _Sent()
+        return Sent()
 
     def receive(self, timeout_s: float, source: int | None = None, *, max_nbytes: int) -> Message:
         board, deadline = self._board, time.monotonic() + timeout_s

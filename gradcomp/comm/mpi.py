@@ -25,7 +25,6 @@ from gradcomp.comm.mpi_channels import (
     Pause,
     call,
     end_job,
-    free_lock,
     kept_with,
     thread_level,
 )
@@ -254,8 +253,7 @@ class MpiCommunicator(Communicator):
             return
         self._dropped.detach()
         if not self._mpi.Is_finalized():
-            with free_lock:
-                kept_with(self._parent).give_back(channels)
+            kept_with(self._parent).give_back(channels)
 
     # ---- parts -----------------------------------------------------------------------------------
 

@@ -175,11 +175,12 @@ class Channels:
 
 @dataclass(eq=False)
 class Parent:
-    """What is kept with an MPI communicator: channels that are free, and how many were made."""
+    """What is kept with an MPI communicator, for the main thread: channels that are free, and how
+    many were made.
+    """
 
     free: list[Channels] = field(default_factory=list)
-    # by communicators that nobody closed; a finalizer adds them
-    dropped: list[Channels] = field(default_factory=list)
+    dropped: list[Channels] = field(default_factory=list)  # by finalizers: nobody closed theirs
     made: int = 0
     subsets: dict[tuple[int, ...], Any] = field(default_factory=dict)
     # some rank did not take part in making channels: what it does now would match the wrong call
@@ -190,18 +191,16 @@ class Parent:
         if self.spoiled:
             why = "an earlier MpiCommunicator here was not made on every rank"
             raise lost_in_setup(time.monotonic(), why)
-        with free_lock:
-            while self.dropped:
-                self.give_back(self.dropped.pop())
-            offered = sorted(channels.serial for channels in self.free)[-OFFERS:]
+        while self.dropped:
+            self.give_back(self.dropped.pop())
+        offered = sorted(channels.serial for channels in self.free)[-OFFERS:]
         mine, everyone = np.zeros(OFFERS, np.int64), np.zeros((comm.Get_size(), OFFERS), np.int64)
         mine[: len(offered)] = offered
         self._wait([call(lambda: comm.Iallgather(mine, everyone))], [mine, everyone], timeout_s)
         common = set(offered).intersection(*everyone.tolist())
         if common:
-            with free_lock:
-                free = next(channels for channels in self.free if channels.serial == max(common))
-                self.free.remove(free)
+            free = next(channels for channels in self.free if channels.serial == max(common))
+            self.free.remove(free)
             free.uses += 1
             return free
         copies = call(lambda: [comm.Idup() for _ in range(len(Channel) + 2)])
@@ -216,7 +215,7 @@ class Parent:
         return channels
 
     def give_back(self, channels: Channels) -> None:
-        """Let channels serve again unless something on them has not ended. Holds `free_lock`."""
+        """Let channels serve again unless something on them has not ended."""
         if left := channels.forget():
             unanswered.append(left)
         elif not channels.broken and not channels.gone:
@@ -258,7 +257,6 @@ class Parent:
 
 
 _keyval: int | None = None
-free_lock = threading.Lock()
 
 
 def kept_with(comm: Any) -> Parent:

@@ -5,7 +5,7 @@ import zlib
 import torch
 from _ranks import run_local
 
-from gradcomp.comm import LocalCommunicator, Work
+from gradcomp.comm import LocalCommunicator
 from gradcomp.server import ParameterClient, messages, serve
 
 WHOLE, CUT = {"shard_nbytes": 1 << 20}, {"shard_nbytes": 256}  # options of a client
@@ -81,16 +81,6 @@ def flipped(payload):
 
 def as_tensor(data):
     return torch.tensor(list(data), dtype=torch.uint8)
-
-
-class Done(Work):
-    """A message that has left."""
-
-    def is_done(self):
-        return True
-
-    def wait(self, timeout_s):
-        return
 
 
 class Wrapped(LocalCommunicator):

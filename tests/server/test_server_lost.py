@@ -10,9 +10,10 @@ import time
 import pytest
 import torch
 from _ranks import run_local
-from _serving import Done, Wrapped, caught, meet, run, wrapped
+from _serving import Wrapped, caught, meet, run, wrapped
 
 from gradcomp.comm import LocalCommunicator
+from gradcomp.comm.local import Sent
 from gradcomp.errors import PeerLost
 from gradcomp.server import ParameterClient, serve
 
@@ -148,7 +149,7 @@ class Slow(Wrapped):
         if self.replies == 2:
             late = message.clone()
             self.held.put(lambda: LocalCommunicator.start_send(self, late, to))
-            return Done()
+            return Sent()
         return super().start_send(message, to)
 
 

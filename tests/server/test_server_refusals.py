@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from _serving import Done, as_tensor, caught, flipped, meet, run
+from _serving import as_tensor, caught, flipped, meet, run
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import payload as ref_payload
@@ -15,6 +15,7 @@ from reference import payload as ref_payload
 from gradcomp import OneBit, TernGrad
 from gradcomp.codecs import EntropyCoded, RngKey
 from gradcomp.comm import LocalCommunicator
+from gradcomp.comm.local import Sent
 from gradcomp.errors import (
     CorruptPayload,
     GradcompError,
@@ -421,7 +422,7 @@ class Mailbox:
     rank, world_size = 2, 3
 
     def __init__(self, *works):
-        self.sent, self.works = [], works or (Done, Done)
+        self.sent, self.works = [], works or (Sent, Sent)
 
     def start_send(self, message, to):
         self.sent.append((to, message))
@@ -463,7 +464,7 @@ def test_a_server_survives_any_sequence_of_requests(requests):
                 assert isinstance(error, (CorruptPayload, PeerMismatch, PeerLost, ValueError))
 
 
-class Untaken(Done):
+class Untaken(Sent):
     """A message to a client that is stuck."""
 
     taken = False
@@ -478,7 +479,7 @@ class Untaken(Done):
 def test_a_client_that_takes_no_replies_is_ended_and_costs_no_more_memory(monkeypatch):
     """Its replies wait for earlier ones, and leave in order when these have."""
     monkeypatch.setattr(loop, "MAX_WAITING", 10)
-    box = Mailbox(Untaken, Done)
+    box = Mailbox(Untaken, Sent)
     server = loop._Server(box, (2,))
 
     def ask(numbers):
