@@ -12,8 +12,9 @@ import argparse
 import itertools
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,6 +35,7 @@ from gradcomp.payload.form import lanes_form
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.pieces import Slot, whole_pieces
 
+Row = dict[str, Any]  # one measurement, as in the JSON file
 KERNELS = of(CPU)
 KEY = RngKey(seed=1, rank=1, step=5)
 GROUP = 512  # a usual row, for the codecs whose groups are rows: one flat tensor has none
@@ -174,11 +176,10 @@ def _place_scales(codec: Codec, layout: PayloadLayout, x: Tensor, payload: Tenso
 
 def _grouped(codec: Codec) -> Codec:
     """Return the codec with groups of `GROUP` if its groups are rows, with one scale otherwise."""
-    if isinstance(codec, Block):
-        return Block(codec.bits, group=GROUP)
     if isinstance(codec, TernGrad):
         return TernGrad(clip_sigma=None)
-    return type(codec)(group=GROUP) if isinstance(codec, OneBit | Ternary) else codec
+    options = codec.options()
+    return type(codec)(**options | {"group": GROUP}) if "group" in options else codec
 
 
 def _layout(codec: Codec, numel: int) -> PayloadLayout:
@@ -190,29 +191,17 @@ def _layout(codec: Codec, numel: int) -> PayloadLayout:
 # ---- the benchmark -------------------------------------------------------------------------------
 
 
-@dataclass
-class Row:
-    """One measurement."""
-
-    kernel: str
-    tier: str
-    dtype: str
-    numel: int
-    threads: int
-    nbytes: float  # read and written an element
-    ratio: float
-    gb_per_s: float
-    least_s: float  # the fastest repetition: what else runs on the machine makes kernels slower
-
-
 def measure(
     case: Case, beside: Callable[[], object], numel: int, repetitions: int
-) -> tuple[float, float, float]:
-    """Return median ratio to `beside`, median GB/s and least seconds."""
+) -> dict[str, float]:
+    """Return median ratio to `beside`, median GB/s, and seconds of the fastest repetition, since
+    what else runs on the machine makes kernels slower.
+    """
     calls = max(1, (1 << 22) // numel)  # short calls are repeated: a clock tick must not matter
     other, taken = turns([beside, case.run], repetitions, calls).T
     gb_per_s = numel * 4 / float(np.median(taken)) / 1e9
-    return float(np.median(taken / other)), gb_per_s, float(taken.min())
+    ratio = float(np.median(taken / other))
+    return {"ratio": ratio, "gb_per_s": gb_per_s, "least_s": float(taken.min())}
 
 
 def gain_over_torch(numel: int, repetitions: int) -> float:
@@ -227,11 +216,11 @@ def gain_over_torch(numel: int, repetitions: int) -> float:
 
     encode = next(case for case in cases(numel, torch.float32) if case.name == "terngrad encode")
     with using(native.tier(), 1):
-        return 1 / measure(encode, in_torch, numel, repetitions)[0]
+        return 1 / measure(encode, in_torch, numel, repetitions)["ratio"]
 
 
 def run(args: argparse.Namespace) -> list[Row]:
-    """Check and measure everything that was asked for."""
+    """Check and measure everything that was asked for; `nbytes` are read and written an element."""
     rows: list[Row] = []
     for numel, dtype in itertools.product(args.sizes, args.dtypes):
         memcpy, kernels = memcpy_of(numel), cases(numel, getattr(torch, dtype))
@@ -241,21 +230,22 @@ def run(args: argparse.Namespace) -> list[Row]:
                 if not case.is_right():
                     raise SystemExit(f"{case.name} on tier {name} differs from the portable tier")
                 found = measure(case, memcpy, numel, args.repeat)
-            rows.append(Row(case.name, name, dtype, numel, count, case.nbytes, *found))
+            what = {"kernel": case.name, "tier": name, "dtype": dtype, "numel": numel}
+            rows.append({**what, "threads": count, "nbytes": case.nbytes, **found})
     return rows
 
 
 def verdicts(rows: list[Row], gain: float) -> list[Verdict]:
     """Judge every requirement by rows of one tier, size and dtype."""
-    best = {(r.kernel, r.threads): r for r in rows}
+    best = {(row["kernel"], row["threads"]): row for row in rows}
     out = []
-    for row in rows:
-        if row.threads == 1 and row.kernel not in UNJUDGED:
-            limit = MARGIN * (row.nbytes / MEMCPY_NBYTES + ARITHMETIC.get(row.kernel, 0.0))
-            out.append(Verdict(f"{row.kernel} / memcpy", row.ratio, limit))
+    for (kernel, threads), row in best.items():
+        if threads == 1 and kernel not in UNJUDGED:
+            limit = MARGIN * (row["nbytes"] / MEMCPY_NBYTES + ARITHMETIC.get(kernel, 0.0))
+            out.append(Verdict(f"{kernel} / memcpy", row["ratio"], limit))
     for kernel, least in THREAD_GAIN.items():
         if (kernel, 2) in best:
-            found = best[kernel, 1].least_s / best[kernel, 2].least_s
+            found = best[kernel, 1]["least_s"] / best[kernel, 2]["least_s"]
             out.append(Verdict(f"{kernel}, two threads over one", found, least, at_least=True))
     return [*out, Verdict("terngrad encode over torch", gain, TORCH_GAIN, at_least=True)]
 
@@ -292,14 +282,11 @@ def main(argv: list[str] | None = None) -> int:
     args = read_options(argv)
     rows = run(args)
     gain = gain_over_torch(min(max(args.sizes), 1 << 24), args.repeat)
-    texts = []
-    for r in rows:
-        figures = f"{r.numel:,}", str(r.threads), f"{r.ratio:.2f}", f"{r.gb_per_s:.2f}"
-        texts.append((r.kernel, r.tier, r.dtype, *figures))
+    form = "{kernel}|{tier}|{dtype}|{numel:,}|{threads}|{ratio:.2f}|{gb_per_s:.2f}"
+    texts = [form.format(**row).split("|") for row in rows]
     heads = ["kernel", "tier", "dtype", "elements", "threads", "x memcpy", "GB/s of fp32"]
     title = "Kernels beside memcpy of the same fp32 elements (median)"
     Console().print(table(heads, texts, left=3, title=title))
     print(f"terngrad encode, one thread: {gain:.0f}x the same codec in torch operations")
     judged = verdicts(rows, gain) if args.check else []
-    found = {"rows": [asdict(r) for r in rows], "terngrad_encode_over": {"torch": gain}}
-    return timing.finish(args, judged, **found)
+    return timing.finish(args, judged, rows=rows, terngrad_encode_over={"torch": gain})

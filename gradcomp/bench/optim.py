@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +32,8 @@ from gradcomp.optim import SplitAdagrad, SplitAdamW, SplitLAMB, SplitSGD, split,
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.pieces import Slot, whole_pieces
 
+Row = dict[str, Any]  # of a contender, as in the JSON file
+PARTS = "weight_bytes", "state_bytes", "gradient_bytes"
 LR, CHECK_NUMEL = 0.01, 70_001
 LAMB_TENSORS = 64  # LAMB goes through each tensor twice, so the size of the tensors may matter
 
@@ -58,22 +60,6 @@ MOVES = [
     ("LAMB, 1 tensor", "split AdamW", 38, 26),
 ]
 SGD_NBYTES = 4.01  # at most this memory a weight: trails begin up to 4 KB into theirs
-
-
-@dataclass
-class Row:
-    """One contender: medians of milliseconds a step and of memcpys of the fp32 weights, and bytes a
-    weight.
-    """
-
-    optimizer: str
-    contender: str
-    ms: float
-    memcpys: float
-    weight_bytes: float
-    state_bytes: float
-    gradient_bytes: float
-    ratio: float  # time of the first contender of this optimizer over this one's
 
 
 @dataclass
@@ -194,7 +180,12 @@ def contests(numel: int) -> Iterator[tuple[str, list[Contender]]]:
 
 
 def measure(numel: int, threads: int, repetitions: int) -> list[Row]:
-    """Let the contenders of each optimizer step in turn, after one step of each to warm up."""
+    """Let the contenders of each optimizer step in turn, after one step of each to warm up.
+
+    Returns:
+        For each contender medians of milliseconds a step, of memcpys of the fp32 weights and of
+        the first contender's time over its own (`ratio`), and bytes a weight.
+    """
     rows, memcpy = [], memcpy_of(numel)
     work = track(contests(numel), "optimizers", total=len(OPTIMIZERS) + 2, transient=True)
     with using(native.tier(), threads):
@@ -203,26 +194,25 @@ def measure(numel: int, threads: int, repetitions: int) -> list[Row]:
             ms = 1e3 * np.median(taken, axis=0)
             memcpys, ratios = np.median(taken / taken[:, :1], axis=0), taken[:, 1:2] / taken
             for number, c in enumerate(contenders, 1):
-                figures = float(ms[number]), float(memcpys[number])
-                weights, state, gradients = (
-                    sum(t.untyped_storage().nbytes() for t in tensors) / numel
-                    for tensors in (c.weights, c.state, c.gradients)
-                )
-                ratio = float(np.median(ratios[:, number]))
-                rows.append(Row(name, c.name, *figures, weights, state, gradients, ratio))
+                row: Row = {"optimizer": name, "contender": c.name, "ms": float(ms[number])}
+                row["memcpys"] = float(memcpys[number])
+                for part, tensors in zip(PARTS, (c.weights, c.state, c.gradients), strict=True):
+                    row[part] = sum(t.untyped_storage().nbytes() for t in tensors) / numel
+                row["ratio"] = float(np.median(ratios[:, number]))
+                rows.append(row)
             del c, contenders[:]  # the next ones need the memory
     return rows
 
 
 def verdicts(rows: list[Row]) -> list[Verdict]:
     """Judge every requirement."""
-    found = {(r.optimizer, r.contender): r for r in rows}
+    found = {(row["optimizer"], row["contender"]): row for row in rows}
     out = []
     for name, beside, moved, other in MOVES:
         split = found[name, "split"]
-        ratio = split.memcpys if beside == "memcpy" else found[name, beside].ratio
+        ratio = split["memcpys"] if beside == "memcpy" else found[name, beside]["ratio"]
         out.append(Verdict(f"split {name} / {beside}", ratio, MARGIN * moved / other))
-    memory = found["SGD", "split"].weight_bytes + found["SGD", "split"].state_bytes
+    memory = found["SGD", "split"]["weight_bytes"] + found["SGD", "split"]["state_bytes"]
     return [*out, Verdict("bytes a weight, SGD", memory, SGD_NBYTES)]
 
 
@@ -253,14 +243,13 @@ def main(argv: list[str] | None = None) -> int:
     verify()
     rows = measure(args.numel, args.threads, args.repeat)
     texts: list[tuple[str, ...]] = []
-    for r in rows:
-        parts = (r.weight_bytes, r.state_bytes, r.gradient_bytes)
-        name = "" if any(r.optimizer == text[0] for text in texts) else r.optimizer
+    for row in rows:
+        parts = [row[part] for part in PARTS]
+        name = "" if any(row["optimizer"] == text[0] for text in texts) else row["optimizer"]
         nbytes = [f"{part:.1f}" for part in (*parts, sum(parts))]
-        texts.append((name, r.contender, f"{r.ms:.1f}", f"{r.memcpys:.2f}", *nbytes))
+        texts.append((name, row["contender"], f"{row['ms']:.1f}", f"{row['memcpys']:.2f}", *nbytes))
     heads = ["optimizer", "", "ms", "x memcpy", "weights", "state", "gradient", "sum"]
     title = f"{args.numel:,} weights, {args.threads} thread(s): one step, and bytes a weight"
     Console().print(table(heads, texts, left=2, title=title))
     judged = verdicts(rows) if args.check else []
-    found = {"numel": args.numel, "threads": args.threads, "rows": [asdict(r) for r in rows]}
-    return timing.finish(args, judged, **found)
+    return timing.finish(args, judged, numel=args.numel, threads=args.threads, rows=rows)

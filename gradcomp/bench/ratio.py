@@ -51,6 +51,9 @@ SCHEMES: dict[str, tuple[gradcomp.codecs.Codec, str]] = {  # codec and exchange
 }
 
 
+Row = dict[str, Any]  # as in the JSON file
+
+
 class Check(NamedTuple):
     """One requirement and what was found."""
 
@@ -59,28 +62,17 @@ class Check(NamedTuple):
     found: str
 
 
-class Row(NamedTuple):
-    """Bytes of one model under one scheme at one world size; per rank and step."""
-
-    model: str
-    scheme: str
-    world_size: int
-    bytes_sent: int
-    bytes_received: int
-    baseline_bytes: int
-    compression_ratio: float
-
-
 def count(models: Iterable[str]) -> list[Row]:
-    """Return the bytes of every scheme and world size for models named in
+    """Return the bytes per rank and step of every scheme and world size for models named in
     :data:`~gradcomp.plan.models.MODELS`.
     """
     out = []
-    for model, (name, (codec, exchange)) in itertools.product(models, SCHEMES.items()):
-        for world_size in WORLD_SIZES:
-            n = predict_bytes(codec, MODELS[model](), world_size, exchange=exchange)
-            ratio = n.baseline / n.sent
-            out.append(Row(model, name, world_size, n.sent, n.received, n.baseline, ratio))
+    for model, scheme, world_size in itertools.product(models, SCHEMES, WORLD_SIZES):
+        codec, exchange = SCHEMES[scheme]
+        n = predict_bytes(codec, MODELS[model](), world_size, exchange=exchange)
+        row = {"model": model, "scheme": scheme, "world_size": world_size, "bytes_sent": n.sent}
+        row |= {"bytes_received": n.received, "baseline_bytes": n.baseline}
+        out.append(row | {"compression_ratio": n.baseline / n.sent})
     return out
 
 
@@ -91,7 +83,11 @@ def check_ratios(rows: Iterable[Row]) -> list[Check]:
     12 %; the exact one, whose second phase takes ceil(log2(2N + 1)) bits, must follow
     64 / (2 + bits) within 12 % instead.
     """
-    ratios = {(r.scheme, r.world_size): r.compression_ratio for r in rows if r.model == "ResNet-50"}
+    ratios = {
+        (row["scheme"], row["world_size"]): row["compression_ratio"]
+        for row in rows
+        if row["model"] == "ResNet-50"
+    }
     checks = []
     for scheme, floor in FLOORS.items():
         found = ratios[scheme, 8]
@@ -175,13 +171,10 @@ def main(argv: list[str]) -> int:
     rows = count(args.models)
     by_scheme: dict[str, dict[str, list[Row]]] = {}
     for row in rows:
-        by_scheme.setdefault(row.model, {}).setdefault(row.scheme, []).append(row)
+        by_scheme.setdefault(row["model"], {}).setdefault(row["scheme"], []).append(row)
     heads = ["", *(f"N = {world_size}" for world_size in WORLD_SIZES)]
     for model, schemes in by_scheme.items():
-        cells = [
-            (name, *(f"{_short(r.bytes_sent / 1e6)} {_short(r.compression_ratio)}x" for r in mine))
-            for name, mine in schemes.items()
-        ]
+        cells = [(name, *map(_cell, mine)) for name, mine in schemes.items()]
         numel = total_numel(MODELS[model]())
         title = f"{model}, {numel:,} parameters: MB sent a step, ratio to fp32"
         console.print(table(heads, cells, title=title, padding=0))
@@ -190,23 +183,26 @@ def main(argv: list[str]) -> int:
     for check in checks:
         verdict = "[green]pass[/green]" if check.passed else "[red]FAIL[/red]"
         console.print(f"{verdict}  {check.name}: {check.found}", highlight=False, soft_wrap=True)
-    found = {"rows": [row._asdict() for row in rows], "checks": [c._asdict() for c in checks]}
-    save_json(args.json, **found)
+    save_json(args.json, rows=rows, checks=[check._asdict() for check in checks])
     if args.plot:
         panels = [(name, partial(_draw, schemes), 4.0) for name, schemes in by_scheme.items()]
         plots.write(args.plot, panels)
     return 0 if all(check.passed for check in checks) else 1
 
 
-def _short(value: float) -> str:
-    """Return three digits, or all of those before the point."""
-    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
+def _cell(row: Row) -> str:
+    """Return megabytes and ratio with three digits, or all of those before the point."""
+    mb, ratio = (
+        f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
+        for value in (row["bytes_sent"] / 1e6, row["compression_ratio"])
+    )
+    return f"{mb} {ratio}x"
 
 
 def _draw(schemes: dict[str, list[Row]], figure: Any) -> None:
     """Draw the ratio against the number of ranks, one line per scheme."""
     series = {
-        name: ([r.world_size for r in mine], [r.compression_ratio for r in mine])
+        name: ([r["world_size"] for r in mine], [r["compression_ratio"] for r in mine])
         for name, mine in schemes.items()
     }
     labels = {"xlabel": "ranks", "ylabel": "compression ratio (fp32 ring = 1)"}
