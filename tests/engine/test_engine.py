@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import inspect
-import math
 import random
 import signal
 import subprocess
@@ -17,7 +16,8 @@ from typing import get_type_hints
 import pytest
 import torch
 from _held import descriptors, steady
-from _ranks import run_local
+from _models import bits
+from _ranks import each_rank, run_local
 from _saved import parts_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -112,104 +112,67 @@ def test_options_by_position_are_refused(entry):
 
 def test_what_takes_no_options_is_refused_alike():
     with pytest.raises(TypeError, match="all_reduce takes keywords after 'codec': comm=, key="):
-        gradcomp.all_reduce(torch.ones(4), "onebit", LocalCommunicator.group(1)[0])
+        gradcomp.all_reduce(torch.ones(4), "onebit", one_rank())
     with pytest.raises(TypeError, match="no option 'warmup_steps': pass it beside advanced="):
         gradcomp.Advanced(warmup_steps=3)
 
 
-WRONG_OPTIONS = {
-    "warmup_steps": (
-        {"warmup_steps": -1},
-        ValueError,
-        "warmup_steps must be an integer of at least 0, got -1",
-    ),
-    "min_numel": (
-        {"min_numel": 2.5},
-        ValueError,
-        "min_numel must be an integer of at least 0, got 2.5",
-    ),
-    "exclude": (
-        {"exclude": 7},
-        ValueError,
-        "exclude must be a sequence of names, patterns or functions, got 7",
-    ),
-    "excluded": ({"exclude": ["a", 7]}, ValueError, r"exclude must be .*, got \['a', 7\]"),
-    "exchange": (
-        {"exchange": "ring"},
-        ValueError,
-        "exchange must be one of .*'hierarchical'.*, got 'ring'",
-    ),
-    "nodes": (
+AT_LEAST_0 = "must be an integer of at least 0, got"
+ADAGRAD = {"advanced": {"transform": AggregateAdagrad()}}
+WRONG_OPTIONS = [
+    ({"warmup_steps": -1}, ValueError, f"warmup_steps {AT_LEAST_0} -1"),
+    ({"min_numel": 2.5}, ValueError, f"min_numel {AT_LEAST_0} 2.5"),
+    ({"exclude": 7}, ValueError, "exclude must be a sequence of names, patterns or func.*, got 7"),
+    ({"exclude": ["a", 7]}, ValueError, r"exclude must be .*, got \['a', 7\]"),
+    ({"exchange": "ring"}, ValueError, "exchange must be one of .*'hierarchical'.*, got 'ring'"),
+    (
         {"advanced": {"nodes": [[0]]}},
         ValueError,
         "nodes= needs exchange='hierarchical', got exchange='auto'",
     ),
-    "transform": (
+    (
         {"advanced": {"transform": "adagrad"}},
         TypeError,
         "transform must be a gradcomp.Transform, got str",
     ),
-    "precondition": (
+    (
         {"precondition": "yes"},
         TypeError,
         "precondition must be True, False or a gradcomp.Precondition, got str",
     ),
-    "two units": (
-        {"precondition": True, "advanced": {"transform": AggregateAdagrad()}},
-        ValueError,
-        "AggregateAdagrad",
-    ),
-    "slice_numel": (
-        {"advanced": {"slice_numel": 63}},
-        ValueError,
-        "slice_numel must be None or an integer of at least 64, got 63",
-    ),
-    "by nodes": (
-        {"advanced": {"transform": AggregateAdagrad()}, "exchange": "hierarchical"},
+    ({"precondition": True, **ADAGRAD}, ValueError, "AggregateAdagrad"),
+    (
+        {"exchange": "hierarchical", **ADAGRAD},
         ValueError,
         "a transform needs exchange=.*, got 'hierarchical'",
     ),
-    "scaler": (
-        {"grad_scaler": object()},
-        ValueError,
-        r"grad_scaler must have get_scale\(\), got object",
-    ),
-    "atomic_steps": (
-        {"atomic_steps": "yes"},
-        ValueError,
-        "atomic_steps must be None, True or False, got 'yes'",
-    ),
-    "both": (
+    ({"grad_scaler": object()}, ValueError, r"grad_scaler must have get_scale\(\), got object"),
+    ({"atomic_steps": "yes"}, ValueError, "atomic_steps must be None, True or False, got 'yes'"),
+    (
         {"grad_scaler": torch.amp.GradScaler("cpu"), "atomic_steps": False},
         ValueError,
         "atomic_steps=False cannot work with a grad_scaler",
     ),
-    "timeout": (
+    (
         {"timeout_s": 0},
         ValueError,
         "timeout_s must be a positive number of seconds, at most 1e.06, got 0",
     ),
-    "typing error": (
-        {"start_steps": 3},
-        TypeError,
-        "there is no option 'start_steps'; did you mean 'warmup_steps'?",
-    ),
-    "guess": ({"timeout": 3}, TypeError, "no option 'timeout'; did you mean 'timeout_s'?"),
-}
+    ({"start_steps": 3}, TypeError, "no option 'start_steps'; did you mean 'warmup_steps'?"),
+    ({"timeout": 3}, TypeError, "no option 'timeout'; did you mean 'timeout_s'?"),
+]
 
 
-@pytest.mark.parametrize("name", WRONG_OPTIONS)
-def test_wrong_options_are_refused_with_their_value(name):
-    given, kind, text = WRONG_OPTIONS[name]
+def one_rank():
+    return LocalCommunicator.group(1)[0]
+
+
+@pytest.mark.parametrize(("given", "kind", "text"), WRONG_OPTIONS)
+def test_wrong_options_are_refused_with_their_value(given, kind, text):
     with pytest.raises(kind, match=text):
         if "advanced" in given:
             given = given | {"advanced": gradcomp.Advanced(**given["advanced"])}
-        GradientAverager(
-            nn.Linear(2, 2).named_parameters(),
-            "onebit",
-            comm=LocalCommunicator.group(1)[0],
-            **given,
-        )
+        GradientAverager(nn.Linear(2, 2), "onebit", comm=one_rank(), **given)
     with pytest.raises(TypeError, match="advanced must be a gradcomp.Advanced, got dict"):
         Options(advanced=given)
 
@@ -323,22 +286,20 @@ def test_a_step_counts_on_all_ranks_or_on_none():
         assert same(before, after) and after["step"] == 1
 
 
-def test_steps_that_rotate_count_on_all_ranks_or_on_none():
-    def run(comm):
-        _, averager, fill = averager_of(comm, atomic_steps=True)
-        fill(0)
-        averager.average_delayed()
+@each_rank(2, "local")
+def test_steps_that_rotate_count_on_all_ranks_or_on_none(comm):
+    _, averager, fill = averager_of(comm, atomic_steps=True)
+    fill(0)
+    averager.average_delayed()
+    averager.flush()
+    before = averager.state_dict()
+    if comm.rank == 0:
+        fails_in_its_last_stage(averager, 1, KeyError("mine"))
+    fill(1)
+    averager.average_delayed()
+    with pytest.raises((KeyError, PeerLost)):
         averager.flush()
-        before = averager.state_dict()
-        if comm.rank == 0:
-            fails_in_its_last_stage(averager, 1, KeyError("mine"))
-        fill(1)
-        averager.average_delayed()
-        with pytest.raises((KeyError, PeerLost)):
-            averager.flush()
-        return same(before, averager.state_dict())
-
-    assert run_local(2, run) == [True, True]
+    assert same(before, averager.state_dict())
 
 
 class Scale:
@@ -351,57 +312,52 @@ class Scale:
         return self.value
 
 
-def test_ranks_with_other_loss_scales_commit_nothing():
+@each_rank(2, "local")
+def test_ranks_with_other_loss_scales_commit_nothing(comm):
     """torch's GradScaler decides on each rank alone: residuals in other units would never be
     noticed.
     """
 
-    def run(comm):
-        scaler = Scale(4.0)
-        _, averager, fill = averager_of(comm, grad_scaler=scaler)
-        fill(0)
+    scaler = Scale(4.0)
+    _, averager, fill = averager_of(comm, grad_scaler=scaler)
+    fill(0)
+    averager.average()
+    residual = parts_of(averager.state_dict())["residual"]["p0"].clone()
+    scaler.value = 2.0 if comm.rank else 4.0
+    fill(1)
+    with pytest.raises(PeerMismatch, match="loss_scale") as found:
         averager.average()
-        residual = parts_of(averager.state_dict())["residual"]["p0"].clone()
-        scaler.value = 2.0 if comm.rank else 4.0
-        fill(1)
-        with pytest.raises(PeerMismatch, match="loss_scale") as found:
-            averager.average()
-        kept = averager.state_dict()
-        assert torch.equal(residual / 4.0 * kept["loss_scale"], parts_of(kept)["residual"]["p0"])
-        return found.value.rank, found.value.expected, found.value.got, kept["step"]
-
-    assert run_local(2, run) == [(1, 4.0, 2.0, 1)] * 2
+    kept = averager.state_dict()
+    assert torch.equal(residual / 4.0 * kept["loss_scale"], parts_of(kept)["residual"]["p0"])
+    assert (found.value.rank, found.value.expected, found.value.got) == (1, 4.0, 2.0)
+    assert kept["step"] == 1
 
 
 @pytest.mark.parametrize("scale", [0.0, float("inf"), float("nan"), -1.0])
-def test_a_loss_scale_that_carries_nothing_is_an_error_with_its_value(scale):
-    def run(comm):
-        scaler = Scale(4.0)
-        _, averager, fill = averager_of(comm, grad_scaler=scaler)
-        fill(0)
+@each_rank(2, "local")
+def test_a_loss_scale_that_carries_nothing_is_an_error_with_its_value(comm, scale):
+    scaler = Scale(4.0)
+    _, averager, fill = averager_of(comm, grad_scaler=scaler)
+    fill(0)
+    averager.average()
+    scaler.value = scale
+    with pytest.raises(GradcompError, match=f"scale is {scale}"):
         averager.average()
-        scaler.value = scale
-        with pytest.raises(GradcompError, match=f"scale is {scale}"):
-            averager.average()
-        return bool(torch.isfinite(parts_of(averager.state_dict())["residual"]["p0"]).all())
-
-    assert all(run_local(2, run))
+    assert torch.isfinite(parts_of(averager.state_dict())["residual"]["p0"]).all()
 
 
-def test_steps_are_counted_below_two_to_the_32():
-    def run(comm):
-        _, averager, fill = averager_of(comm)
-        state = averager.state_dict()
-        for step in (2**32, 2**64, -1):
-            with pytest.raises(ValueError, match=f"step {step}, an integer"):
-                averager.load_state_dict({**state, "step": step})
-        averager.load_state_dict({**state, "step": 2**32 - 1})
-        fill(0)
+@each_rank(2, "local")
+def test_steps_are_counted_below_two_to_the_32(comm):
+    _, averager, fill = averager_of(comm)
+    state = averager.state_dict()
+    for step in (2**32, 2**64, -1):
+        with pytest.raises(ValueError, match=f"step {step}, an integer"):
+            averager.load_state_dict({**state, "step": step})
+    averager.load_state_dict({**state, "step": 2**32 - 1})
+    fill(0)
+    averager.average()
+    with pytest.raises(GradcompError, match="step 4294967296"):
         averager.average()
-        with pytest.raises(GradcompError, match="step 4294967296"):
-            averager.average()
-
-    run_local(2, run)
 
 
 def test_an_abandoned_step_is_waited_for_and_commits_nothing():
@@ -529,7 +485,11 @@ def test_reset_goes_on_from_before_the_step_that_failed(atomic_steps):
         assert all(torch.equal(values, found[2][name]) for name, values in wanted[2].items())
 
 
-def ddp_fails_and_goes_on():
+@each_rank(2)
+def test_a_model_in_ddp_goes_on_after_a_reset():
+    """DDP's reducer comes to its end before the error leaves backward: the next forward finds it
+    ready.
+    """
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 3)))
     rank = torch.distributed.get_rank()
@@ -554,16 +514,9 @@ def ddp_fails_and_goes_on():
         for _ in range(2):
             backward()
         state.check_replicas()
-        return state.step, left, [p.grad.flatten().tolist() for p in model.parameters()]
-
-
-def test_a_model_in_ddp_goes_on_after_a_reset(gloo):
-    """DDP's reducer comes to its end before the error leaves backward: the next forward finds it
-    ready.
-    """
-    (step, left, grads), other = gloo(2, ddp_fails_and_goes_on)
-    assert step == 5 and all(left)
-    assert grads == other[2] and all(math.isfinite(value) for grad in grads for value in grad)
+        assert state.step == 5 and all(left)
+    assert all(bool(p.grad.isfinite().all()) for p in model.parameters())
+    return bits(p.grad for p in model.parameters())
 
 
 def test_reset_says_so_where_the_failure_left_ranks_at_different_steps():
@@ -747,19 +700,20 @@ def test_a_program_ends_at_once_with_an_exchange_under_way_and_without(how, stat
 @pytest.mark.parametrize("name", RENAMED)
 def test_an_option_of_an_earlier_version_says_how_it_is_called(name):
     wanted = f"there is no option '{name}': it is called '{RENAMED[name]}'"
-    comm = LocalCommunicator.group(1)[0]
     for call in (
         lambda: gradcomp.Advanced(**{name: 1}),
-        lambda: GradientAverager(torch.nn.Linear(2, 2), "onebit", comm=comm, **{name: 1}),
+        lambda: GradientAverager(nn.Linear(2, 2), "onebit", comm=one_rank(), **{name: 1}),
     ):
         with pytest.raises(TypeError, match=wanted):
             call()
 
 
 def test_functions_of_an_earlier_version_say_how_they_are_called():
-    averager = GradientAverager(torch.nn.Linear(2, 2), "onebit", comm=LocalCommunicator.group(1)[0])
-    with pytest.raises(AttributeError, match=r"'rotate': it is called average_delayed\(\)"):
-        averager.rotate  # noqa: B018
-    with pytest.raises(AttributeError, match="'compress': it is called gradcomp.fsdp.register"):
-        gradcomp.fsdp.compress  # noqa: B018
-    assert not hasattr(averager, "others") and not hasattr(gradcomp.fsdp, "others")
+    averager = GradientAverager(nn.Linear(2, 2), "onebit", comm=one_rank())
+    for owner, name, said in (
+        (averager, "rotate", r"'rotate': it is called average_delayed\(\)"),
+        (gradcomp.fsdp, "compress", "'compress': it is called gradcomp.fsdp.register"),
+    ):
+        with pytest.raises(AttributeError, match=said):
+            getattr(owner, name)
+        assert not hasattr(owner, "others")

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 from _averages import CODECS, average_over, check, gradient
+from _ranks import each_rank, run_local
 
 import gradcomp
 from gradcomp import Identity, OneBit, PeerLost, PeerMismatch, TernGrad
 from gradcomp.allreduce import Feedback
+from gradcomp.comm import LocalCommunicator
 from gradcomp.exchange.bucket import BucketExchange
 from gradcomp.exchange.routes import run_stages
 from gradcomp.exchange.sizing import BucketPlan, choose
@@ -32,8 +34,8 @@ from gradcomp.plan.nbytes import collective_bytes, predict_bytes
 @pytest.mark.parametrize("world", [2, 3])
 def test_average_is_the_references(over, world, name, exchange):
     codec, shape = CODECS[name], (37, 45)
-    results = over(world, average_over, codec, shape, exchange, 3)
-    check(results, codec, shape, exchange, world, 3)
+    results = over(world, average_over, codec, shape, exchange, 2)
+    check(results, codec, shape, exchange, world, 2)
 
 
 def owner_keeps(comm, steps):
@@ -49,104 +51,74 @@ def test_all_reduce_with_feedback_loses_nothing_at_the_owner():
     """From N = 3 on the mean is quantized twice; without a residual of the owner's the mean
     stayed off by 40 %.
     """
-    from _ranks import run_local
-
     true = np.mean([gradient(r, 4096).astype(np.float64) for r in range(4)], axis=0)
     off = [np.abs(run_local(4, owner_keeps, steps)[0] - true).max() for steps in (30, 300)]
     assert off[1] < off[0] / 5 and off[1] < 0.02 * np.abs(true).max(), off
 
 
-def new_feedback(comm):
+@each_rank(2, "over")
+def test_a_rank_may_begin_with_new_feedback(comm):
     """Rank 1 makes a new Feedback where rank 0 goes on with its own."""
     feedback, out = Feedback({0: 1000}), []
     for step in range(3):
         if comm.rank == 1 and step == 2:
             feedback = Feedback({0: 1000})
         tensor = torch.from_numpy(gradient(comm.rank, 1000, step))
-        out.append(
-            gradcomp.all_reduce(tensor, OneBit(), comm=comm, feedback=feedback, timeout_s=20)
-            .numpy()
-            .tobytes()
-        )
+        gradcomp.all_reduce(tensor, OneBit(), comm=comm, feedback=feedback, timeout_s=20)
+        out.append(tensor.numpy().tobytes())
+    assert len(set(out)) == 3
     return out
 
 
-def test_a_rank_may_begin_with_new_feedback(over):
-    first, second = over(2, new_feedback)
-    assert first == second and len(set(first)) == 3
-
-
-def feedback_on_one(comm):
-    feedback = Feedback({0: 1000}) if comm.rank else None
-    with pytest.raises(PeerMismatch) as error:
-        gradcomp.all_reduce(torch.ones(1000), OneBit(), comm=comm, feedback=feedback)
-    return error.value.field
-
-
-def test_feedback_on_one_rank_only_is_a_mismatch(over):
-    assert over(2, feedback_on_one) == ["codec_options"] * 2
-
-
-def other_scales(comm):
+@pytest.mark.parametrize("world", [2, 4])
+@each_rank(by="local")
+def test_scales_that_are_not_shared_are_noticed(comm, world):
     """Rank 1's scale round goes wrong: it encodes with a scale of its own."""
+    start_max = comm._start_max
+
+    def start_max_and_double(values, channel):
+        work = start_max(values, channel)
+        wait = work.wait
+
+        def wait_and_double(timeout_s):
+            wait(timeout_s)
+            values.view(torch.float32).mul_(2)
+
+        work.wait = wait_and_double
+        return work
+
     if comm.rank == 1:
-        start_max = comm._start_max
-
-        def start_max_and_double(values, channel):
-            work = start_max(values, channel)
-            wait = work.wait
-
-            def wait_and_double(timeout_s):
-                wait(timeout_s)
-                values.view(torch.float32).mul_(2)
-
-            work.wait = wait_and_double
-            return work
-
         comm._start_max = start_max_and_double
     with pytest.raises(PeerMismatch, match="scale"):
         gradcomp.all_reduce(torch.randn(100), "terngrad", comm=comm)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_scales_that_are_not_shared_are_noticed(world):
-    from _ranks import run_local
-
-    run_local(world, other_scales)
-
-
-def unlike(comm, what):
-    codec = {"codec": ["terngrad", "onebit"], "seed": [TernGrad(seed=1), TernGrad(seed=2)]}.get(
-        what, ["terngrad"] * 2
-    )
-    size = [100, 101 if what == "numel" else 100]
-    with pytest.raises(PeerMismatch) as error:
-        gradcomp.all_reduce(
-            torch.ones(size[comm.rank]),
-            codec[comm.rank],
-            comm=comm,
-            step=comm.rank * (what == "step"),
-            key=comm.rank * (what == "key"),
-        )
-    return error.value.field
-
-
 @pytest.mark.parametrize(
-    ("what", "field"),
+    ("what", "field", "values"),
     [
-        ("codec", "codec"),
-        ("seed", "codec_options"),
-        ("numel", "numel"),
-        ("step", "step"),
-        ("key", "layout"),
+        ("codec", "codec", ("terngrad", "onebit")),
+        ("codec", "codec_options", (TernGrad(seed=1), TernGrad(seed=2))),
+        ("numel", "numel", (100, 101)),
+        ("step", "step", (0, 1)),
+        ("key", "layout", (0, 1)),
+        ("feedback", "codec_options", (None, {0: 100})),
     ],
 )
-def test_all_reduce_of_unlike_calls_is_a_mismatch_on_every_rank(over, what, field):
-    assert over(2, unlike, what) == [field] * 2
+@each_rank(2, "over")
+def test_all_reduce_of_unlike_calls_is_a_mismatch_on_every_rank(comm, what, field, values):
+    """Other keys draw other random numbers."""
+    given = {"codec": "onebit", "numel": 100, "step": 0, "key": 0, "feedback": None}
+    given[what] = values[comm.rank]
+    if given["feedback"]:
+        given["feedback"] = Feedback(given["feedback"])
+    tensor = torch.ones(given.pop("numel"))
+    with pytest.raises(PeerMismatch) as error:
+        gradcomp.all_reduce(tensor, given.pop("codec"), comm=comm, **given)
+    assert error.value.field == field
 
 
 def test_all_reduce_keeps_to_its_timeout():
-    comm = gradcomp.comm.LocalCommunicator.group(2)[0]
+    comm = LocalCommunicator.group(2)[0]
     for timeout_s in (0.5, 0.1):
         with pytest.raises(PeerLost) as error:
             gradcomp.all_reduce(torch.ones(10), "terngrad", comm=comm, timeout_s=timeout_s)
@@ -156,10 +128,8 @@ def test_all_reduce_keeps_to_its_timeout():
 @pytest.mark.parametrize(
     "name", ["terngrad", "terngrad-requantize", "terngrad-own", "onebit", "identity"]
 )
-@pytest.mark.parametrize("world", [1, 4, 8, 33, 64])
+@pytest.mark.parametrize("world", [1, 8, 33])
 def test_average_at_many_world_sizes(world, name):
-    from _ranks import run_local
-
     codec, shape = CODECS[name], (11, 127)
     results = run_local(world, average_over, codec, shape, "auto", 1)
     if world == 1:  # passes through
@@ -172,115 +142,80 @@ def test_average_at_many_world_sizes(world, name):
 @pytest.mark.parametrize("name", ["terngrad", "terngrad-requantize", "onebit", "identity"])
 @pytest.mark.parametrize("numel", [0, 1, 7, 9, 63, 130])
 def test_odd_sizes(numel, name, exchange):
-    from _ranks import run_local
-
     results = run_local(3, average_over, CODECS[name], (numel,), exchange, 2)
     if numel:
         check(results, CODECS[name], (numel,), exchange, 3, 2)
-
-
-def test_exact_and_all_gather_agree_bit_for_bit():
-    from _ranks import run_local
-
-    codec = TernGrad()
-    gather = run_local(4, average_over, codec, (50, 50), "all_gather", 2)
-    scatter = run_local(4, average_over, codec, (50, 50), "reduce_scatter", 2)
-    assert all(a.tobytes() == b.tobytes() for a, b in zip(gather[0], scatter[3]))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize(
     "name", ["terngrad", "terngrad-own", "terngrad-requantize", "onebit", "identity"]
 )
-def test_one_bad_rank_is_everyones_verdict(over, name, value):
+@each_rank(3, "over")
+def test_one_bad_rank_is_everyones_verdict(comm, name, value):
     """Promise 6: NaN on one rank is NaN on all, and the residuals stay as they were."""
-    for before, after in over(3, bad_step, CODECS[name], value):
-        assert before == after
-
-
-def bad_step(comm, codec, value):
+    codec = CODECS[name]
     feedback = Feedback({0: 1000}) if codec.error_feedback else None
 
     def reduce(step, poison=None):
         tensor = torch.from_numpy(gradient(comm.rank, 1000, step)).clone()
         if poison is not None and comm.rank == 1:
             tensor[17] = poison
-        return gradcomp.all_reduce(
-            tensor,
-            codec,
-            comm=comm,
-            step=step,
-            feedback=feedback,
-            exchange="reduce_scatter" if step % 2 else "all_gather",
-        )
+        given = {"feedback": feedback, "exchange": ("all_gather", "reduce_scatter")[step % 2]}
+        return gradcomp.all_reduce(tensor, codec, comm=comm, step=step, **given)
 
     reduce(0)
-    before = feedback.residual(0).numpy().tobytes() if feedback else b""
+    before = feedback.residual(0).clone() if feedback else torch.zeros(0)
     for step in (1, 2):
         assert torch.isnan(reduce(step, value)).all() or codec.name == "identity"
         assert not torch.isfinite(reduce(step, value)).all()
-    after = feedback.residual(0).numpy().tobytes() if feedback else b""
+    assert torch.equal(feedback.residual(0) if feedback else before, before)
     assert torch.isfinite(reduce(3)).all()
-    return before, after
 
 
-def test_overflow_of_the_mean_reaches_every_rank():
+@each_rank(2, "local")
+def test_overflow_of_the_mean_reaches_every_rank(comm):
     """A finite sum that overflows in the owner's hands must not leave one rank with finite
     values.
     """
-    from _ranks import run_local
-
-    def work(comm):
-        tensor = torch.full((1024,), 3e38)
-        return gradcomp.all_reduce(tensor, Identity(), comm=comm, exchange="reduce_scatter")
-
-    for result in run_local(2, work):
-        assert not torch.isfinite(result).any()
+    tensor = torch.full((1024,), 3e38)
+    gradcomp.all_reduce(tensor, Identity(), comm=comm, exchange="reduce_scatter")
+    assert not torch.isfinite(tensor).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["identity", "terngrad", "onebit"])
-def test_half_precision_results_are_rounded_once(name, dtype):
-    from _ranks import run_local
-
-    codec = CODECS[name]
-
-    def work(comm, as_dtype):
-        tensor = torch.from_numpy(gradient(comm.rank, 3000)).to(dtype).to(as_dtype)
-        return gradcomp.all_reduce(tensor, codec, comm=comm, exchange="all_gather")
-
-    for half, full in zip(run_local(3, work, dtype), run_local(3, work, torch.float32)):
-        assert torch.equal(half, full.to(dtype))
+@each_rank(3, "local")
+def test_half_precision_results_are_rounded_once(comm, name, dtype):
+    half = torch.from_numpy(gradient(comm.rank, 3000)).to(dtype)
+    full = half.float()
+    for tensor in (half, full):
+        given = {"comm": comm, "exchange": "all_gather", "step": 0}
+        gradcomp.all_reduce(tensor, CODECS[name], **given)
+    assert torch.equal(half, full.to(dtype))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
-def test_requantized_mean_is_unbiased(world):
+def test_requantized_mean_is_unbiased():
     """Twice quantized, with independent draws: the mean over many steps approaches the true mean
     (default clipping off).
 
     With the owner drawing from the first phase's stream the two-rank mean was off by 43 %.
     """
-    from _ranks import run_local
-
     codec, numel, steps = TernGrad(second_phase="requantize", clip_sigma=None), 64, 1000
+    given = [torch.from_numpy(gradient(rank, numel)) for rank in range(2)]
 
     def work(comm):
-        total = torch.zeros(numel, dtype=torch.float64)
+        total, way = torch.zeros(numel, dtype=torch.float64), {"exchange": "reduce_scatter"}
         for step in range(steps):
-            tensor = torch.from_numpy(gradient(comm.rank, numel)).clone()
-            total += gradcomp.all_reduce(
-                tensor, codec, comm=comm, step=step, exchange="reduce_scatter"
-            )
+            tensor = given[comm.rank].clone()
+            total += gradcomp.all_reduce(tensor, codec, comm=comm, step=step, **way)
         return total / steps
 
-    true = np.mean([gradient(r, numel).astype(np.float64) for r in range(world)], axis=0)
-    got = run_local(world, work)[0].numpy()
-    scale = max(np.abs(gradient(r, numel)).max() for r in range(world))
-    standard_error = scale / np.sqrt(steps)  # of one element, at most
-    assert np.abs(got - true).max() < 5 * standard_error
-    # 0.003 and 0.016; with one stream for both 0.14 and 0.05
-    assert abs((got * true).sum() / (true * true).sum() - 1) < 0.03
+    true, got = (given[0] + given[1]).double() / 2, run_local(2, work)[0]
+    standard_error = max(g.abs().max() for g in given) / steps**0.5  # of one element, at most
+    assert (got - true).abs().max() < 5 * standard_error
+    assert abs((got @ true) / (true @ true) - 1) < 0.03  # 0.003; with one stream for both 0.14
 
 
 def test_mixed_bucket_counts_every_byte():
@@ -331,25 +266,19 @@ def memory_of(exchange):
     return found
 
 
-def test_steady_state_allocates_no_tensor():
+@each_rank(2, "local")
+def test_steady_state_allocates_no_tensor(comm):
     """Buffers are made once: a thousand steps later the exchange holds the same memory."""
-    from _ranks import run_local
-
-    def work(comm):
-        slot = Slot(0, 1 << 16, 256, True, 0)
-        plan = BucketPlan(
-            OneBit(), [slot], choose(OneBit(), 2, "reduce_scatter"), 2, comm.rank, {0: 0}
-        )
-        state = StateStore(Planes({0: 1 << 16}), Planes({0: 1 << 15}))
-        exchange = BucketExchange(plan, comm, torch.float32, Stats(), state=state)
-        tensor = torch.randn(1 << 16)
-        run_stages(exchange, tensor, 0)
-        held = memory_of(exchange)
-        for step in range(1, 20):
-            run_stages(exchange, tensor, step)
-        return held == memory_of(exchange)
-
-    assert all(run_local(2, work))
+    slots, strategy = [Slot(0, 1 << 16, 256, True, 0)], choose(OneBit(), 2, "reduce_scatter")
+    plan = BucketPlan(OneBit(), slots, strategy, 2, comm.rank, {0: 0})
+    state = StateStore(Planes({0: 1 << 16}), Planes({0: 1 << 15}))
+    exchange = BucketExchange(plan, comm, torch.float32, Stats(), state=state)
+    tensor = torch.randn(1 << 16)
+    run_stages(exchange, tensor, 0)
+    held = memory_of(exchange)
+    for step in range(1, 20):
+        run_stages(exchange, tensor, step)
+    assert held == memory_of(exchange)
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])
@@ -359,8 +288,6 @@ def test_memory_is_the_payloads_and_one_shard(world, name, exchange):
     """What an exchange holds beyond the residual planes: payloads sent and received, and at most
     one fp32 shard.
     """
-    from gradcomp.comm import LocalCommunicator
-
     numel, codec = 1 << 20, CODECS[name]
     slots = [Slot(0, numel, codec.group_numel((1024, 1024)), True, 0)]
     plan = BucketPlan(codec, slots, choose(codec, world, exchange), world, 0, {0: 0})
@@ -386,7 +313,7 @@ def test_predicted_bytes_baseline_is_a_ring():
 def test_collective_bytes_are_those_of_the_plan(codec):
     """Sums over arrays and sums over layouts, for buckets of odd shapes in odd slices."""
     draw = random.Random(1)
-    for _ in range(60):
+    for _ in range(30):
         world_size = draw.choice([1, 2, 3, 4, 8, 17])
         rank, slots, parameters = draw.randrange(world_size), [], []
         for index in range(draw.randint(1, 5)):

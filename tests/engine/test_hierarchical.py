@@ -2,91 +2,68 @@
 what goes wrong.
 """
 
+import os
 import threading
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from _averages import CODECS
+from _averaging import Run
 from _expected import hierarchical
-from _ranks import run_local
+from _models import bits
+from _ranks import each_rank, run_local, with_communicator
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
-from gradcomp import Advanced, GradientAverager, PeerLost, PeerMismatch, TernGrad
-from gradcomp.comm import LocalCommunicator
+import gradcomp.ddp
+from gradcomp import Advanced, PeerLost, PeerMismatch, TernGrad
 from gradcomp.exchange.nodes import find_nodes
 
-SHAPES = [(37, 45), (70,), (3, 5, 7, 2), (5,)]  # the last two ranks' shards of (5,) are empty
+# the last two ranks' shards of (5,) are empty
+SHAPES = {f"p{n}": shape for n, shape in enumerate([(37, 45), (70,), (3, 5, 7, 2), (5,)])}
+TWO_BY_TWO = [[0, 1], [2, 3]]
 
 
-def gradient(rank, number, step):
-    generator = np.random.default_rng([rank, number, step])
-    return (generator.standard_normal(SHAPES[number]) * 0.1).astype(np.float32)
+def gradient(name, shape, step, rank):
+    generator = np.random.default_rng([rank, int(name[1:]), step])
+    return torch.from_numpy((generator.standard_normal(shape) * 0.1).astype(np.float32))
 
 
-def parameters(dtype=torch.float32):
-    return [
-        (f"p{n}", nn.Parameter(torch.zeros(shape, dtype=dtype))) for n, shape in enumerate(SHAPES)
-    ]
+def run(comm, nodes, codec="terngrad", exchange="hierarchical", **options):
+    """Return a run of a hierarchical exchange."""
+    given = {"exchange": exchange, "nodes": nodes, "gradient": gradient}
+    return Run(comm, codec, SHAPES, **given, **options)
 
 
-def over_nodes(comm, nodes, codec="terngrad", named=None, **options):
-    """Return an averager of a hierarchical exchange."""
-    return GradientAverager(
-        parameters() if named is None else named,
-        codec,
-        comm=comm,
-        exchange="hierarchical",
-        advanced=Advanced(nodes=nodes),
-        **options,
-    )
-
-
-def averages(comm, codec, nodes, steps, bad_rank=None, **options):
-    """Return what every step's average is on this rank, and bytes sent to other nodes."""
-    named = parameters()
-    averager = over_nodes(comm, nodes, codec, named, min_numel=0, **options)
-    out = []
-    for step in range(steps):
-        for number, (_, p) in enumerate(named):
-            p.grad = torch.from_numpy(gradient(comm.rank, number, step))
-            if bad_rank == comm.rank and step == 1:
-                p.grad.view(-1)[-1] = float("inf")
-        averager.average()
-        out.append([p.grad.numpy().copy() for _, p in named])
-    stats = averager.stats
-    averager.close()
-    return out, stats.bytes_sent, stats.inside_nodes.bytes_sent
-
-
-def check(results, codec, nodes, steps, skipped=()):
-    world = sum(len(node) for node in nodes)
-    for number, shape in enumerate(SHAPES):
-        state = None
-        for step in range(steps):
-            if step in skipped:
-                for rank in range(world):
-                    assert np.isnan(results[rank][0][step][number]).all(), (rank, step)
-                continue
-            grads = [gradient(r, number, step).reshape(-1) for r in range(world)]
-            wanted, state = hierarchical(
-                grads, codec, nodes, step=step, parameter=number, shape=shape, state=state
+def reference(codec, nodes, steps):
+    """Yield the averages of a step by name."""
+    states, world = {}, sum(map(len, nodes))
+    for step in steps:
+        out = {}
+        for number, (name, shape) in enumerate(SHAPES.items()):
+            grads = [gradient(name, shape, step, r).numpy().ravel() for r in range(world)]
+            given = {"step": step, "parameter": number, "shape": shape}
+            out[name], states[name] = hierarchical(
+                grads, codec, nodes, state=states.get(name), **given
             )
-            for rank in range(world):
-                got = results[rank][0][step][number].reshape(-1)
-                assert got.tobytes() == wanted.tobytes(), (
-                    number,
-                    rank,
-                    step,
-                    np.flatnonzero(got != wanted)[:5],
-                )
+        yield out
+
+
+def check(mine, codec, nodes, steps):
+    for step, wanted in zip(steps, reference(codec, nodes, steps), strict=True):
+        for name, got in mine.step(step).items():
+            assert got.numpy().ravel().tobytes() == wanted[name].tobytes(), (name, step)
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_average_is_the_references(over, name):
+@each_rank(4, "over")
+def test_average_is_the_references(comm, name):
     nodes = [[0, 2], [1, 3]]
-    results = over(4, averages, CODECS[name], nodes, 2)
-    check(results, CODECS[name], nodes, 2)
+    mine = run(comm, nodes, CODECS[name])
+    check(mine, CODECS[name], nodes, range(2))
+    mine.averager.close()
 
 
 @pytest.mark.parametrize(
@@ -96,60 +73,63 @@ def test_average_is_the_references(over, name):
     "nodes", [[[0, 1, 2], [3, 4, 5]], [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]], ids=["2x3", "5x2"]
 )
 def test_average_at_other_sizes(name, nodes):
-    results = run_local(sum(map(len, nodes)), averages, CODECS[name], nodes, 3)
-    check(results, CODECS[name], nodes, 3)
+    def work(comm):
+        check(run(comm, nodes, CODECS[name]), CODECS[name], nodes, range(2))
+
+    run_local(sum(map(len, nodes)), work)
 
 
 @pytest.mark.parametrize("name", ["ternary", "terngrad", "terngrad-requantize", "onebit"])
-def test_infinity_on_one_rank_is_nan_on_all_and_leaves_no_trace(over, name):
-    nodes = [[0, 1], [2, 3]]
-    results = over(4, averages, CODECS[name], nodes, 3, 2)
-    check(results, CODECS[name], nodes, 3, skipped=(1,))
+@each_rank(4, "over")
+def test_infinity_on_one_rank_is_nan_on_all_and_leaves_no_trace(comm, name):
+    mine, steps = run(comm, TWO_BY_TWO, CODECS[name]), reference(CODECS[name], TWO_BY_TWO, (0, 2))
+    for step in range(3):
+        mine.fill(step)
+        if (comm.rank, step) == (2, 1):
+            for p in mine.named.values():
+                p.grad.view(-1)[-1] = float("inf")
+        mine.averager.average()
+        wanted = next(steps) if step != 1 else None
+        for key, p in mine.named.items():
+            if wanted is None:
+                assert p.grad.isnan().all(), key
+            else:
+                assert p.grad.numpy().ravel().tobytes() == wanted[key].tobytes(), (key, step)
+    mine.averager.close()
 
 
-def large(comm, nodes):
+@each_rank(4, "local")
+def test_a_nodes_sum_that_overflows_is_nan_on_all(comm):
     """Values whose sum inside one node, and only there, is too large for fp32."""
-    named = parameters()
-    averager = over_nodes(comm, nodes, named=named, min_numel=0)
-    for _, p in named:
-        p.grad = torch.zeros_like(p)
-    if comm.rank in nodes[1]:
-        named[0][1].grad.view(-1)[0] = 3e38
-    averager.average()
-    averager.close()
-    return [bool(torch.isnan(p.grad).all()) for _, p in named]
+    mine = run(comm, TWO_BY_TWO)
+    mine.fill(0, 0.0)
+    if comm.rank in TWO_BY_TWO[1]:
+        mine.named["p0"].grad.view(-1)[0] = 3e38
+    mine.averager.average()
+    assert all(bool(p.grad.isnan().all()) for p in mine.named.values())
 
 
-def test_a_nodes_sum_that_overflows_is_nan_on_all():
-    assert run_local(4, large, [[0, 1], [2, 3]]) == [[True] * len(SHAPES)] * 4
-
-
-def flat_bytes(comm):
-    named = parameters()
-    averager = GradientAverager(named, TernGrad(), comm=comm, min_numel=0)
-    for _, p in named:
-        p.grad = torch.ones_like(p)
-    averager.average()
-    averager.close()
-    return averager.stats.bytes_sent
+def bytes_sent(comm, nodes):
+    """Return what one step sends to other nodes, and inside its own; without nodes to ranks."""
+    mine = run(comm, nodes, TernGrad(), "hierarchical" if nodes else "auto")
+    mine.step(0)
+    stats = mine.averager.stats
+    return stats.bytes_sent, stats.inside_nodes.bytes_sent if nodes else 0
 
 
 def test_bytes_between_nodes_fall_by_the_ranks_of_a_node():
     """Two nodes: flat, every rank sends its codes to another node; here, a share of them.
     Headers and scales stay.
     """
-    flat = sum(run_local(2, flat_bytes))
+    flat = sum(sent for sent, _ in run_local(2, bytes_sent, None))
     for size in (2, 4):
         nodes = [list(range(size)), list(range(size, 2 * size))]
-        results = run_local(2 * size, averages, TernGrad(), nodes, 1)
-        between = sum(sent for _, sent, _ in results)
-        assert between < flat + 2 * size * 4 * 32 + 2 * size * 4 * 8 * len(SHAPES), (between, flat)
-        assert all(inside > 0 for _, _, inside in results)
+        between, inside = zip(*run_local(2 * size, bytes_sent, nodes), strict=True)
+        assert sum(between) < flat + 2 * size * 4 * 32 + 2 * size * 4 * 8 * len(SHAPES), between
+        assert min(inside) > 0
 
 
 def by_host(comm, hosts):
-    import os
-
     os.environ["GRADCOMP_HOST_ID"] = hosts[comm.rank]
     try:
         return find_nodes(comm, None, 20)
@@ -159,8 +139,6 @@ def by_host(comm, hosts):
 
 @pytest.mark.parametrize("flavour", ["gloo", "mpich", "openmpi"])
 def test_nodes_are_found_by_host_identity(pools, flavour):
-    from _ranks import with_communicator
-
     found = pools(flavour, 4, with_communicator, flavour, by_host, ["b", "a", "b", "a"])
     assert found == [((0, 2), (1, 3))] * 4
     found = pools(flavour, 4, with_communicator, flavour, find_nodes, None, 20)
@@ -168,8 +146,6 @@ def test_nodes_are_found_by_host_identity(pools, flavour):
 
 
 def test_nodes_of_unequal_sizes_are_refused_on_every_rank(pools):
-    from _ranks import with_communicator
-
     with pytest.raises(AssertionError, match=r"equally many ranks, got \[3, 1\]"):
         pools("gloo", 4, with_communicator, "gloo", by_host, ["a", "a", "a", "b"])
     for nodes, text in (
@@ -181,150 +157,81 @@ def test_nodes_of_unequal_sizes_are_refused_on_every_rank(pools):
             run_local(4, find_nodes, nodes, 60)
 
 
-def described(comm, nodes):
-    averager = over_nodes(comm, nodes)
-    try:
-        return averager.describe()
-    finally:
-        averager.close()
-
-
-def test_the_description_says_when_nothing_is_compressed():
-    alone, together = [[0], [1]], [[0, 1]]
-    assert all(
-        "is off: all 2 ranks are on one node and average in fp32" in t
-        for t in run_local(2, described, together)
-    )
-    assert not any("is off" in text for text in run_local(2, described, alone))
-
-
-def others(comm, exchanges, nodes):
-    """Ranks that ask for other nodes, or for another exchange."""
-    named = parameters()
-    for _, p in named:
-        p.grad = torch.ones_like(p)
-    with pytest.raises(PeerMismatch) as error:
-        averager = GradientAverager(
-            named,
-            "terngrad",
-            comm=comm,
-            exchange=exchanges[comm.rank],
-            advanced=Advanced(nodes=nodes[comm.rank]),
-            timeout_s=20,
-        )
-        try:
-            averager.average()
-        finally:
-            averager.close()
-    return error.value.field
-
-
 @pytest.mark.parametrize(
     ("exchanges", "nodes", "field"),
     [
-        (["hierarchical"] * 4, [[[0, 1], [2, 3]]] * 3 + [[[0, 2], [1, 3]]], "nodes"),
+        (["hierarchical"] * 4, [TWO_BY_TWO] * 3 + [[[0, 2], [1, 3]]], "nodes"),
         (["hierarchical"] * 4, [None] * 3 + [[[0, 2], [1, 3]]], "nodes"),
-        (["hierarchical"] * 3 + ["auto"], [[[0, 1], [2, 3]]] * 3 + [None], "call"),
+        (["hierarchical"] * 3 + ["auto"], [TWO_BY_TWO] * 3 + [None], "call"),
         (["all_gather"] + ["hierarchical"] * 3, [None] * 4, "call"),
     ],
 )
-def test_ranks_that_ask_for_other_nodes_are_a_mismatch_everywhere(over, exchanges, nodes, field):
-    assert over(4, others, exchanges, nodes) == [field] * 4
-
-
-def test_nodes_need_the_hierarchical_exchange():
-    comm = LocalCommunicator.group(2)[0]
-    with pytest.raises(
-        ValueError, match="nodes= needs exchange='hierarchical', got exchange='auto'"
-    ):
-        GradientAverager(parameters(), "terngrad", comm=comm, advanced=Advanced(nodes=[[0], [1]]))
+@each_rank(4, "over")
+def test_ranks_that_ask_for_other_nodes_are_a_mismatch_everywhere(comm, exchanges, nodes, field):
+    with pytest.raises(PeerMismatch) as error:
+        mine = run(comm, nodes[comm.rank], exchange=exchanges[comm.rank])
+        try:
+            mine.step(0)
+        finally:
+            mine.averager.close()
+    assert error.value.field == field
 
 
 @pytest.mark.parametrize("nodes", [[[0, 1]], [[0], [1]]], ids=["one node", "nodes of one rank"])
-def test_the_ends_of_the_scale(nodes):
-    """On one node nothing is packed; with one rank a node everything is."""
-    results = run_local(2, averages, TernGrad(), nodes, 1)
-    for number in range(len(SHAPES)):
-        mean = (gradient(0, number, 0) + gradient(1, number, 0)) / np.float32(2)
-        exact = np.array_equal(results[0][0][0][number], mean)
-        assert exact == (len(nodes) == 1), number
-        assert results[0][0][0][number].tobytes() == results[1][0][0][number].tobytes()
-
-
-def one_dies(comm, nodes, told):
-    """Rank 3 never comes to its second step."""
-    named = parameters()
-    averager = over_nodes(comm, nodes, named=named, min_numel=0, timeout_s=3)
-    for _ in range(1 if comm.rank == 3 else 2):
-        for _, p in named:
-            p.grad = torch.ones_like(p)
-        try:
-            averager.average()
-        except PeerLost as error:
-            averager.close()
-            told.release()
-            return error.waited_s < 20
-    for _ in range(3):
-        told.acquire(timeout=60)
-    averager.close()
-    return None
+@each_rank(2, "local")
+def test_the_ends_of_the_scale(comm, nodes):
+    """On one node nothing is packed, which the description says; with one rank a node all is."""
+    mine, one_node = run(comm, nodes, TernGrad()), len(nodes) == 1
+    said = "is off: all 2 ranks are on one node and average in fp32"
+    assert (said in mine.averager.describe()) == one_node
+    found = mine.step(0)
+    for name, got in found.items():
+        mean = sum(gradient(name, SHAPES[name], 0, rank) for rank in range(2)) / 2
+        assert torch.equal(got, mean) == one_node, name
+    return bits(found.values())
 
 
 @pytest.mark.slow
 def test_a_silent_rank_is_lost_to_every_node():
-    assert run_local(4, one_dies, [[0, 1], [2, 3]], threading.Semaphore(0)) == [
-        True,
-        True,
-        True,
-        None,
-    ]
+    """Rank 3 never comes to its second step."""
+    told = threading.Semaphore(0)
 
+    def work(comm):
+        mine = run(comm, TWO_BY_TWO, timeout_s=3)
+        mine.step(0)
+        if comm.rank == 3:
+            for _ in range(3):
+                told.acquire(timeout=60)
+        else:
+            with pytest.raises(PeerLost) as error:
+                mine.step(1)
+            assert error.value.waited_s < 20
+        mine.averager.close()
+        told.release()
 
-def trained(nodes, dtype):
-    """Train DDP models over gloo or MPI; replicas stay equal, and bytes inside nodes are counted
-    apart.
-    """
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    import gradcomp.ddp
-
-    torch.manual_seed(0)
-    model = DDP(
-        nn.Sequential(nn.Linear(40, 60), nn.ReLU(), nn.Linear(60, 10)).to(dtype),
-        bucket_cap_mb=0.005,
-    )
-    for _ in range(2):  # registered again after the first state was closed
-        state = gradcomp.ddp.register(
-            model,
-            "onebit",
-            exchange="hierarchical",
-            advanced=Advanced(nodes=nodes),
-            min_numel=0,
-            timeout_s=30,
-        )
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        losses = []
-        for step in range(8):
-            generator = torch.Generator().manual_seed(10 * step + torch.distributed.get_rank())
-            x = torch.randn(16, 40, generator=generator).to(dtype)
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(x).float(), (x[:, :10].argmax(1)))
-            loss.backward()
-            optimizer.step()
-            losses.append(float(loss))
-        state.check_replicas()
-        found = (
-            state.stats.bytes_sent,
-            state.stats.inside_nodes.bytes_sent,
-            "hierarchical" in state.describe(),
-        )
-        state.close()
-        model = DDP(model.module, bucket_cap_mb=0.005)
-    return [p.detach().float().numpy().tobytes() for p in model.module.parameters()], found
+    run_local(4, work)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_ddp_trains(ranks, dtype):
-    results = ranks(4, trained, [[0, 3], [1, 2]], dtype)
-    assert all(weights == results[0][0] for weights, _ in results)
-    assert all(0 < between < inside and named for _, (between, inside, named) in results)
+@each_rank(4, "ranks")
+def test_ddp_trains(dtype):
+    """Replicas stay equal, bytes inside nodes are counted apart, and a model may be registered
+    again.
+    """
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(40, 60), nn.ReLU(), nn.Linear(60, 10)).to(dtype)
+    options = {"exchange": "hierarchical", "advanced": Advanced(nodes=[[0, 3], [1, 2]])}
+    for _ in range(2):
+        model = DDP(module, bucket_cap_mb=0.005)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with gradcomp.ddp.register(model, "onebit", min_numel=0, timeout_s=30, **options) as state:
+            for step in range(4):
+                generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+                x = torch.randn(16, 40, generator=generator).to(dtype)
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x).float(), x[:, :10].argmax(1)).backward()
+                optimizer.step()
+            state.check_replicas()
+            assert 0 < state.stats.bytes_sent < state.stats.inside_nodes.bytes_sent
+            assert "hierarchical" in state.describe()
+    return bits(module)

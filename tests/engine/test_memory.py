@@ -2,31 +2,41 @@
 such thing.
 """
 
-import copy
 import math
 
 import pytest
 import torch
+from _averaging import Run, same
 from _golden import digest_of, tensors_in
 from _ranks import run_local
 from _saved import LEFT_OUT, parts_of, paths_of, with_value
-from torch import nn
 
-from gradcomp import Advanced, GradientAverager
 from gradcomp.comm import LocalCommunicator
 from gradcomp.onebit_sgd import AggregateAdagrad
 
-
-def averager_of(comm, shape=(64, 32), **options):
-    p = nn.Parameter(torch.zeros(shape))
-    return p, GradientAverager([("w", p)], "onebit", comm=comm, timeout_s=20, **options)
+SHAPE = (64, 32)
 
 
-def trained(comm, shape=(64, 32), **options):
-    p, averager = averager_of(comm, shape, **options)
-    p.grad = torch.randn(shape, generator=torch.Generator().manual_seed(comm.rank))
-    averager.average()
-    return averager.state_dict()
+def run(comm, shapes=None, **options):
+    return Run(comm, "onebit", shapes or {"w": SHAPE}, **options)
+
+
+def rank_of(world):
+    """Return the first communicator of so many ranks, of which the others do nothing."""
+    return LocalCommunicator.group(world)[0]
+
+
+def trained(comm, shapes=None, **options):
+    mine = run(comm, shapes, **options)
+    mine.step(0)
+    return mine.state()
+
+
+def loaded(comm, states, shapes=None, **options):
+    """Return the tensors of this rank after loading, by part and name."""
+    mine = run(comm, shapes, **options)
+    mine.averager.load_state_dict(states)
+    return mine.parts()
 
 
 @pytest.fixture(scope="module")
@@ -34,125 +44,109 @@ def states():
     return run_local(3, trained)
 
 
-def without(states, key):
-    return [{k: v for k, v in state.items() if k != key} for state in states]
+def without(key):
+    return lambda states: [{k: v for k, v in state.items() if k != key} for state in states]
 
 
-def changed(states, index, **values):
-    return [*states[:index], {**states[index], **values}, *states[index + 1 :]]
+def all_with(**values):
+    return lambda states: [{**state, **values} for state in states]
 
 
-def of_rank(states, index, **parts):
-    """Return the states with other tensors of one of their ranks."""
-    own = {**states[index]["ranks"][str(index)], **parts}
-    return changed(states, index, ranks={str(index): own})
+def from_origin(**values):
+    return lambda states: [{**one, "origin": {**one["origin"], **values}} for one in states]
 
 
-def kind(states, name):
-    return [{**state, "origin": {**state["origin"], "kind": name}} for state in states]
+def of_one(index=1, **values):
+    """Return a function that puts other values into the state of one rank."""
+    return lambda states: [
+        {**state, **values} if rank == index else state for rank, state in enumerate(states)
+    ]
 
 
-def with_version(states):
-    """Return what states looked like before they had a format."""
-    return [{"version": 1, "rank": rank, "world_size": 3} for rank in range(len(states))]
+def of_rank(**parts):
+    """Return a function that puts other tensors into the state of rank 1."""
+    return lambda states: of_one(ranks={"1": {**states[1]["ranks"]["1"], **parts}})(states)
 
 
+def residual(change):
+    """Return a function that changes the residual of rank 1."""
+
+    def changed(states):
+        return of_rank(residual={"w": change(parts_of(states[1])["residual"]["w"])})(states)
+
+    return changed
+
+
+def other_moments(states):
+    of = [{"tensors": 1, "second_moment": {"w": torch.full((2,), n)}} for n in range(len(states))]
+    return [{**state, "replicated": mine} for state, mine in zip(states, of, strict=True)]
+
+
+NOT_ALL = "one of every rank"
 WRONG = {
-    "one twice": (lambda s: [s[0], s[0], s[2]], "one of every rank"),
-    "one missing": (lambda s: s[:2], "one of every rank"),
-    "one too many": (lambda s: [*s, s[0]], "one of every rank"),
-    "none": (lambda s: [], "one of every rank"),
+    "one twice": (lambda s: [s[0], s[0], s[2]], NOT_ALL),
+    "one missing": (lambda s: s[:2], NOT_ALL),
+    "one too many": (lambda s: [*s, s[0]], NOT_ALL),
+    "none": (lambda s: [], NOT_ALL),
     "text": (lambda s: "abc", "a state is a dictionary"),
     "no state": (lambda s: [None], "a state is a dictionary"),
-    "a double buffer's": (
-        lambda s: kind(s, "DoubleBuffer"),
-        "kind 'DoubleBuffer', 'gradients' expected",
-    ),
-    "of another size of nodes": (
-        lambda s: [{**one, "origin": {**one["origin"], "nodes": "((0, 1), (2,))"}} for one in s],
-        "belongs to its nodes",
-    ),
-    "no origin": (lambda s: without(s, "origin"), "no 'origin'"),
-    "no ranks": (lambda s: without(s, "ranks"), "no 'ranks'"),
-    "no format": (lambda s: without(s, "format"), "no 'format'"),
-    "rank is none": (lambda s: changed(s, 1, ranks={None: {"tensors": 0}}), "a rank None of 3"),
-    "rank is 3": (lambda s: changed(s, 1, ranks={"3": {"tensors": 0}}), "a rank '3' of 3 ranks"),
-    "ranks is none": (lambda s: changed(s, 1, ranks=None), "ranks in these states is a dictionary"),
-    "rank 1 is none": (lambda s: changed(s, 1, ranks={"1": None}), "rank 1 in this state is a"),
-    "not counted": (lambda s: changed(s, 1, ranks={"1": {}}), "rank 1 .* has no 'tensors'"),
-    "world_size is huge": (
-        lambda s: [{**state, "world_size": 2**62} for state in s],
-        "values of rank 3 are missing.*one of every rank",
-    ),
-    "world_size of one": (lambda s: changed(s, 0, world_size=2), "not of one run: world_size"),
-    "world_size is text": (
-        lambda s: [{**state, "world_size": "3"} for state in s],
-        "world_size '3'",
-    ),
-    "another format": (lambda s: [{**state, "format": 9} for state in s], "format 9, 2 expected"),
+    "a double buffer's": (from_origin(kind="DoubleBuffer"), "kind 'DoubleBuffer', 'gradients' exp"),
+    "of another size of nodes": (from_origin(nodes="((0, 1), (2,))"), "belongs to its nodes"),
+    "no origin": (without("origin"), "no 'origin'"),
+    "no ranks": (without("ranks"), "no 'ranks'"),
+    "no format": (without("format"), "no 'format'"),
+    "rank is none": (of_one(ranks={None: {"tensors": 0}}), "a rank None of 3"),
+    "rank is 3": (of_one(ranks={"3": {"tensors": 0}}), "a rank '3' of 3 ranks"),
+    "ranks is none": (of_one(ranks=None), "ranks in these states is a dictionary"),
+    "rank 1 is none": (of_one(ranks={"1": None}), "rank 1 in this state is a"),
+    "not counted": (of_one(ranks={"1": {}}), "rank 1 .* has no 'tensors'"),
+    "world_size is huge": (all_with(world_size=2**62), f"values of rank 3 are missing.*{NOT_ALL}"),
+    "world_size of one": (of_one(0, world_size=2), "not of one run: world_size"),
+    "world_size is text": (all_with(world_size="3"), "world_size '3', a positive integer"),
+    "world_size is 0": (all_with(world_size=0), "world_size 0"),
+    "world_size is a fraction": (all_with(world_size=3.0), "world_size 3.0"),
+    "world_size is a truth": (all_with(world_size=True), "world_size True"),
+    "another format": (all_with(format=9), "format 9, 2 expected"),
     "from before formats": (
-        with_version,
+        lambda s: [{"version": 1, "rank": rank, "world_size": 3} for rank in range(3)],
         "another version of gradcomp wrote .* go on with that version",
     ),
-    "another step": (lambda s: changed(s, 1, step=7), "not of one run: step is 1 and 7"),
-    "other second moments": (
-        lambda s: [
-            {**state, "replicated": {"tensors": 1, "second_moment": {"w": torch.full((2,), n)}}}
-            for n, state in enumerate(s)
-        ],
-        "not of one run: replicated.second_moment.w",
-    ),
-    "residual is none": (lambda s: of_rank(s, 1, residual=None), "residual of rank 1 .* got None"),
-    "residual is text": (
-        lambda s: of_rank(s, 1, residual={"w": "x"}),
-        "the residual of 'w' must be .* got x",
-    ),
-    "residual in float64": (
-        lambda s: of_rank(s, 1, residual={"w": parts_of(s[1])["residual"]["w"].double()}),
-        "float32",
-    ),
-    "residual in int32": (
-        lambda s: of_rank(s, 1, residual={"w": parts_of(s[1])["residual"]["w"].int()}),
-        "float32",
-    ),
-    "residual gone": (lambda s: of_rank(s, 1, residual={}), "rank 1 .* has 1 tensors of 2"),
+    "another step": (of_one(step=7), "not of one run: step is 1 and 7"),
+    "other second moments": (other_moments, "not of one run: replicated.second_moment.w"),
+    "residual is none": (of_rank(residual=None), "residual of rank 1 .* got None"),
+    "residual is text": (residual(lambda r: "x"), "the residual of 'w' must be .* got x"),
+    "residual in float64": (residual(torch.Tensor.double), "float32"),
+    "residual in int32": (residual(torch.Tensor.int), "float32"),
+    "residual gone": (of_rank(residual={}), "rank 1 .* has 1 tensors of 2"),
     "residual never there": (
-        lambda s: of_rank(s, 1, residual={}, tensors=1),
+        of_rank(residual={}, tensors=1),
         "residual in this state is of some ranks only",
     ),
     "residual of another shape": (
-        lambda s: of_rank(s, 1, residual={"w": torch.zeros(9)}),
+        residual(lambda r: r[:9]),
         "the residual of 'w' must be .2048,. torch.float32, got .9,.",
     ),
-    "residual is NaN": (
-        lambda s: of_rank(s, 1, residual={"w": parts_of(s[1])["residual"]["w"] * float("nan")}),
-        "has values that are not finite",
-    ),
+    "residual is NaN": (residual(lambda r: r * math.nan), "has values that are not finite"),
     "owner's residual gone": (
-        lambda s: of_rank(s, 1, owner_residual={}, tensors=1),
+        of_rank(owner_residual={}, tensors=1),
         "owner_residual in this state is of some ranks only",
     ),
-    "of another model": (lambda s: run_local(3, trained, (64, 16)), "'w'"),
+    "of another model": (lambda s: run_local(3, trained, {"w": (64, 16)}), "'w'"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_lists_that_are_not_all_states_of_one_run_change_nothing(states, name):
     make, text = WRONG[name]
-    _, averager = averager_of(LocalCommunicator.group(2)[0])
-    averager.load_state_dict(states)
-    before = averager.state_dict()
+    mine = run(rank_of(2))
+    mine.averager.load_state_dict(states)
+    before, given = mine.parts(), make(states)
     with pytest.raises(ValueError, match=text):
-        averager.load_state_dict(make(states))
-    after = averager.state_dict()
-    assert torch.equal(parts_of(after)["residual"]["w"], parts_of(before)["residual"]["w"])
-    assert after["step"] == before["step"] == 1
+        mine.averager.load_state_dict(given)
+    assert same(mine.parts()["residual"], before["residual"]) and mine.state()["step"] == 1
 
 
-STAGES = {
-    "precondition": {"precondition": True},
-    "transform": {"advanced": Advanced(transform=AggregateAdagrad())},
-}
+STAGES = {"precondition": {"precondition": True}, "transform": {"transform": AggregateAdagrad()}}
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -161,73 +155,45 @@ def test_any_value_of_a_state_replaced_is_refused_or_harmless(world, stage):
     """Whatever the second of three states holds, loading raises ValueError and changes nothing, or
     `state_dict()` goes on.
     """
-    options = STAGES[stage]
-    states = run_local(3, lambda comm: trained(comm, **options))
-    _, averager = averager_of(LocalCommunicator.group(world)[0], **options)
-    averager.load_state_dict(states)
-    before, refused = digest_of(*tensors_in(averager.state_dict())), 0
+    options, shapes = STAGES[stage], {"w": (16, 8)}
+    states = run_local(3, lambda comm: trained(comm, shapes, **options))
+    mine = run(rank_of(world), shapes, **options)
+    mine.averager.load_state_dict(states)
+    before, refused = digest_of(*tensors_in(mine.state())), 0
     damages = (LEFT_OUT, None, "x", -1, 1.5, [], {}, torch.tensor(math.nan), torch.zeros(2, 2))
     for path in paths_of(states[1]):
         for value in damages:
             given = [states[0], with_value(states[1], path, value), states[2]]
             try:
-                averager.load_state_dict(given)
+                mine.averager.load_state_dict(given)
             except ValueError:
                 refused += 1
-                assert digest_of(*tensors_in(averager.state_dict())) == before, path
+                assert digest_of(*tensors_in(mine.state())) == before, path
             else:
-                averager.load_state_dict(averager.state_dict())
-                averager.load_state_dict(states)
+                mine.averager.load_state_dict(mine.state())
+                mine.averager.load_state_dict(states)
     assert refused > 100
 
 
 def test_ranks_that_own_nothing_have_states_too():
     """Four ranks share six values: only one of them owns any."""
-    layer = nn.Linear(2, 2)
-
-    def run(comm):
-        m = copy.deepcopy(layer)
-        averager = GradientAverager(
-            m.named_parameters(),
-            "onebit",
-            comm=comm,
-            advanced=Advanced(transform=AggregateAdagrad()),
-            timeout_s=20,
-        )
-        for p in m.parameters():
-            p.grad = torch.ones_like(p)
-        averager.average()
-        return averager.state_dict()
-
-    def load(comm, states):
-        m = copy.deepcopy(layer)
-        averager = GradientAverager(
-            m.named_parameters(),
-            "onebit",
-            comm=comm,
-            advanced=Advanced(transform=AggregateAdagrad()),
-            timeout_s=20,
-        )
-        averager.load_state_dict(states)
-        return parts_of(averager.state_dict())["transform_state"]
-
+    shapes = {"weight": (2, 2), "bias": (2,)}
+    options = {
+        "transform": AggregateAdagrad(),
+        "gradient": lambda name, shape, *_: torch.ones(shape),
+    }
     for old, new in ((4, 2), (4, 3), (2, 4)):
-        found = run_local(new, load, run_local(old, run))
+        before = run_local(old, lambda comm: trained(comm, shapes, **options))
+        found = run_local(new, lambda comm, s=before: loaded(comm, s, shapes, **options))
         for name, numel in (("weight", 4), ("bias", 2)):
-            assert torch.equal(torch.cat([state[name] for state in found]), torch.ones(numel))
+            whole = torch.cat([parts["transform_state"][name] for parts in found])
+            assert torch.equal(whole, torch.ones(numel))
 
 
 def test_a_list_with_as_many_ranks_is_ones_own_state(states):
-    def load(comm):
-        _, averager = averager_of(comm)
-        averager.load_state_dict(states[::-1])
-        return averager.state_dict()
-
-    for mine, found in zip(states, run_local(3, load), strict=True):
-        assert torch.equal(parts_of(mine)["residual"]["w"], parts_of(found)["residual"]["w"])
-        assert torch.equal(
-            parts_of(mine)["owner_residual"]["w"], parts_of(found)["owner_residual"]["w"]
-        )
+    for state, found in zip(states, run_local(3, loaded, states[::-1]), strict=True):
+        for part in ("residual", "owner_residual"):
+            assert same(parts_of(state)[part], found[part])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -235,64 +201,40 @@ def test_a_single_rank_pays_what_the_others_owed(dtype):
     """Promise 5: nothing is lost, whatever number of ranks goes on; NaN and a step thrown away
     leave the debt.
     """
-
-    def run(comm):
-        p = nn.Parameter(torch.zeros(64, 32, dtype=dtype))
-        averager = GradientAverager([("w", p)], "onebit", comm=comm, timeout_s=20)
-        p.grad = torch.randn(64, 32, generator=torch.Generator().manual_seed(comm.rank)).to(dtype)
-        averager.average()
-        return averager.state_dict()
-
-    states = run_local(3, run)
+    states = run_local(3, lambda comm: trained(comm, dtype=dtype))
     owed = torch.stack([parts_of(s)["residual"]["w"].double() for s in states]).sum(0) / 3
     owed += torch.cat([parts_of(s)["owner_residual"]["w"] for s in states])
     assert owed.abs().max() > 0.1
-    p = nn.Parameter(torch.zeros(64, 32, dtype=dtype))
-    averager = GradientAverager([("w", p)], "onebit", comm=LocalCommunicator.group(1)[0])
-    averager.load_state_dict(states)
-    assert torch.allclose(
-        parts_of(averager.state_dict())["residual"]["w"].double(), owed, atol=1e-6
-    )
+    mine = run(rank_of(1), dtype=dtype, gradient=lambda name, shape, *_: torch.ones(shape))
+    mine.averager.load_state_dict(states)
+    assert torch.allclose(mine.parts()["residual"]["w"].double(), owed, atol=1e-6)
 
     def average(value):
-        p.grad = torch.full_like(p, value)
-        averager.average()
-        return p.grad.flatten().double()
+        return mine.step(0, value)["w"].flatten().double()
 
-    assert average(float("nan")).isnan().all()
+    assert average(math.nan).isnan().all()
     average(0.0)
-    averager.discard_step()
+    mine.averager.discard_step()
     paid = average(0.0)
-    left = parts_of(averager.state_dict())["residual"]["w"].double()
+    left = mine.parts()["residual"]["w"].double()
     assert torch.allclose(paid + left, owed, atol=1e-6)
     assert bool((left == 0).all()) is (dtype is torch.float32)
     assert torch.equal(average(1.0), left.float().add(1.0).to(dtype).double()), "paid once"
     if dtype is torch.float32:
         average(1.0)
-        assert parts_of(averager.state_dict())["residual"] == {}, "and its memory is given back"
+        assert mine.parts()["residual"] == {}, "and its memory is given back"
 
 
-def test_one_state_with_all_ranks_is_the_same_as_a_list(states):
+@pytest.mark.parametrize("world", [2, 3])
+def test_one_state_with_all_ranks_is_the_same_as_a_list(states, world):
     merged = states[0] | {"ranks": {k: v for state in states for k, v in state["ranks"].items()}}
-
-    def load(comm, given):
-        _, averager = averager_of(comm)
-        averager.load_state_dict(given)
-        return parts_of(averager.state_dict())
-
-    for world in (2, 3):
-        for one, two in zip(
-            run_local(world, load, merged), run_local(world, load, states), strict=True
-        ):
-            assert one["residual"]
-            assert digest_of(*tensors_in(one)) == digest_of(*tensors_in(two))
+    one, two = (run_local(world, loaded, given) for given in (merged, states))
+    assert all(parts["residual"] for parts in one)
+    assert digest_of(*tensors_in(one)) == digest_of(*tensors_in(two))
 
 
 @pytest.mark.parametrize(("world", "nodes"), [(2, [[0, 1]]), (4, [[0, 1], [2, 3]])])
 def test_a_hierarchical_exchange_takes_no_other_number_of_ranks(states, world, nodes):
-    def load(comm):
-        _, averager = averager_of(comm, exchange="hierarchical", advanced=Advanced(nodes=nodes))
-        averager.load_state_dict(states)
-
+    options = {"exchange": "hierarchical", "nodes": nodes}
     with pytest.raises(ValueError, match="belongs to its nodes.*3 ranks then"):
-        run_local(world, load)
+        run_local(world, lambda comm: loaded(comm, states, **options))

@@ -2,11 +2,14 @@
 flagged or not.
 """
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
+from _averaging import Run
+from _models import bits
 from _ranks import run_local
-from _saved import parts_of
 from torch import nn
 
 from gradcomp import Block, CorruptPayload, GradientAverager, Identity, OneBit, PeerLost, TernGrad
@@ -18,7 +21,12 @@ from gradcomp.memory import moments
 from gradcomp.optim import OneBitAdam
 from gradcomp.payload.pieces import Slot
 
-SCATTER = {"identity": "fp32", "onebit": "requantize", "bf16": "bf16", "terngrad": "exact"}
+SCATTER = {
+    "identity": (Identity(), "fp32"),
+    "onebit": (OneBit(), "requantize"),
+    "bf16": (OneBit(second_phase="bf16"), "bf16"),
+    "terngrad": (TernGrad(), "exact"),
+}
 
 
 def exchange_of(comm, codec, slots, strategy, dtype=torch.float32, keeps_packed=True):
@@ -30,12 +38,8 @@ def averaged(comm, codec, values, strategy, dtype=torch.float32, keeps_packed=Tr
     """Exchange one bucket; return (flagged, kept packed, the averages as float32)."""
     slots = [Slot(0, 512, codec.group_numel((512,)), True, 0), Slot(1, 64, 64, False, 512)]
     exchange = exchange_of(comm, codec, slots, strategy, dtype, keeps_packed)
-    bucket = (
-        torch.tensor(values[comm.rank] if isinstance(values, list) else values)
-        .expand(576)
-        .to(dtype)
-        .contiguous()
-    )
+    value = values[comm.rank] if isinstance(values, list) else values
+    bucket = torch.full((576,), value).to(dtype)
     run_stages(exchange, bucket, 0)
     flagged, kept = exchange.flagged, exchange.averages is not None
     exchange.unpack()
@@ -66,19 +70,16 @@ def around(bound, world):
     sum is `bound`.
     """
     share = np.float32(bound / world)
-    return [
-        [float(np.nextafter(share, np.float32(0)))] + [float(share)] * (world - 1),
-        [float(share)] * world,
-    ]
+    less = np.nextafter(share, np.float32(0))
+    return [[float(less)] + [float(share)] * (world - 1), [float(share)] * world]
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_averages_stay_packed_up_to_the_bound_and_not_at_it(world):
     """2**127 for the sum over ranks, whatever their number: at 2**128 it would overflow."""
     for values, keeps in zip(around(2.0**127, world), (True, False), strict=True):
-        for flagged, kept, average in run_local(
-            world, averaged, Identity(), values, Strategy("all_gather")
-        ):
+        found = run_local(world, averaged, Identity(), values, Strategy("all_gather"))
+        for flagged, kept, average in found:
             assert (flagged, kept) == (False, keeps)
             assert torch.isfinite(average).all()
 
@@ -88,13 +89,8 @@ def test_owners_means_are_bounded_one_by_one(name):
     """Of a reduce_scatter each average arrives as one payload, so eight large ones are no reason
     to unpack.
     """
-    codec = {
-        "identity": Identity(),
-        "onebit": OneBit(),
-        "bf16": OneBit(second_phase="bf16"),
-        "terngrad": TernGrad(),
-    }[name]
-    strategy = Strategy("reduce_scatter", SCATTER[name])
+    codec, second = SCATTER[name]
+    strategy = Strategy("reduce_scatter", second)
     for flagged, kept, average in run_local(3, averaged, codec, 2e37, strategy):
         assert (flagged, kept) == (False, True)
         assert torch.isfinite(average).all()
@@ -171,32 +167,25 @@ def test_decode_refuses_a_value_that_no_flag_announces(value):
 # ---- threads that flush denormals to zero --------------------------------------------------------
 
 
-def denormal_averages(comm, codec, exchange, dtype, flushes):
-    """Average denormal gradients over three steps; return the bits of averages and residuals."""
-    named = [
-        ("w", nn.Parameter(torch.zeros(40, 30, dtype=dtype))),
-        ("b", nn.Parameter(torch.zeros(10, dtype=dtype))),
-    ]
-    found = []
-    integers = torch.int32 if dtype == torch.float32 else torch.int16
-    averager = GradientAverager(named, codec, comm=comm, min_numel=100, exchange=exchange)
+@contextlib.contextmanager
+def flushing(flushes):
+    """Set whether this thread flushes denormals."""
+    assert torch.set_flush_denormal(flushes)
     try:
-        assert torch.set_flush_denormal(flushes)
-        for step in range(3):
-            generator = torch.Generator().manual_seed(2 * step + comm.rank)
-            for _, p in named:
-                bits = torch.randint(1, 100, p.shape, generator=generator, dtype=integers)
-                p.grad = bits.view(dtype)
-            averager.average()
-            found += [p.grad.view(integers).numpy().tobytes() for _, p in named]
+        yield
     finally:
         torch.set_flush_denormal(False)
-    found += [
-        r.view(torch.int32).numpy().tobytes()
-        for r in parts_of(averager.state_dict())["residual"].values()
-    ]
-    averager.close()
-    return found
+
+
+def integers(tensors):
+    """Return the bytes of tensors."""
+    return [bits([t]) for t in tensors]
+
+
+def denormal(name, shape, step, rank, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(2 * step + rank)
+    kind = torch.int32 if dtype == torch.float32 else torch.int16
+    return torch.randint(1, 100, shape, generator=generator, dtype=kind).view(dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -204,43 +193,47 @@ def denormal_averages(comm, codec, exchange, dtype, flushes):
 @pytest.mark.parametrize("codec", [Identity(), TernGrad(), OneBit()], ids=lambda c: c.name)
 def test_averages_do_not_depend_on_flushing_denormals(codec, exchange, dtype):
     """Kernels keep denormals whatever the caller's thread has set."""
-    kept, flushed = (
-        run_local(2, denormal_averages, codec, exchange, dtype, flushes)
-        for flushes in (False, True)
-    )
+
+    def work(comm, flushes):
+        options = {"min_numel": 100, "exchange": exchange, "dtype": dtype}
+        mine = Run(comm, codec, {"w": (40, 30), "b": (10,)}, **options)
+        found = []
+        with flushing(flushes):
+            for step in range(3):
+                for name, p in mine.named.items():
+                    p.grad = denormal(name, p.shape, step, comm.rank, dtype)
+                mine.averager.average()
+                found += [p.grad.clone() for p in mine.named.values()]
+        return integers([*found, *mine.parts()["residual"].values()])
+
+    kept, flushed = (run_local(2, work, flushes) for flushes in (False, True))
     assert kept == flushed
     assert any(set(average) != {0} for average in kept[0])
 
 
-def tiny_tensors(comm, codec, flushing):
+def tiny_tensors(comm, codec, flushes):
     """Average gradients of which a tensor's typical one is denormal, then ordinary ones, in
     units of second moments.
     """
-    named = [("w", nn.Parameter(torch.zeros(40, 30))), ("v", nn.Parameter(torch.zeros(2000)))]
-    found = []
-    averager = GradientAverager(
-        named, codec, comm=comm, min_numel=100, precondition=True, timeout_s=20
-    )
-    try:
-        assert torch.set_flush_denormal(comm.rank in flushing)
+
+    def given(name, shape, step, rank):
+        generator = torch.Generator().manual_seed(2 * step + rank)
+        if step >= 2:
+            return torch.randn(shape, generator=generator)
+        limits = 1 << 22, 1 << 23  # 5.9e-39 and up
+        drawn = torch.randint(*limits, shape, generator=generator, dtype=torch.int32)
+        return drawn.view(torch.float32)
+
+    options = {"min_numel": 100, "precondition": True, "gradient": given}
+    mine = Run(comm, codec, {"w": (40, 30), "v": (2000,)}, **options)
+    with flushing(comm.rank in flushes):
+        found = []
         for step in range(4):
-            generator = torch.Generator().manual_seed(2 * step + comm.rank)
-            for _, p in named:
-                bits = torch.randint(
-                    1 << 22, 1 << 23, p.shape, generator=generator, dtype=torch.int32
-                )  # 5.9e-39 and up
-                p.grad = (
-                    bits.view(torch.float32)
-                    if step < 2
-                    else torch.randn(p.shape, generator=generator)
-                )
-            averager.average()
-            found += [p.grad.view(torch.int32).numpy().tobytes() for _, p in named]
-    finally:
-        torch.set_flush_denormal(False)
-    kept = parts_of(averager.state_dict())["second_moment"].values()
-    averager.close()
-    return found, [m.view(torch.int32).numpy().tobytes() for m in kept]
+            for name, p in mine.named.items():
+                p.grad = given(name, p.shape, step, comm.rank)
+            mine.averager.average()
+            found += [p.grad.clone() for p in mine.named.values()]
+    return integers([*found, *mine.parts()["second_moment"].values()])
 
 
 @pytest.mark.parametrize(
@@ -250,45 +243,28 @@ def test_second_moments_do_not_depend_on_flushing_denormals(codec):
     """On a rank that flushed them the typical value of a tensor was 0: its moments stood still
     there, and averages differed.
     """
-    kept, mixed = (run_local(2, tiny_tensors, codec, flushing) for flushing in ((), (1,)))
+    kept, mixed = (run_local(2, tiny_tensors, codec, flushes) for flushes in ((), (1,)))
     assert kept[0] == kept[1] == mixed[0] == mixed[1]
 
 
-def test_denormal_moments_are_not_0_where_the_thread_flushes_them():
-    given = [torch.full((n,), value) for n in (3, 5000) for value in (0.0, 2.0**-140)]
-    assert torch.set_flush_denormal(True)
-    try:
-        found = [moments.any_bits(values) for values in given]
-    finally:
-        torch.set_flush_denormal(False)
-    assert found == [False, True] * 2
-
-
-def tiny_gradients(comm, size, flushing):
+def tiny_gradients(comm, size, flushes):
     """Step OneBitAdam from gradients whose variance is near the smallest normal number."""
     net = nn.Linear(64, 32)
-    with torch.no_grad():
-        for p in net.parameters():
-            p.fill_(1.0)
+    for p in net.parameters():
+        nn.init.ones_(p)
     optimizer = OneBitAdam(net.parameters(), lr=1e-3, freeze_step=2)
-    averager = GradientAverager(
-        net, OneBit(), comm=comm, optimizer=optimizer, min_numel=0, timeout_s=20
-    )
-    try:
-        assert torch.set_flush_denormal(comm.rank in flushing)
+    options = {"optimizer": optimizer, "min_numel": 0, "timeout_s": 20}
+    averager = GradientAverager(net, OneBit(), comm=comm, **options)
+    with flushing(comm.rank in flushes):
         for step in range(5):
             generator = torch.Generator().manual_seed(2 * step + comm.rank)
             for p in net.parameters():
-                p.grad = (
-                    torch.randn(p.shape, generator=generator, dtype=torch.float64) * size
-                ).float()
+                drawn = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+                p.grad = (drawn * size).float()
             averager.average()
             optimizer.step()
-    finally:
-        torch.set_flush_denormal(False)
     averager.close()
-    variances = [optimizer.state[p]["exp_avg_sq"] for p in net.parameters()]
-    return [t.detach().view(torch.int32).numpy().tobytes() for t in (*net.parameters(), *variances)]
+    return integers([*net.parameters(), *(v["exp_avg_sq"] for v in optimizer.state.values())])
 
 
 @pytest.mark.parametrize("size", [1e-16, 1e-17])
@@ -296,7 +272,7 @@ def test_a_variance_that_stands_still_does_not_depend_on_flushing_denormals(size
     """Its smallest elements were raised to a denormal number, which is 0 where the thread
     flushes: weights differed.
     """
-    kept, mixed = (run_local(2, tiny_gradients, size, flushing) for flushing in ((), (1,)))
+    kept, mixed = (run_local(2, tiny_gradients, size, flushes) for flushes in ((), (1,)))
     assert kept[0] == kept[1] == mixed[0] == mixed[1]
 
 
@@ -304,26 +280,23 @@ def test_a_variance_that_stands_still_does_not_depend_on_flushing_denormals(size
 def test_the_inverse_of_a_typical_value_is_one_rounding(flushes):
     values = [2.0**-149, 2.0**-128, 2.9387e-39, 1e-38, 2.0**-126, 1.1, 3.0, 2.0**126, 8e37]
     values += (torch.rand(500, generator=torch.Generator().manual_seed(0)) * 3 + 1e-3).tolist()
-    bits = np.array(values, np.float32).view(np.int32).tolist()
+    values = np.array(values, np.float32)
     with np.errstate(all="ignore"):
-        wanted = [float(np.float32(1) / np.float32(v)) for v in np.array(values, np.float32)]
-    assert torch.set_flush_denormal(flushes)
-    try:
-        found = [moments._inverse(moments._exact(b)) for b in bits]
-        none = [
-            moments._inverse(moments._exact(b)) for b in (0, 0x7F800000, 0x7FC00000, 0x7F7FFFFF)
-        ]
-    finally:
-        torch.set_flush_denormal(False)
+        wanted = [float(np.float32(1) / v) for v in values]
+    with flushing(flushes):
+        found, none = (
+            [moments._inverse(moments._exact(b)) for b in given]
+            for given in (values.view(np.int32).tolist(), (0, 0x7F800000, 0x7FC00000, 0x7F7FFFFF))
+        )
     assert found == [v if v < float("inf") else 0.0 for v in wanted] and none == [0.0] * 4
 
 
-def test_given_scales_keep_denormals():
-    """As torch operations flushed them where the thread does, a scale became 0."""
+def test_denormals_count_where_the_thread_flushes_them():
+    """Moments are not 0, and neither is a given scale, which torch's operations made 0."""
+    given = [torch.full((n,), value) for n in (3, 5000) for value in (0.0, 2.0**-140)]
     scale = torch.full((1,), 2.0**-130)
-    assert torch.set_flush_denormal(True)
-    try:
+    with flushing(True):
+        found = [moments.any_bits(values) for values in given]
         payload = TernGrad().encode(torch.ones(8), scale=scale)
-    finally:
-        torch.set_flush_denormal(False)
+    assert found == [False, True] * 2
     assert TernGrad().decode(payload).eq(2.0**-130).all()

@@ -3,20 +3,22 @@ checkpoints, other world sizes.
 """
 
 import copy
-import math
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from _averaging import Run, same
 from _expected import average
-from _ranks import run_local
+from _models import bits
+from _ranks import each_rank, run_local
 from _saved import parts_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradcomp
 import gradcomp.ddp
-from gradcomp import EntropyCoded, GradientAverager, Identity, OneBit, TernGrad
+from gradcomp import EntropyCoded, Identity, OneBit, TernGrad
 from gradcomp.exchange.sizing import choose
 from gradcomp.onebit_sgd import AggregateAdagrad, LocalAdagrad, MomentumAdagrad
 from gradcomp.optim import SplitSGD, split_parameters
@@ -24,6 +26,7 @@ from gradcomp.payload.pieces import ByElements
 from gradcomp.plan.nbytes import predict_bytes
 
 SHAPES = {"w": (40, 33), "b": (5,), "v": (1111,), "one": (1,)}
+MIN_NUMEL = 1024
 CODECS = [
     Identity(),
     OneBit(),
@@ -33,13 +36,18 @@ CODECS = [
 ]
 
 
-def parameters():
-    return {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
-
-
-def gradient(name, step, rank):
+def gradient(name, shape, step, rank):
     generator = torch.Generator().manual_seed(7919 * step + 31 * rank + len(name))
-    return torch.randn(SHAPES[name], generator=generator) * 10.0 ** (rank - 1)
+    return torch.randn(shape, generator=generator) * 10.0 ** (rank - 1)
+
+
+def of(name, step, rank):
+    return gradient(name, SHAPES[name], step, rank).numpy().ravel()
+
+
+def run(comm, codec="onebit", transform=None, **options):
+    options = {"min_numel": MIN_NUMEL, "gradient": gradient, **options}
+    return Run(comm, codec, SHAPES, transform=transform, **options)
 
 
 class Adagrad:
@@ -53,112 +61,73 @@ class Adagrad:
         return g / (np.sqrt(self.total) + np.float32(1e-10))
 
 
-def averages(comm, codec, steps, cap=25.0, transform=None, **options):
-    """Return what `average` has given for every step and parameter, and the averager."""
-    named = parameters()
-    averager = GradientAverager(
-        named.items(),
-        codec,
-        comm=comm,
-        bucket_cap_mb=cap,
-        advanced=gradcomp.Advanced(transform=transform),
-        **{"min_numel": 1024, **options},
-    )
-    out = []
+def expected(codec, world, steps):
+    """Yield the averages of a step by name, from the reference and the formula alone."""
+    strategy, formulas = choose(codec, world, owner_transform=True), {}
     for step in range(steps):
-        for name, p in named.items():
-            p.grad = gradient(name, step, comm.rank)
-        averager.average()
-        out.append({name: p.grad.clone() for name, p in named.items()})
-    return out, averager
-
-
-def expected(codec, world, steps, min_numel):
-    """Return the same from the reference and the formula alone."""
-    strategy = choose(codec, world, owner_transform=True)
-    out = [{} for _ in range(steps)]
-    for index, (name, shape) in enumerate(SHAPES.items()):
-        formula, residuals, owners = Adagrad(), None, None
-        numel = int(np.prod(shape))
-        own = codec if numel >= min_numel else Identity()
-        for step in range(steps):
-            grads = [gradient(name, step, k).numpy().ravel() for k in range(world)]
-            mean, residuals, owners = average(
-                grads,
-                own,
+        out = {}
+        for index, (name, shape) in enumerate(SHAPES.items()):
+            formula, *kept = formulas.get(name, (Adagrad(), None, None))
+            mean, *kept = average(
+                [of(name, step, k) for k in range(world)],
+                codec if np.prod(shape) >= MIN_NUMEL else Identity(),
                 strategy,
                 step=step,
                 parameter=index,
                 shape=shape,
-                residuals=residuals,
-                owner_residuals=owners,
+                residuals=kept[0],
+                owner_residuals=kept[1],
                 transform=formula,
             )
-            out[step][name] = np.asarray(mean).reshape(shape)
-    return out
+            out[name], formulas[name] = torch.from_numpy(mean).view(shape), (formula, *kept)
+        yield out
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
-def test_the_aggregate_is_transformed_before_it_is_encoded_again(over, codec, world):
+@each_rank(by="over")
+def test_the_aggregate_is_transformed_before_it_is_encoded_again(comm, codec, world):
     """Every value of three steps from the reference: sums of squares see fp32 pieces and decoded
     means alike.
     """
-    results = over(world, one_run, codec)
-    wanted = expected(codec, world, 3, 1024)
-    for got in results:
-        for step in range(3):
-            for name in SHAPES:
-                assert np.array_equal(got[step][name], wanted[step][name]), (step, name)
-
-
-def one_run(comm, codec):
-    out, averager = averages(comm, codec, 3, transform=AggregateAdagrad())
-    again, _ = averages(comm, codec, 3, cap=0.004, transform=AggregateAdagrad())
-    assert all(torch.equal(a[n], b[n]) for a, b in zip(out, again, strict=True) for n in SHAPES), (
-        "buckets change bits"
-    )
-    shapes = list(SHAPES.items())
-    sent = predict_bytes(
-        codec, shapes, comm.world_size, rank=comm.rank, min_numel=1024, owner_transform=True
-    ).sent
-    assert averager.stats.bytes_sent == 3 * sent
-    return [{name: g.numpy() for name, g in step.items()} for step in out]
+    whole = run(comm, codec, AggregateAdagrad())
+    cut = run(comm, codec, AggregateAdagrad(), bucket_cap_mb=0.004)
+    for step, wanted in enumerate(expected(codec, world, 3)):
+        assert same(whole.step(step), wanted), step
+        assert same(cut.step(step), wanted), "buckets change bits"
+    options = {"rank": comm.rank, "min_numel": MIN_NUMEL, "owner_transform": True}
+    sent = predict_bytes(codec, list(SHAPES.items()), comm.world_size, **options).sent
+    assert whole.averager.stats.bytes_sent == 3 * sent
 
 
 @pytest.mark.parametrize("transform", [AggregateAdagrad(), LocalAdagrad()], ids=repr)
-def test_one_rank_does_the_same(transform):
-    out, averager = run_local(1, averages, "onebit", 3, 25.0, transform)[0]
-    for name in SHAPES:
-        formula = Adagrad()
-        for step in range(3):
-            wanted = formula(gradient(name, step, 0).numpy())
-            assert np.array_equal(out[step][name].numpy(), wanted)
-    assert averager.stats.bytes_sent == 0 and "world size 1" in averager.describe()
+@each_rank(1, "local")
+def test_one_rank_does_the_same(comm, transform):
+    alone, formulas = run(comm, transform=transform), {name: Adagrad() for name in SHAPES}
+    for step in range(3):
+        for name, got in alone.step(step).items():
+            assert np.array_equal(got.numpy().ravel(), formulas[name](of(name, step, 0)))
+    assert alone.averager.stats.bytes_sent == 0 and "world size 1" in alone.averager.describe()
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])
-def test_local_adagrad_comes_before_the_codes(exchange):
-    def run(comm):
-        return averages(comm, Identity(), 3, transform=LocalAdagrad(), exchange=exchange)[0]
-
-    results = run_local(3, run)
-    for name in SHAPES:
-        formulas = [Adagrad() for _ in range(3)]
-        for step in range(3):
-            changed = [f(gradient(name, step, k).numpy().ravel()) for k, f in enumerate(formulas)]
+@each_rank(3, "local")
+def test_local_adagrad_comes_before_the_codes(comm, exchange):
+    mine = run(comm, Identity(), LocalAdagrad(), exchange=exchange)
+    formulas = {name: [Adagrad() for _ in range(3)] for name in SHAPES}
+    for step in range(3):
+        for name, got in mine.step(step).items():
+            changed = [f(of(name, step, k)) for k, f in enumerate(formulas[name])]
             wanted, _, _ = average(changed, Identity(), choose(Identity(), 3, exchange))
-            assert all(np.array_equal(got[step][name].numpy().ravel(), wanted) for got in results)
+            assert np.array_equal(got.numpy().ravel(), wanted)
 
 
-def test_local_adagrad_and_ternary_share_the_scale_of_what_is_encoded():
-    def run(comm):
-        return averages(comm, TernGrad(clip_sigma=None), 1, transform=LocalAdagrad())[0]
-
-    # after the first step every value is +-1, so every code is +-1 and nothing is lost
-    for out in run_local(3, run):
-        signs = sum(gradient("v", 0, k).sign() for k in range(3)) / 3
-        assert torch.allclose(out[0]["v"], signs, atol=1e-6)
+@each_rank(3, "local")
+def test_local_adagrad_and_ternary_share_the_scale_of_what_is_encoded(comm):
+    """After the first step every value is +-1, so every code is +-1 and nothing is lost."""
+    found = run(comm, TernGrad(clip_sigma=None), LocalAdagrad()).step(0)["v"]
+    signs = sum(np.sign(of("v", 0, k)) for k in range(3)) / 3
+    assert np.allclose(found, signs, atol=1e-6)
 
 
 # ---- nothing is left of a bad step ---------------------------------------------------------------
@@ -173,19 +142,14 @@ class Poison(gradcomp.Transform):
             values[0] = float("nan")
 
 
-def poisoned(comm):
-    out, averager = averages(comm, OneBit(), 2, transform=Poison())
-    return (
-        [{n: bool(g.isnan().all()) for n, g in step.items()} for step in out],
-        parts_of(averager.state_dict())["transform_state"],
-        averager.stats.nonfinite_buckets,
-    )
-
-
-def test_a_transform_that_makes_nan_makes_it_on_every_rank():
-    for flags, states, count in run_local(3, poisoned):
-        assert not any(flags[0].values()) and all(flags[1].values()) and count == 1
-        assert all(bool((s == 1).all()) for s in states.values()), "the state of before stays"
+@each_rank(3, "local")
+def test_a_transform_that_makes_nan_makes_it_on_every_rank(comm):
+    mine = run(comm, OneBit(), Poison())
+    assert not any(bool(g.isnan().any()) for g in mine.step(0).values())
+    assert all(bool(g.isnan().all()) for g in mine.step(1).values())
+    assert mine.averager.stats.nonfinite_buckets == 1
+    states = mine.parts()["transform_state"].values()
+    assert all(bool((s == 1).all()) for s in states), "the state of before stays"
 
 
 class Broken(gradcomp.Transform):
@@ -194,41 +158,20 @@ class Broken(gradcomp.Transform):
 
 
 def test_a_transform_that_raises_ends_every_rank():
-    def run(comm):
+    def work(comm):
         try:
-            averages(comm, OneBit(), 1, transform=Broken(), timeout_s=20)
+            run(comm, OneBit(), Broken()).step(0)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 
-    said = run_local(2, run)
+    said = run_local(2, work)
     assert any("no transform today" in text for text in said), said
     assert all("no transform today" in text or "PeerLost" in text for text in said), said
 
 
 class Scaler:
-    scale = 1024.0
-
     def get_scale(self):
-        return self.scale
-
-
-def overflowing(comm, transform):
-    p = nn.Parameter(torch.zeros(64, 32, dtype=torch.float16))
-    averager = GradientAverager(
-        [("w", p)],
-        Identity(),
-        comm=comm,
-        advanced=gradcomp.Advanced(transform=transform),
-        grad_scaler=Scaler(),
-    )
-    p.grad = torch.full((64, 32), 100.0 if comm.rank == 0 else float("inf"), dtype=torch.float16)
-    averager.average()
-    states = parts_of(averager.state_dict())["transform_state"].values()
-    return (
-        bool(p.grad.isfinite().any()),
-        averager.stats.nonfinite_buckets,
-        sum(float(s.sum()) for s in states),
-    )
+        return 1024.0
 
 
 class Exploding(gradcomp.Transform):
@@ -240,9 +183,13 @@ class Exploding(gradcomp.Transform):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_what_overflows_in_the_buckets_dtype_leaves_no_trace(world):
-    for finite, count, total in run_local(world, overflowing, Exploding()):
-        assert not finite and count == 1 and total == 0
+@each_rank(by="local")
+def test_what_overflows_in_the_buckets_dtype_leaves_no_trace(comm, world):
+    options = {"transform": Exploding(), "grad_scaler": Scaler(), "dtype": torch.float16}
+    mine = Run(comm, Identity(), {"w": (64, 32)}, **options)
+    assert not mine.step(0, 100.0 if comm.rank == 0 else float("inf"))["w"].isfinite().any()
+    assert mine.averager.stats.nonfinite_buckets == 1
+    assert not any(state.any() for state in mine.parts()["transform_state"].values())
 
 
 # ---- checkpoints, other world sizes --------------------------------------------------------------
@@ -250,56 +197,26 @@ def test_what_overflows_in_the_buckets_dtype_leaves_no_trace(world):
 
 def test_owners_keep_their_share_of_the_sums():
     def work(comm):
-        _, averager = averages(comm, OneBit(), 2, transform=AggregateAdagrad())
-        return sum(t.numel() for t in parts_of(averager.state_dict())["transform_state"].values())
+        mine = run(comm, transform=AggregateAdagrad())
+        mine.steps(2)
+        return sum(t.numel() for t in mine.parts()["transform_state"].values())
 
     numels = run_local(3, work)
     assert sum(numels) == sum(int(np.prod(s)) for s in SHAPES.values())
     assert max(numels) < 0.4 * sum(numels)
 
 
-def test_states_that_do_not_fit_change_nothing():
-    def run(comm):
-        _, averager = averages(comm, OneBit(), 1, transform=AggregateAdagrad())
-        before = averager.state_dict()
-        for change in ("negative", "nan", "missing"):
-            bad = copy.deepcopy(before)
-            if change == "missing":
-                del parts_of(bad)["transform_state"]["v"]
-                bad["ranks"][str(comm.rank)]["tensors"] -= 1
-            else:
-                parts_of(bad)["transform_state"]["v"][3] = (
-                    -1.0 if change == "negative" else float("nan")
-                )
-            with pytest.raises(ValueError, match="'v'"):
-                averager.load_state_dict(bad)
-        after = averager.state_dict()
-        assert all(
-            torch.equal(v, parts_of(after)["transform_state"][n])
-            for n, v in parts_of(before)["transform_state"].items()
-        )
-
-    run_local(2, run)
-
-
-def same_on_every_rank(comm, states, steps, codec, transform):
-    named = parameters()
-    averager = GradientAverager(
-        named.items(),
-        codec,
-        comm=comm,
-        advanced=gradcomp.Advanced(transform=transform),
-        min_numel=1024,
-    )
-    if states:
-        averager.load_state_dict(states)
-    out = []
-    for step in steps:
-        for name, p in named.items():
-            p.grad = gradient(name, step, 0)
-        averager.average()
-        out.append({name: p.grad.clone() for name, p in named.items()})
-    return out, averager.state_dict()
+@each_rank(2, "local")
+def test_states_that_do_not_fit_change_nothing(comm):
+    mine = run(comm, transform=AggregateAdagrad())
+    mine.step(0)
+    before = mine.state()
+    for value in (-1.0, float("nan")):
+        bad = copy.deepcopy(before)
+        parts_of(bad)["transform_state"]["v"][3] = value
+        with pytest.raises(ValueError, match="'v'"):
+            mine.averager.load_state_dict(bad)
+    assert same(mine.parts()["transform_state"], parts_of(before)["transform_state"])
 
 
 @pytest.mark.parametrize("transform", [AggregateAdagrad(), LocalAdagrad()], ids=repr)
@@ -307,21 +224,20 @@ def test_states_are_shared_out_anew_for_another_world_size(transform):
     """Where all ranks have the same gradients, 4, 2 and 1 ranks are one run (means of equal
     values are exact there).
     """
-    whole = run_local(1, same_on_every_rank, None, range(6), Identity(), transform)[0][0]
+
+    def work(comm, states, first, last):
+        mine = run(comm, Identity(), transform, gradient=lambda *of: gradient(*of[:3], 0))
+        if states:
+            mine.averager.load_state_dict(states)
+        return mine.steps(first, last), mine.state()
+
+    whole = run_local(1, work, None, 0, 6)[0][0]
     got, states = [], None
     for number, world in enumerate((4, 2, 1)):
-        results = run_local(
-            world,
-            same_on_every_rank,
-            states,
-            range(2 * number, 2 * number + 2),
-            Identity(),
-            transform,
-        )
+        results = run_local(world, work, states, 2 * number, 2 * number + 2)
         got += results[0][0]
         states = [state for _, state in results]
-    for a, b in zip(whole, got, strict=True):
-        assert all(torch.equal(a[n], b[n]) for n in SHAPES)
+    assert all(same(a, b) for a, b in zip(whole, got, strict=True))
 
 
 @pytest.mark.parametrize(("old", "new"), [(4, 3), (3, 4), (4, 2), (2, 4), (1, 3)])
@@ -331,13 +247,14 @@ def test_what_is_owed_is_owed_by_the_new_ranks(old, new):
     """
 
     def train(comm):
-        _, averager = averages(comm, OneBit(), 3)
-        return averager.state_dict()
+        mine = run(comm, OneBit())
+        mine.steps(3)
+        return mine.state()
 
     def load(comm, states):
-        averager = GradientAverager(parameters().items(), OneBit(), comm=comm, min_numel=1024)
-        averager.load_state_dict(states)
-        return averager.state_dict()
+        mine = run(comm, OneBit())
+        mine.averager.load_state_dict(states)
+        return mine.state()
 
     def owed(states):
         total = {}
@@ -354,159 +271,107 @@ def test_what_is_owed_is_owed_by_the_new_ranks(old, new):
     assert all(s["step"] == 3 and s["world_size"] == new for s in after)
     wanted, got = owed(before), owed(after)
     assert wanted.keys() == got.keys() and (old == 1 or "v" in wanted)
-    for name in wanted:
-        assert torch.allclose(
-            wanted[name], got[name], rtol=0, atol=1e-5 * float(wanted[name].abs().max())
-        )
-    with pytest.raises(ValueError, match="one of every rank"):
-        run_local(new, load, before[1:] if old > 1 else [])
-    if old > 1:
-        with pytest.raises(ValueError, match="not of one run: step"):
-            run_local(new, load, [{**before[0], "step": 9}, *before[1:]])
-
-
-# ---- warm start ----------------------------------------------------------------------------------
+    for name, values in wanted.items():
+        assert (values - got[name]).abs().max() <= 1e-5 * values.abs().max()
 
 
 def test_warm_start_leaves_everything_clean():
     """Before warmup_steps gradients are plain averages; from there on it is a run that begins."""
 
-    def run(comm, start, steps):
-        named = parameters()
-        averager = GradientAverager(
-            named.items(),
-            OneBit(),
-            comm=comm,
-            advanced=gradcomp.Advanced(transform=AggregateAdagrad()),
-            warmup_steps=start,
-            min_numel=1024,
-        )
-        out = []
-        for step in steps:
-            for name, p in named.items():
-                p.grad = gradient(name, step, comm.rank)
-            averager.average()
-            out.append({name: p.grad.clone() for name, p in named.items()})
-            if averager.step == start:
-                assert not any(parts_of(averager.state_dict()).values())
+    def work(comm, warmup_steps, first):
+        mine, out = run(comm, OneBit(), AggregateAdagrad(), warmup_steps=warmup_steps), []
+        for step in range(first, 6):
+            out.append(mine.step(step))
+            if mine.averager.step == warmup_steps:
+                assert not any(mine.parts().values())
         return out
 
-    start = math.ceil(500 / 200)  # samples / samples_per_exchange
-    warm, cold = run_local(3, run, start, range(6))[0], run_local(3, run, 0, range(3, 6))[0]
-    for a, b in zip(warm[start:], cold, strict=True):
-        assert all(torch.equal(a[n], b[n]) for n in SHAPES)
-    plain, _, _ = average(
-        [gradient("v", 0, k).numpy() for k in range(3)], Identity(), choose(Identity(), 3)
-    )
+    warm, cold = run_local(3, work, 3, 0)[0], run_local(3, work, 0, 3)[0]
+    assert all(same(a, b) for a, b in zip(warm[3:], cold, strict=True))
+    plain, _, _ = average([of("v", 0, k) for k in range(3)], Identity(), choose(Identity(), 3))
     assert np.array_equal(warm[0]["v"].numpy(), plain)
 
 
 # ---- refusals ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("codec", "options", "error", "text"),
-    [
-        (OneBit(), {"exchange": "all_gather"}, ValueError, "owner transform needs"),
-        (TernGrad(second_phase="exact"), {}, ValueError, "exact"),
-    ],
-)
-def test_what_cannot_be_transformed(codec, options, error, text):
-    def run(comm):
-        advanced = gradcomp.Advanced(transform=AggregateAdagrad())
-        GradientAverager(parameters().items(), codec, comm=comm, advanced=advanced, **options)
-
-    with pytest.raises(error, match=text):
-        run_local(2, run)
+class Nowhere(AggregateAdagrad):
+    place = "nowhere"
 
 
-def test_places_and_arguments():
-    class Nowhere(AggregateAdagrad):
-        place = "nowhere"
-
-    with pytest.raises(ValueError, match="nowhere"):
-        run_local(1, averages, OneBit(), 1, 25.0, Nowhere())
-    tiny, huge = {"eps": 1e-50}, {"initial_accumulator_value": 1e39}  # 0 and Inf in float32
-    for bad in (
-        {"eps": 0},
-        {"eps": -1.0},
-        {"eps": float("nan")},
-        {"initial_accumulator_value": -1},
-        {"eps": "x"},
-        tiny,
-        huge,
+def test_what_is_refused():
+    for codec, options, text in (
+        (OneBit(), {"exchange": "all_gather"}, "owner transform needs"),
+        (TernGrad(second_phase="exact"), {}, "exact"),
+        (OneBit(), {"transform": Nowhere()}, "nowhere"),
     ):
-        with pytest.raises(ValueError, match=next(iter(bad))):
-            AggregateAdagrad(**bad)
+        given = {"transform": AggregateAdagrad(), **options}
+        with pytest.raises(ValueError, match=text):
+            run_local(2, lambda comm, c=codec, o=given: run(comm, c, **o))
+    p = nn.Parameter(torch.zeros(3))
+    tiny, huge = {"eps": 1e-50}, {"initial_accumulator_value": 1e39}  # 0 and Inf in float32
+    of_both = [{"eps": 0}, tiny, huge]
+    of_aggregates = [{"eps": -1.0}, {"eps": float("nan")}, {"eps": "x"}]
+    of_aggregates.append({"initial_accumulator_value": -1})
+    of_momenta = [{"lr": -1}, {"momentum": 1.0}, {"momentum": -0.1}, {"weight_decay": float("inf")}]
+    for make, wrong in (
+        (AggregateAdagrad, of_both + of_aggregates),
+        (lambda **options: MomentumAdagrad([p], **options), of_both + of_momenta),
+    ):
+        for options in wrong:
+            said = "float32" if options in (tiny, huge) else next(iter(options))
+            with pytest.raises(ValueError, match=said):
+                make(**options)
+    optimizer = MomentumAdagrad([p])
+    with pytest.raises(ValueError, match="float16"):
+        optimizer.add_param_group({"params": [nn.Parameter(p.detach().half())]})
+    assert len(optimizer.param_groups) == 1
+    p.grad = torch.zeros(3).to_sparse()
+    with pytest.raises(ValueError, match="sparse"):
+        optimizer.step()
 
 
 # ---- DDP, split optimizers -----------------------------------------------------------------------
 
 
-def model(dtype=torch.float32):
+def trained(codec, dtype=torch.float32, fused=None, transform=True):
+    """Return the weights after three steps; `fused`: whether an optimizer of split weights takes
+    packed averages, None for SGD.
+    """
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 4)
-    ).to(dtype)
-
-
-def under_ddp(codec, dtype, fused, steps=3):
-    rank = torch.distributed.get_rank()
-    net = model()
-    if dtype == "split":
-        optimizer = SplitSGD(split_parameters(net), lr=0.05)
-    else:
-        net = net.to(dtype)
+    layers = nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 4)
+    net = nn.Sequential(*layers).to(dtype)
+    if fused is None:
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    kind = next(net.parameters()).dtype
+    else:
+        optimizer = SplitSGD(split_parameters(net), lr=0.05)
     wrapped = DDP(net)
-    state = gradcomp.ddp.register(
-        wrapped,
-        codec,
-        advanced=gradcomp.Advanced(transform=AggregateAdagrad()),
-        min_numel=0,
-        optimizer=optimizer if fused else None,
-    )
-    for step in range(steps):
-        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(10 * step + rank)).to(kind)
-        optimizer.zero_grad()
-        wrapped(x).float().square().mean().backward()
-        optimizer.step()
-    state.check_replicas()
-    line = state.describe()
-    assert "AggregateAdagrad" in line and "on the aggregate" in line
-    state.close()
-    return b"".join(p.detach().view(torch.uint8).numpy().tobytes() for p in net.parameters())
+    options = {"min_numel": 0, "optimizer": optimizer if fused else None}
+    advanced = gradcomp.Advanced(transform=AggregateAdagrad() if transform else None)
+    with gradcomp.ddp.register(wrapped, codec, advanced=advanced, **options) as state:
+        for step in range(3):
+            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            x = torch.randn(16, 32, generator=generator).to(next(net.parameters()).dtype)
+            optimizer.zero_grad()
+            wrapped(x).float().square().mean().backward()
+            optimizer.step()
+        state.check_replicas()
+        assert ("AggregateAdagrad" in state.describe()) == transform
+        assert ("on the aggregate" in state.describe()) == transform
+    return bits(net)
 
 
 @pytest.mark.parametrize("codec", [OneBit(), TernGrad(), Identity()], ids=repr)
-def test_under_ddp_with_every_weight_format(ranks, codec):
-    for dtype in (torch.float32, torch.bfloat16):
-        assert len(set(ranks(2, under_ddp, codec, dtype, False))) == 1
-    assert (
-        len(
-            set(
-                ranks(3, under_ddp, codec, "split", False)
-                + ranks(3, under_ddp, codec, "split", True)
-            )
-        )
-        == 1
-    )
+@each_rank(3)
+def test_under_ddp_with_every_weight_format(codec):
+    plain, packed = (trained(codec, fused=fused) for fused in (False, True))
+    assert plain == packed
+    return [plain, *(trained(codec, dtype) for dtype in (torch.float32, torch.bfloat16))]
 
 
-def test_ddp_of_one_rank_transforms(gloo):
-    assert gloo(1, under_ddp, OneBit(), torch.float32, False) != gloo(1, without_transform)
-
-
-def without_transform():
-    net = model()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    for step in range(3):
-        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(10 * step))
-        optimizer.zero_grad()
-        net(x).square().mean().backward()
-        optimizer.step()
-    return b"".join(p.detach().view(torch.uint8).numpy().tobytes() for p in net.parameters())
+@each_rank(1)
+def test_ddp_of_one_rank_transforms():
+    assert trained(OneBit()) != trained(OneBit(), transform=False)
 
 
 # ---- after momentum ------------------------------------------------------------------------------
@@ -514,9 +379,8 @@ def without_transform():
 
 def test_momentum_adagrad_is_its_formula():
     p = nn.Parameter(torch.randn(50, generator=torch.Generator().manual_seed(1)))
-    optimizer = MomentumAdagrad(
-        [p], lr=0.1, momentum=0.8, weight_decay=0.01, eps=1e-3, initial_accumulator_value=0.5
-    )
+    options = {"lr": 0.1, "momentum": 0.8, "weight_decay": 0.01, "eps": 1e-3}
+    optimizer = MomentumAdagrad([p], **options, initial_accumulator_value=0.5)
     w, m, s = p.detach().double(), torch.zeros(50).double(), torch.full((50,), 0.5).double()
     for step in range(5):
         g = torch.randn(50, generator=torch.Generator().manual_seed(step + 2))
@@ -530,27 +394,3 @@ def test_momentum_adagrad_is_its_formula():
     again = MomentumAdagrad([p], lr=0.1)
     again.load_state_dict(optimizer.state_dict())
     assert torch.equal(again.state[p]["sum"], optimizer.state[p]["sum"])
-
-
-def test_momentum_adagrad_refuses():
-    p = nn.Parameter(torch.zeros(3))
-    for bad in (
-        {"lr": -1},
-        {"momentum": 1.0},
-        {"momentum": -0.1},
-        {"eps": 0},
-        {"weight_decay": float("inf")},
-    ):
-        with pytest.raises(ValueError, match=next(iter(bad))):
-            MomentumAdagrad([p], **bad)
-    for bad in ({"eps": 1e-50}, {"initial_accumulator_value": 1e39}):
-        with pytest.raises(ValueError, match="float32"):
-            MomentumAdagrad([p], **bad)
-    half = nn.Parameter(torch.zeros(3, dtype=torch.float16))
-    optimizer = MomentumAdagrad([p])
-    with pytest.raises(ValueError, match="float16"):
-        optimizer.add_param_group({"params": [half]})
-    assert len(optimizer.param_groups) == 1
-    p.grad = torch.zeros(3).to_sparse()
-    with pytest.raises(ValueError, match="sparse"):
-        MomentumAdagrad([p]).step()

@@ -2,45 +2,29 @@
 
 import pytest
 import torch
-from _ranks import run_local
+from _averaging import Run, gradient, same
+from _models import bits
+from _ranks import each_rank, run_local
 from _saved import parts_of
 from torch import nn
 
-from gradcomp import Advanced, Block, GradientAverager, Identity, OneBit, TernGrad
+from gradcomp import Block, GradientAverager, Identity, OneBit, TernGrad
 from gradcomp.engine.options import Options
 from gradcomp.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
 
-START = 4
+START, STEPS = 4, 8
 SHAPES = {"w": (40, 60), "v": (70,)}
 
 
-def gradient(name, step, rank):
-    return torch.randn(
-        SHAPES[name], generator=torch.Generator().manual_seed(31 * step + 7 * rank + len(name))
-    )
-
-
-def run(comm, codec, steps=8, first=0, state=None, **options):
-    """Return sums of averages and of own gradients, bytes of every step, and the averager."""
-    named = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
-    options = {"warmup_steps": START, "warmup_codec": Block(4), "min_numel": 0, **options}
-    averager = GradientAverager(named.items(), codec, comm=comm, **options)
-    if state is not None:
-        averager.load_state_dict(state)
-    averages, exact = (
-        {name: torch.zeros(shape) for name, shape in SHAPES.items()} for _ in range(2)
-    )
-    sent = []
-    for step in range(first, first + steps):
-        for name, p in named.items():
-            p.grad = gradient(name, step, comm.rank)
-            exact[name] += p.grad
-        before = averager.stats.bytes_sent
-        averager.average()
-        sent.append(averager.stats.bytes_sent - before)
-        for name, p in named.items():
-            averages[name] += p.grad
-    return averages, exact, sent, averager
+def run(comm, codec, **options):
+    """Return averages of all steps, bytes of every step, and the averager."""
+    options = {"warmup_steps": START, "warmup_codec": Block(4), **options}
+    mine, sent = Run(comm, codec, SHAPES, **options), [0]
+    found = []
+    for step in range(STEPS):
+        found.append(mine.step(step))
+        sent.append(mine.averager.stats.bytes_sent)
+    return found, torch.tensor(sent).diff().tolist(), mine.averager
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -49,21 +33,18 @@ def test_what_codes_leave_out_goes_over_to_the_codec_that_follows(codec, world):
     """Gradients = averages + residuals of all ranks + those of owners, across the change."""
 
     def one(comm):
-        averages, exact, sent, averager = run(comm, codec)
-        return averages, exact, sent, averager.state_dict()
+        averages, sent, averager = run(comm, codec)
+        return averages, sent, parts_of(averager.state_dict())
 
     ranks = run_local(world, one)
     for name, shape in SHAPES.items():
-        given = sum(exact[name] for _, exact, _, _ in ranks) / world
-        left = sum(parts_of(state)["residual"][name] for *_, state in ranks).view(shape) / world
-        owned = [
-            parts_of(state)["owner_residual"][name]
-            for *_, state in ranks
-            if parts_of(state)["owner_residual"]
-        ]
+        given = sum(gradient(name, shape, s, r) for s in range(STEPS) for r in range(world)) / world
+        left = sum(parts["residual"][name] for *_, parts in ranks).view(shape) / world
+        owned = [p["owner_residual"][name] for *_, p in ranks if p["owner_residual"]]
         owed = torch.cat(owned).view(shape) if owned else torch.zeros(shape)
-        torch.testing.assert_close(ranks[0][0][name] + left + owed, given, atol=1e-5, rtol=0)
-    sent = ranks[0][2]
+        got = sum(averages[name] for averages in ranks[0][0])
+        torch.testing.assert_close(got + left + owed, given, atol=1e-5, rtol=0)
+    sent = ranks[0][1]
     assert len(set(sent[:START])) == len(set(sent[START:])) == 1
     assert sent[START] < 0.7 * sent[0]
 
@@ -71,32 +52,24 @@ def test_what_codes_leave_out_goes_over_to_the_codec_that_follows(codec, world):
 @pytest.mark.parametrize("codec", [OneBit(), TernGrad()], ids=repr)
 @pytest.mark.parametrize(
     "options",
-    [
-        {"precondition": True},
-        {"exchange": "hierarchical", "advanced": Advanced(nodes=[[0, 1], [2, 3]])},
-    ],
+    [{"precondition": True}, {"exchange": "hierarchical", "nodes": [[0, 1], [2, 3]]}],
     ids=str,
 )
 def test_it_goes_with_other_options_and_replicas_stay_equal(codec, options):
     def one(comm):
-        averages, _, sent, averager = run(comm, codec, **options)
-        return averages, sent, averager.describe()
+        averages, sent, averager = run(comm, codec, **options)
+        assert f"from step {START} on ({Block(4)!r} before it)" in averager.describe()
+        return [bits(one.values()) for one in averages], sent
 
     ranks = run_local(4, one)
-    assert all(torch.equal(a[name], ranks[0][0][name]) for a, _, _ in ranks for name in SHAPES)
-    assert sum(sent[0] for _, sent, _ in ranks) > sum(sent[-1] for _, sent, _ in ranks)
-    assert f"from step {START} on ({Block(4)!r} before it)" in ranks[0][2]
+    assert all(averages == ranks[0][0] for averages, _ in ranks)
+    assert sum(sent[0] for _, sent in ranks) > sum(sent[-1] for _, sent in ranks)
 
 
-def test_a_warm_start_in_identity_is_that_in_fp32():
-    def one(comm):
-        return (
-            run(comm, OneBit(), warmup_codec=Identity())[0],
-            run(comm, OneBit(), warmup_codec=None)[0],
-        )
-
-    for packed, plain in run_local(2, one):
-        assert all(torch.equal(packed[name], plain[name]) for name in SHAPES)
+@each_rank(2, "local")
+def test_a_warm_start_in_identity_is_that_in_fp32(comm):
+    packed, plain = (run(comm, OneBit(), warmup_codec=codec)[0] for codec in (Identity(), None))
+    assert all(same(a, b) for a, b in zip(packed, plain, strict=True))
 
 
 @pytest.mark.parametrize("kind", [OneBitAdam, OneBitLamb])
@@ -110,15 +83,15 @@ def test_the_warm_up_of_an_optimizer_whose_momentum_travels(kind):
         optimizer = kind([p], lr=0.01, freeze_step=40)
         options = {"warmup_codec": codec, "min_numel": 0, "precondition": True}
         averager = GradientAverager([("w", p)], OneBit(), comm=comm, optimizer=optimizer, **options)
-        sent = []
+        sent = [0]
         for step in range(60):
-            p.grad = gradient("w", 0, 0) + 0.1 * gradient("w", step, comm.rank)
-            before = averager.stats.bytes_sent
+            noise = gradient("w", p.shape, step, comm.rank)
+            p.grad = gradient("w", p.shape, 0, 0) + 0.1 * noise
             averager.average()
-            sent.append(averager.stats.bytes_sent - before)
+            sent.append(averager.stats.bytes_sent)
             optimizer.step()
         averager.check_replicas()
-        return p.detach(), sent
+        return p.detach(), torch.tensor(sent).diff().tolist()
 
     packed, plain = (run_local(3, one, codec)[0] for codec in (Block(4), None))
     assert packed[1][0] < 0.2 * plain[1][0] and packed[1][-1] == plain[1][-1] < packed[1][0]
@@ -126,18 +99,16 @@ def test_the_warm_up_of_an_optimizer_whose_momentum_travels(kind):
 
 
 def test_what_is_refused():
-    with pytest.raises(ValueError, match=r"warmup_codec=Block\(bits=4.* warmup_steps is 0"):
-        Options(warmup_codec=Block(4)).under(None)
-    with pytest.raises(ValueError, match="unknown codec 'block5'"):
-        Options(warmup_codec="block5", warmup_steps=3)
+    p = [nn.Parameter(torch.zeros(3))]
+    adam, zero_one = OneBitAdam(p, freeze_step=2), ZeroOneAdam(p, var_freeze_step=2)
     with pytest.raises(TypeError, match="codec must be"):
         Options(warmup_codec=3, warmup_steps=3)
-    optimizer = OneBitAdam([nn.Parameter(torch.zeros(3))], freeze_step=2)
-    with pytest.raises(ValueError, match="warmup_steps=3 cannot be used with OneBitAdam"):
-        Options(warmup_codec="block4", warmup_steps=3).under(optimizer)
-    optimizer = ZeroOneAdam([nn.Parameter(torch.zeros(3))], var_freeze_step=2)
-    with pytest.raises(
-        ValueError, match="cannot be used with ZeroOneAdam, which averages gradients in"
+    for codec, steps, optimizer, said in (
+        (Block(4), 0, None, r"warmup_codec=Block\(bits=4.* warmup_steps is 0"),
+        ("block5", 3, None, "unknown codec 'block5'"),
+        ("block4", 3, adam, "warmup_steps=3 cannot be used with OneBitAdam"),
+        ("block4", 0, zero_one, "cannot be used with ZeroOneAdam, which averages gradients in"),
     ):
-        Options(warmup_codec="block4").under(optimizer)
+        with pytest.raises(ValueError, match=said):
+            Options(warmup_codec=codec, warmup_steps=steps).under(optimizer)
     assert repr(Options(warmup_codec="block4", warmup_steps=3).warmup_codec) == repr(Block(4))
