@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _golden import tensors_in
+from _models import bits, loss_of, minibatch
+from _ranks import each_rank
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -19,14 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import gradcomp
 import gradcomp.ddp
 import gradcomp.fsdp
-from gradcomp import (
-    DiLoCo,
-    GradcompError,
-    GradientAverager,
-    LocalSGD,
-    NotFinite,
-    OneBit,
-)
+from gradcomp import DiLoCo, GradientAverager, LocalSGD, NotFinite, OneBit, PeerLost
 from gradcomp.allreduce import Feedback
 from gradcomp.codecs import EntropyCoded
 from gradcomp.comm import TorchCommunicator
@@ -34,12 +29,6 @@ from gradcomp.exchange.stats import Stats
 from gradcomp.onebit_sgd import DoubleBuffer
 
 TIMEOUT_S = 20
-
-
-def loss_of(model, step, rank):
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    x, y = torch.randn(8, 40, generator=generator), torch.randint(10, (8,), generator=generator)
-    return nn.functional.cross_entropy(model(x), y)
 
 
 def layers():
@@ -70,7 +59,7 @@ class Entry:
 
     def backward(self, step, bad=False):
         self.optimizer.zero_grad()
-        loss = loss_of(self.model, step, self.rank)
+        loss = loss_of(self.model, step, self.rank, features=40)
         (loss * float("nan") if bad else loss).backward()
 
     def step(self, step, bad=False):
@@ -79,8 +68,7 @@ class Entry:
 
     def weights(self):
         parameters = [p.detach() for p in self.model.parameters()]
-        local = [getattr(p, "to_local", lambda p=p: p)() for p in parameters]
-        return b"".join(p.contiguous().numpy().tobytes() for p in local)
+        return bits(getattr(p, "to_local", lambda p=p: p)() for p in parameters)
 
     def save(self):
         """Return a checkpoint, read back from the file it was written to."""
@@ -164,14 +152,11 @@ class Buffered(Entry):
         return DoubleBuffer(self.model, self.optimizer, codec, **options)
 
     def step(self, step, bad=False):
-        generator = torch.Generator().manual_seed(1000 * step + self.rank)
-        x, y = torch.randn(8, 40, generator=generator), torch.randint(10, (8,), generator=generator)
-
         def loss(x, y):
             value = nn.functional.cross_entropy(self.model(x), y)
             return value * float("nan") if bad else value
 
-        self.opened.step(loss, x, y)
+        self.opened.step(loss, *minibatch(step, self.rank, features=40))
 
     def weights(self):
         self.model.eval()(torch.zeros(1, 40))  # an evaluation applies what is under way
@@ -192,10 +177,16 @@ RESUME = [name for name, entry in ENTRIES.items() if entry.resumes]
 CODECS = ["ternary", "terngrad", "onebit", "block4", "entropy"]
 
 
-def trained(entry, codec, steps):
-    run = entry(codec)
-    for step in range(steps):
+def trained(entry, codec, steps, **options):
+    """Return a run that has made these steps."""
+    run = entry(codec, **options)
+    for step in steps:
         run.step(step)
+    return run
+
+
+def closed(run):
+    """Close a run and return its weights."""
     found = run.weights()
     run.close()
     return found
@@ -203,57 +194,45 @@ def trained(entry, codec, steps):
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("name", [name for name in ENTRIES if name != "fsdp"])
-def test_ranks_hold_the_same_bits(gloo, name, codec):
+@each_rank(3)
+def test_ranks_hold_the_same_bits(name, codec):
     """Of FSDP2 each rank holds other shards."""
     entry = ENTRIES[name]
-    first, *others = gloo(3, trained, entry, codec, 2 * entry.sync_every)
-    assert all(other == first for other in others)
-
-
-def resumed(entry, codec, middle):
-    run = entry(codec, exchange=entry.exchange)
-    for step in range(middle):
-        run.step(step)
-    saved = run.save()
-    for step in range(middle, middle + 3):
-        run.step(step)
-    whole = run.weights()
-    run.close()
-    again = entry(codec, exchange=entry.exchange)
-    again.load(saved)
-    for step in range(middle, middle + 3):
-        again.step(step)
-    found = again.weights()
-    again.close()
-    return found == whole
+    return closed(trained(entry, codec, range(2 * entry.sync_every)))
 
 
 @pytest.mark.parametrize("codec", [*CODECS, OneBit(rotate=True)], ids=str)
 @pytest.mark.parametrize("name", RESUME)
-def test_a_resumed_run_is_the_uninterrupted_one(gloo, name, codec):
-    assert gloo(2, resumed, ENTRIES[name], codec, 3) == [True] * 2
-
-
-def united(entry, folder):
-    """Return the digests of a state and of what is loaded from torch's checkpoint of all ranks."""
-    run = entry("onebit", exchange=entry.exchange)
-    for step in range(3):
-        run.step(step)
+@each_rank(2)
+def test_a_resumed_run_is_the_uninterrupted_one(name, codec):
+    entry = ENTRIES[name]
+    run = trained(entry, codec, range(3), exchange=entry.exchange)
     saved = run.save()
+    for step in range(3, 6):
+        run.step(step)
+    whole = closed(run)
+    again = entry(codec, exchange=entry.exchange)
+    again.load(saved)
+    for step in range(3, 6):
+        again.step(step)
+    assert closed(again) == whole
+
+
+@pytest.mark.parametrize("name", RESUME)
+@each_rank(2)
+def test_torchs_checkpoints_unite_the_states_of_all_ranks(tmp_path, name):
+    """Each rank has its own tensors back, which differ from those of the other."""
+    entry = ENTRIES[name]
+    run, folder = trained(entry, "onebit", range(3), exchange=entry.exchange), str(tmp_path)
+    saved = run.save()[2]
     dcp.save({"gradcomp": run.opened}, checkpoint_id=folder)
     for step in range(3, 5):
         run.step(step)
     dcp.load({"gradcomp": run.opened}, checkpoint_id=folder)
     found = run.opened.state_dict()
     run.close()
-    return list(saved[2]["ranks"]), tensors_in(saved[2]), tensors_in(found)
-
-
-@pytest.mark.parametrize("name", RESUME)
-def test_torchs_checkpoints_unite_the_states_of_all_ranks(gloo, tmp_path, name):
-    """Each rank has its own tensors back, which differ from those of the other."""
-    for rank, (ranks, saved, found) in enumerate(gloo(2, united, ENTRIES[name], str(tmp_path))):
-        assert ranks == [str(rank)] and found == saved and saved
+    assert list(saved["ranks"]) == [str(run.rank)]
+    assert tensors_in(saved) == tensors_in(found) != []
 
 
 def with_tensors(state, change):
@@ -308,11 +287,11 @@ FOREIGN = [
 ]
 
 
-def misled(entry):
-    """Return which foreign states were taken, and whether the run is what it was before them."""
-    run = entry("onebit", exchange=entry.exchange)
-    for step in range(2):
-        run.step(step)
+@pytest.mark.parametrize("name", RESUME)
+@each_rank(2)
+def test_foreign_states_change_nothing(name):
+    entry = ENTRIES[name]
+    run = trained(entry, "onebit", range(2), exchange=entry.exchange)
     good, taken = run.save(), []
     for number, foreign in enumerate(FOREIGN):
         bad = foreign(run.opened.state_dict()) if callable(foreign) else foreign
@@ -321,176 +300,126 @@ def misled(entry):
             taken.append(number)
         except ValueError as error:
             assert str(error)
+    assert not taken
     again = entry("onebit", exchange=entry.exchange)
     again.load(good)
     for one in (run, again):
         for step in range(2, 4):
             one.step(step)
-    same = run.weights() == again.weights()
-    run.close()
-    again.close()
-    return taken, same
+    assert closed(run) == closed(again)
 
 
-@pytest.mark.parametrize("name", RESUME)
-def test_foreign_states_change_nothing(gloo, name):
-    assert gloo(2, misled, ENTRIES[name]) == [([], True)] * 2
-
-
-def not_finite(entry, codec):
-    """Rank 1's second exchange holds NaN; return what it left, and whether later steps are good."""
-    run, sync = entry(codec), entry.sync_every
-    for step in range(sync):
-        run.step(step)
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("name", ENTRIES)
+@each_rank(2)
+def test_a_value_that_is_not_finite_is_seen_by_every_rank_and_leaves_no_trace(name, codec):
+    """Rank 1's second exchange holds NaN; later steps are good."""
+    entry = ENTRIES[name]
+    sync = entry.sync_every
+    run, buffered = trained(entry, codec, range(sync)), entry is Buffered
     raised = False
     for step in range(sync, 2 * sync):
+        act = run.step if buffered or sync > 1 else run.backward
         try:
-            run.backward(step, bad=run.rank == 1) if sync == 1 and not isinstance(
-                run, Buffered
-            ) else run.step(step, bad=run.rank == 1)
+            act(step, bad=run.rank == 1)
         except NotFinite:
             raised = True
     if raised:  # local steps: go back to what ranks agreed on
         run.opened.restore()
         run.optimizer.state.clear()
-        left = True
     else:
         grads = [p.grad for p in run.model.parameters()]
-        left = all(bool(getattr(g, "to_local", lambda g=g: g)().isnan().all()) for g in grads)
-    if isinstance(run, Buffered):
-        return left, True  # its update is under way already: a loss scaler would have skipped it
+        assert all(bool(getattr(g, "to_local", lambda g=g: g)().isnan().all()) for g in grads)
+    if buffered:
+        return  # its update is under way already: a loss scaler would have skipped it
     for step in range(2 * sync, 4 * sync):
         run.step(step)
-    good = all(bool(p.isfinite().all()) for p in run.model.parameters())
+    assert all(bool(p.isfinite().all()) for p in run.model.parameters())
     run.close()
-    return left, good
-
-
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("name", ENTRIES)
-def test_a_value_that_is_not_finite_is_seen_by_every_rank_and_leaves_no_trace(gloo, name, codec):
-    assert gloo(2, not_finite, ENTRIES[name], codec) == [(True, True)] * 2
-
-
-def with_other_codecs(entry, codecs=("terngrad", "onebit")):
-    """Return what each of two ranks with other codecs is told."""
-    with pytest.raises(gradcomp.PeerMismatch) as caught:
-        run = entry(codecs[dist.get_rank()])
-        for step in range(entry.sync_every):
-            run.step(step)
-    return caught.value.field, caught.value.rank, str(caught.value)
 
 
 HASH = re.compile(r"\d{12,}|[0-9a-f]{16,}")
 
 
+@pytest.mark.parametrize(
+    ("codecs", "fields", "said"),
+    [
+        (("terngrad", "onebit"), ["codec"], r"rank 0 has TernGrad\(.*rank 1 has OneBit\("),
+        (
+            (EntropyCoded(2.2), EntropyCoded(2.25)),
+            ["codec", "codec_options"],
+            r"EntropyCoded\(bits=2\.2,.*EntropyCoded\(bits=2\.25,",
+        ),
+    ],
+    ids=["codecs", "bits"],
+)
 @pytest.mark.parametrize("name", ENTRIES)
-def test_ranks_with_other_codecs_are_told_both_by_name(gloo, name):
-    for field, rank, text in gloo(2, with_other_codecs, ENTRIES[name]):
-        assert (field, rank) == ("codec", 1), text
-        assert re.search(r"rank 0 has TernGrad\(.*rank 1 has OneBit\(", text), text
-        assert not HASH.search(text), text
-
-
-@pytest.mark.parametrize("name", ENTRIES)
-def test_ranks_with_other_bits_are_told_both(gloo, name):
-    codecs = EntropyCoded(2.2), EntropyCoded(2.25)
-    for field, rank, text in gloo(2, with_other_codecs, ENTRIES[name], codecs):
-        assert field in ("codec", "codec_options") and rank == 1, text
-        assert re.search(r"EntropyCoded\(bits=2\.2,.*EntropyCoded\(bits=2\.25,", text), text
-        assert not HASH.search(text), text
-
-
-def left_behind(entry):
-    """Rank 1 closes after its first exchange; return what rank 0 gets, and how soon."""
-    run = entry("onebit")
-    for step in range(entry.sync_every):
-        run.step(step)
-    if run.rank == 1:
-        run.close()
-        dist.barrier()
-        return None
-    begun = time.monotonic()
-    with pytest.raises(GradcompError) as caught:
-        for step in range(entry.sync_every, 4 * entry.sync_every):
-            run.step(step)
-    run.close()
-    dist.barrier()
-    return type(caught.value).__name__, time.monotonic() - begun < 2 * TIMEOUT_S
+@each_rank(2)
+def test_ranks_with_other_codecs_are_told_both_by_name(name, codecs, fields, said):
+    with pytest.raises(gradcomp.PeerMismatch, match=said) as caught:
+        trained(ENTRIES[name], codecs[dist.get_rank()], range(ENTRIES[name].sync_every))
+    assert caught.value.field in fields and caught.value.rank == 1
+    assert not HASH.search(str(caught.value)), caught.value
 
 
 @pytest.mark.parametrize("name", [name for name in ENTRIES if name not in ("ddp", "fsdp")])
-def test_a_rank_that_leaves_is_peer_lost(gloo, name):
-    """Under DDP and FSDP2 torch's own collectives may be the first to notice: see their files."""
-    assert gloo(2, left_behind, ENTRIES[name]) == [("PeerLost", True), None]
-
-
-def counted(entry, codec):
-    run = entry(codec)
-    for step in range(2 * entry.sync_every):
-        run.step(step)
-    run.weights()  # what is under way has arrived
-    stats = run.opened.stats
-    found = stats.bytes_sent, stats.bytes_received, stats.baseline_bytes
+@each_rank(2)
+def test_a_rank_that_leaves_is_peer_lost(name):
+    """Under DDP and FSDP2 torch's own collectives may be the first to notice: see their files.
+    Rank 1 closes after its first exchange.
+    """
+    entry = ENTRIES[name]
+    run = trained(entry, "onebit", range(entry.sync_every))
+    if run.rank == 0:
+        begun = time.monotonic()
+        with pytest.raises(PeerLost):
+            for step in range(entry.sync_every, 4 * entry.sync_every):
+                run.step(step)
+        assert time.monotonic() - begun < 2 * TIMEOUT_S
     run.close()
-    return found
+    dist.barrier()
 
 
 @pytest.mark.parametrize("name", [name for name in ENTRIES if name != "all_reduce"])
-def test_bytes_are_counted_and_fewer_than_fp32(gloo, name):
+@each_rank(2)
+def test_bytes_are_counted_and_fewer_than_fp32(name):
     """By every rank; what an exchange of a known size sends is in test_averager and test_fsdp."""
     for codec, least in (("terngrad", 6), ("onebit", 6), ("identity", 0.9)):
-        for sent, received, baseline in gloo(2, counted, ENTRIES[name], codec):
-            assert sent > 0 and received > 0 and baseline / sent > least, (codec, baseline / sent)
+        run = trained(ENTRIES[name], codec, range(2 * ENTRIES[name].sync_every))
+        closed(run)  # what is under way has arrived
+        stats = run.opened.stats
+        assert stats.bytes_sent > 0 and stats.bytes_received > 0
+        assert stats.baseline_bytes / stats.bytes_sent > least, codec
 
 
-def alone(entry):
-    """Train on one rank; return the weights, the same without gradcomp, and the bytes sent."""
-    run, plain = entry("ternary"), Entry.__new__(Entry)
-    for step in range(3):
-        run.step(step)
-    found, sent = run.weights(), getattr(run.opened, "stats", Stats()).bytes_sent
-    run.close()
+@pytest.mark.parametrize("name", ENTRIES)
+@each_rank(1)
+def test_one_rank_sends_nothing_and_trains(name):
+    """As without gradcomp, where it averages gradients."""
+    run = trained(ENTRIES[name], "ternary", range(3))
+    assert getattr(run.opened, "stats", Stats()).bytes_sent == 0
     torch.manual_seed(0)
-    plain.rank = 0
-    plain.model = layers()
+    plain = Entry.__new__(Entry)
+    plain.rank, plain.model = 0, layers()
     plain.optimizer = sgd(plain.model)
     for step in range(3):
         plain.step(step)
-    return found, plain.weights(), sent
-
-
-@pytest.mark.parametrize("name", ENTRIES)
-def test_one_rank_sends_nothing_and_trains(gloo, name):
-    ((found, plain, sent),) = gloo(1, alone, ENTRIES[name])
-    assert sent == 0
-    assert found == plain or name in ("diloco", "local_sgd", "double_buffer")
+    same = closed(run) == plain.weights()
+    assert same or name in ("diloco", "local_sgd", "double_buffer")
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_ddp_and_the_averager_are_the_same_run(gloo, codec):
-    assert (
-        len(
-            {
-                run
-                for name in ("ddp", "averager")
-                for run in gloo(2, trained, ENTRIES[name], codec, 4)
-            }
-        )
-        == 1
-    )
-
-
-def closed_twice(entry):
-    run = entry("terngrad")
-    run.step(0)
-    run.close()
-    run.close()
-    text = repr(run.opened)
-    del run
-    return bool(text)
+@each_rank(2)
+def test_ddp_and_the_averager_are_the_same_run(codec):
+    one, other = (closed(trained(entry, codec, range(4))) for entry in (Ddp, Averager))
+    assert one == other
+    return one
 
 
 @pytest.mark.parametrize("name", ENTRIES)
-def test_closing_twice_is_closing(gloo, name):
-    assert gloo(2, closed_twice, ENTRIES[name]) == [True] * 2
+@each_rank(2)
+def test_closing_twice_is_closing(name):
+    run = trained(ENTRIES[name], "terngrad", range(1))
+    run.close()
+    run.close()
+    assert repr(run.opened)
