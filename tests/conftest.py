@@ -158,11 +158,10 @@ def kind_of_ranks(item):
 
 def order(item):
     """Return when a test runs: long chains first, last what needs packages that CI installs
-    meanwhile.
+    meanwhile; a chain that needs them is the last chain.
     """
-    return (
-        2 if item.get_closest_marker("extras") else item.get_closest_marker("xdist_group") is None
-    )
+    extras, chained = (bool(item.get_closest_marker(m)) for m in ("extras", "xdist_group"))
+    return (not chained) + (extras and not chained), extras
 
 
 def factors(item):
