@@ -164,7 +164,7 @@ def _added(options: argparse.Namespace, given: Mapping[str, str]) -> dict[str, s
     cores = len(os.sched_getaffinity(0))
     if not options.hosts and "OMP_NUM_THREADS" not in given and options.ranks > cores:
         added["OMP_NUM_THREADS"] = "1"
-        _say(f"OMP_NUM_THREADS=1, for {options.ranks} ranks on {cores} cores; set it otherwise")
+        _say(f"OMP_NUM_THREADS=1: {options.ranks} ranks on {cores} cores; set it to change that")
     return added
 
 

@@ -3,7 +3,6 @@ peers that are lost.
 """
 
 import re
-import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ import pytest
 import torch
 from _averages import CODECS, average_over, check
 from _golden import Recorder, digest_of
-from _ranks import mpi_environment, mpi_python, mpirun, with_communicator
+from _ranks import mpi_environment, mpi_python, mpirun, output_of, with_communicator
 
 import gradcomp
 from gradcomp import PeerMismatch
@@ -58,14 +57,7 @@ def script(tmp_path, flavour, world, text, level="multiple"):
     """
     path, begun = tmp_path / "program.py", time.time()
     path.write_text(START.format(level=level) + text)
-    done = subprocess.run(
-        [*mpirun(flavour, world), str(path)],
-        env=mpi_environment(),
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
+    done = output_of(*mpirun(flavour, world), path, env=mpi_environment())
     printed = map(float, re.findall(r" at ([\d.]+)", done.stdout))
     return done, time.time() - min(printed, default=begun)
 
@@ -223,21 +215,15 @@ def test_communicators_can_be_made_again_and_again_after_refusals_too(mpi, refus
 
 
 def test_without_mpi4py_the_error_says_what_to_install():
-    program = (
-        "import sys; sys.modules['mpi4py'] = None; import gradcomp.comm as c; c.MpiCommunicator()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, check=False
-    )
+    program = "import sys; sys.modules['mpi4py'] = None\n"
+    program += "import gradcomp.comm\ngradcomp.comm.MpiCommunicator()"
+    done = output_of(sys.executable, "-c", program)
     wanted = "ImportError: MpiCommunicator needs mpi4py: pip install 'gradcomp[mpi]'"
     assert done.stderr.strip().splitlines()[-1] == wanted
 
 
 def test_the_report_names_flavour_and_thread_level(flavour):
-    command = [mpi_python(flavour), "-m", "gradcomp"]
-    done = subprocess.run(
-        command, env=mpi_environment(), capture_output=True, text=True, check=True
-    )
+    done = output_of(mpi_python(flavour), "-m", "gradcomp", env=mpi_environment())
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("MPI ")]
     assert {"mpich": "MPICH", "openmpi": "Open MPI"}[flavour] in line and "THREAD_MULTIPLE" in line
 

@@ -17,7 +17,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from _ranks import mpi_python
+from _ranks import mpi_python, output_of
 from gradcomp.launch import cli, environment, export_environment, mpirun, records, supervise, sweep
 from gradcomp.launch.variables import NAMES, first_node
 
@@ -557,9 +557,7 @@ def test_dry_run_prints_what_a_shell_can_run(fake, capsys, monkeypatch):
 def test_dry_run_runs(python, folder):
     status, lines = launch(python, "-n", 1, "--dry-run", "show.py", "a b", cwd=folder)
     assert status == 0 and not shown(lines)
-    out = subprocess.run(
-        lines[-1], shell=True, cwd=folder, capture_output=True, text=True, check=True
-    ).stdout
+    out = output_of("sh", "-c", lines[-1], cwd=folder).stdout
     assert shown(out.splitlines())[0]["argv"] == ["a b"]
 
 
@@ -684,9 +682,7 @@ def test_a_plain_mpirun_or_srun_needs_no_launcher(python, folder):
     path = str(Path(python).with_name("mpirun"))
     mpi = mpirun.identify(path, os.environ)
     command = mpirun.command(mpi, 2, as_root=os.geteuid() == 0)
-    out = subprocess.run(
-        [*command, python, "plain.py"], cwd=folder, capture_output=True, text=True, check=True
-    ).stdout
+    out = output_of(*command, python, "plain.py", cwd=folder).stdout
     found = shown(out.splitlines())
     ranks = [(f["RANK"], f["WORLD_SIZE"], f["LOCAL_RANK"], f["LOCAL_WORLD_SIZE"]) for f in found]
     assert ranks == [("0", "2", "0", "2"), ("1", "2", "1", "2")]

@@ -362,6 +362,13 @@ def with_communicator(kind, function, *args):
         communicator.close()
 
 
+def output_of(*command, timeout=120, **options):
+    """Return the ended process of a command, what it printed as text."""
+    words = list(map(str, command))
+    pipes = {"capture_output": True, "text": True, "timeout": timeout}
+    return subprocess.run(words, check=False, **pipes, **options)
+
+
 @contextlib.contextmanager
 def logged(word=""):
     """Yield a list of the messages with `word` that gradcomp logs within."""
