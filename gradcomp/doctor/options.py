@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from gradcomp.arguments import Parser, count, counts
-from gradcomp.plan.accuracy import TOLERANCES
+from gradcomp.plan.accuracy import TOLERANCES, check_optimizer
 from gradcomp.plan.links import parse_seconds
-from gradcomp.plan.predict import check_optimizer
 
 SUFFIXES = {"k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}
 SECONDS = "a number of seconds above 0, at most 1e6"

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
+from gradcomp.arguments import suggestion
 from gradcomp.codecs import Block, Codec, EntropyCoded, Identity, OneBit, Ternary, TernGrad
 from gradcomp.codecs.feedback import FeedbackCodec
 
@@ -32,6 +33,13 @@ DECAYS: Mapping[str, float] = {"adam": 0.25}
 # else with most gradients, or exchange momentum instead.
 SECOND_MOMENTS = ("adam", "lamb", "rmsprop", "adagrad", "adadelta", "adafactor")
 OTHERS = ("muon", "onebit", "zeroone")
+# Names that are understood, in any case; "other" stands for all that are not here.
+_NAMES = """
+adam adamw adamax nadam radam sparseadam adafactor adadelta adagrad rmsprop rprop lamb adabelief
+adan sgd asgd lars lbfgs lion muon shampoo soap sophia splitadamw splitadagrad splitlamb splitsgd
+onebitadam onebitlamb zerooneadam other
+"""
+OPTIMIZERS = tuple(_NAMES.split())
 
 
 @dataclass(frozen=True)
@@ -284,6 +292,18 @@ def family_of(optimizer: Any) -> str | None:
             f"optimizer must be an optimizer, such as torch.optim.AdamW(...), got {optimizer!r}"
         )
     return family_of_names([kind.__name__ for kind in type(optimizer).__mro__])
+
+
+def check_optimizer(name: str) -> str:
+    """Return the name of an optimizer; one that is not in `OPTIMIZERS` is a ValueError."""
+    if not name.isidentifier():
+        raise ValueError(f"optimizer must be a name such as adamw, sgd or lamb, got {name!r}")
+    if name.lower() not in OPTIMIZERS:
+        raise ValueError(
+            f"optimizer {name!r} is unknown{suggestion(name, OPTIMIZERS) or ';'} "
+            f"choose one of {', '.join(OPTIMIZERS)}"
+        )
+    return name
 
 
 def family_of_names(names: Sequence[str]) -> str | None:

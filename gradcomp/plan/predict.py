@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from gradcomp.arguments import suggestion
 from gradcomp.comm.rounds import ring_bytes
 from gradcomp.engine.rate import DIVIDES, OTHERS
 from gradcomp.plan.accuracy import (
@@ -26,6 +25,7 @@ from gradcomp.plan.accuracy import (
     TABLE,
     TOLERANCES,
     Measured,
+    check_optimizer,
     expected,
     family_of_names,
 )
@@ -55,26 +55,6 @@ RATE_RANGE = (1e3, 1e15)  # bits a second between which compression may stop pay
 RATE_TOLERANCE = 0.01
 
 # ---- accuracy ------------------------------------------------------------------------------------
-
-# Names that are understood, in any case; "other" stands for all that are not here.
-_NAMES = """
-adam adamw adamax nadam radam sparseadam adafactor adadelta adagrad rmsprop rprop lamb adabelief
-adan sgd asgd lars lbfgs lion muon shampoo soap sophia splitadamw splitadagrad splitlamb splitsgd
-onebitadam onebitlamb zerooneadam other
-"""
-OPTIMIZERS = tuple(_NAMES.split())
-
-
-def check_optimizer(name: str) -> str:
-    """Return the name of an optimizer; one that is not in `OPTIMIZERS` is a ValueError."""
-    if not name.isidentifier():
-        raise ValueError(f"optimizer must be a name such as adamw, sgd or lamb, got {name!r}")
-    if name.lower() not in OPTIMIZERS:
-        raise ValueError(
-            f"optimizer {name!r} is unknown{suggestion(name, OPTIMIZERS) or ';'} "
-            f"choose one of {', '.join(OPTIMIZERS)}"
-        )
-    return name
 
 
 @dataclass(frozen=True)
