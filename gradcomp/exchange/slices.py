@@ -8,12 +8,13 @@ second phase belong to groups that slices cut, that phase goes in one piece behi
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gradcomp.kernels.tables import Table
 from gradcomp.payload.layout import PayloadLayout, Rows
@@ -71,57 +72,64 @@ class Slice:
         return max((one.nbytes for one in self.second), default=0)
 
 
-def cut(pieces: Sequence[Piece], count: int, *, whole_groups: bool = False) -> list[list[Piece]]:
-    """Return `count` runs of about as many elements, one after the other; pieces are cut between
-    scale groups where these are small.
+def slice_bounds(
+    first: NDArray[np.int64],
+    last: NDArray[np.int64],
+    groups: Sequence[int],
+    count: int,
+    *,
+    whole_groups: bool,
+) -> NDArray[np.int64]:
+    """Return where each rank's pieces are cut into `count` runs of about as many elements, both
+    ends included: ``(pieces, count + 1, ranks)``.
 
     Cuts are at multiples of `UNIT_NUMEL` elements of a parameter where they can be, of 8 always
-    where codes are cut. A run may be empty.
+    where codes are cut, and between scale groups where these are small. A run may be empty.
 
     Args:
-        pieces: one after the other.
+        first, last: elements [first, last) of a parameter, of pieces one after the other:
+            ``(pieces, ranks)``.
+        groups: elements of a scale group of each piece, 1 where it is not compressed.
         count: of runs.
         whole_groups: never cut inside a scale group, however few elements there are.
     """
-    total = sum(p.numel for p in pieces)
-    bounds = [total * j // count for j in range(1, count)]
-    out: list[list[Piece]] = [[] for _ in range(count)]
-    before = 0
-    for piece in pieces:
-        group = piece.slot.group_numel if piece.slot.compressed else 1
-        # codes of 8 elements are whole bytes
-        units = (math.lcm(UNIT_NUMEL, group), math.lcm(8, group))
-        small = units[1] if whole_groups else UNIT_NUMEL
-        unit = next((u for u in units if u * count <= total), small)
-        first = bisect_right(bounds, before)  # the slice that the piece begins in
-        inner = bounds[first : bisect_left(bounds, before + piece.numel)]
-        ends = [max((piece.start + b - before) // unit * unit - piece.start, 0) for b in inner]
-        at = 0
-        for number, end in enumerate([*ends, piece.numel]):
-            if end > at:
-                out[first + number].append(
-                    Piece(
-                        piece.slot, piece.start + at, end - at, piece.data + at, piece.residual + at
-                    )
-                )
-                at = end
-        before += piece.numel
+    total, ends = (last - first).sum(axis=0), np.cumsum(last - first, axis=0)
+    wanted = total * np.arange(count + 1)[:, None] // count  # counted from the first piece on
+    sizes = np.array(groups, np.int64)[:, None]
+    large, small = np.lcm(UNIT_NUMEL, sizes), np.lcm(8, sizes)  # codes of 8 are whole bytes
+    unit = np.where(small * count <= total, small, small if whole_groups else UNIT_NUMEL)
+    unit = np.where(large * count <= total, large, unit)[:, None]
+    first, last, at = first[:, None], last[:, None], (last - ends)[:, None] + wanted
+    out: NDArray[np.int64] = np.where(at < last, np.maximum(at // unit * unit, first), last)
+    out[:, :1] = first
     return out
+
+
+def cut(pieces: Sequence[Piece], count: int, *, whole_groups: bool = False) -> list[list[Piece]]:
+    """Return `count` runs of about as many elements, one after the other, as of `slice_bounds`."""
+    first = np.array([p.start for p in pieces], np.int64)[:, None]
+    last = first + np.array([p.numel for p in pieces], np.int64)[:, None]
+    groups = [p.slot.group_numel if p.slot.compressed else 1 for p in pieces]
+    bounds = slice_bounds(first, last, groups, count, whole_groups=whole_groups)[..., 0].tolist()
+    runs: list[list[Piece]] = [[] for _ in range(count)]
+    for p, edges in zip(pieces, bounds, strict=True):
+        for run, (at, end) in zip(runs, pairwise(edges), strict=True):
+            if end > at:
+                more = at - p.start
+                run.append(Piece(p.slot, at, end - at, p.data + more, p.residual + more))
+    return runs
 
 
 def cuts_groups(slices: Sequence[Sequence[Piece]]) -> bool:
     """Whether a scale group lies in more than one slice."""
-    began: dict[int, int] = {}  # parameter: end of what slices before this one have of it
-    for pieces in slices:
-        for p in pieces:
-            if (
-                p.slot.compressed
-                and began.get(p.slot.index) == p.start
-                and p.start % p.slot.group_numel
-            ):
-                return True
-            began[p.slot.index] = p.start + p.numel
-    return False
+    first: dict[int, int] = {}  # parameter: where the slices' elements of it begin
+    return any(
+        p.start != first.setdefault(p.slot.index, p.start)
+        and p.slot.compressed
+        and p.start % p.slot.group_numel > 0
+        for one in slices
+        for p in one
+    )
 
 
 def rows_of(layout: PayloadLayout, slices: Sequence[Sequence[Piece]]) -> list[Rows]:

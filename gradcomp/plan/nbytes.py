@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,10 +15,10 @@ from gradcomp.codecs import Codec
 from gradcomp.comm.rounds import ring_bytes
 from gradcomp.exchange.second import second_phase
 from gradcomp.exchange.sizing import Strategy, choose
-from gradcomp.exchange.slices import UNIT_NUMEL, Slicing
+from gradcomp.exchange.slices import Slicing, slice_bounds
 from gradcomp.payload.form import HEADER_NBYTES, PLAIN, Form
 from gradcomp.payload.parameters import Exempts, Parameter, assign_buckets, describe_parameters
-from gradcomp.payload.pieces import ByElements, Ownership
+from gradcomp.payload.pieces import ByElements
 
 # DDP's default caps: a small first bucket starts the first exchange early
 DDP_BUCKET_NBYTES = (1 << 20, 25 << 20)
@@ -70,22 +69,19 @@ def collective_bytes(
     count = slicing.count(sum(p.numel for p in parameters), world_size)
     gathers = strategy.exchange == "all_gather"
     ownership = ByElements(1 if gathers else world_size)
-    bounds = slice_bounds(parameters, ownership, count, form)
+    starts = np.stack([ownership.starts(p.numel) for p in parameters])
+    sizes = [p.group_numel if p.compressed else 1 for p in parameters]
+    bounds = slice_bounds(starts[:, :-1], starts[:, 1:], sizes, count, whole_groups=not form.cuts)
     first = sliced_nbytes(parameters, bounds, form).sum(axis=0)
     if gathers:
         sent = others * int(first[0])
         return CollectiveBytes(scale, sent, sent, slices=count)
     phase = second_phase(strategy.second_phase, codec, world_size)
-    whole = slicing.whole_second or (
-        phase.measures_groups
-        and any(
-            ((cuts > cuts[0]) & (cuts < cuts[-1]) & (cuts % p.group_numel > 0)).any()
-            for p, cuts in zip(parameters, bounds, strict=True)
-            if p.compressed
-        )
-    )
+    inside = (bounds > bounds[:, :1]) & (bounds < bounds[:, -1:])
+    cuts_groups = (inside & (bounds % np.reshape(sizes, (-1, 1, 1)) > 0)).any()
+    whole = slicing.whole_second or (phase.measures_groups and bool(cuts_groups))
     if whole:
-        bounds = [cuts[[0, -1]] for cuts in bounds]
+        bounds = bounds[:, [0, -1]]
     second = int(sliced_nbytes(parameters, bounds, phase.form).max(axis=1).sum())
     mine = int(first[rank])
     sent = int(first.sum()) - mine
@@ -164,43 +160,11 @@ def predict_bytes(
 # ---- payloads, as arrays over ranks --------------------------------------------------------------
 
 
-def slice_bounds(
-    parameters: Sequence[Parameter], ownership: Ownership, count: int, form: Form
-) -> list[NDArray[np.int64]]:
-    """Return where `gradcomp.exchange.slices.cut` cuts what each rank owns of each parameter, with
-    both ends: ``(count + 1, world_size)`` each.
-
-    Args:
-        parameters: of a bucket, one after the other.
-        ownership: who owns what.
-        count: of slices.
-        form: of the first phase.
-    """
-    starts = [ownership.starts(p.numel) for p in parameters]
-    total = sum((one[1:] - one[:-1] for one in starts), np.zeros(ownership.world_size, np.int64))
-    bounds = total * np.arange(count + 1)[:, None] // count
-    before, out = np.zeros_like(total), []
-    for p, one in zip(parameters, starts, strict=True):
-        first, last = one[:-1], one[1:]
-        group = p.group_numel if p.compressed else 1
-        large, small = math.lcm(UNIT_NUMEL, group), math.lcm(8, group)
-        unit = np.where(
-            large * count <= total,
-            large,
-            np.where((small * count <= total) | (not form.cuts), small, UNIT_NUMEL),
-        )
-        at = first + bounds - before
-        out.append(np.where(at >= last, last, np.maximum(at // unit * unit, first)))
-        out[-1][0] = first
-        before = before + last - first
-    return out
-
-
 def sliced_nbytes(
-    parameters: Sequence[Parameter], bounds: Sequence[NDArray[np.int64]], form: Form
+    parameters: Sequence[Parameter], bounds: NDArray[np.int64], form: Form
 ) -> NDArray[np.int64]:
     """Return the bytes of each slice of each rank's part, headers included: ``(count, ranks)``."""
-    total = np.full_like(bounds[0][1:], HEADER_NBYTES)
+    total: NDArray[np.int64] = np.full_like(bounds[0, 1:], HEADER_NBYTES)
     for p, cuts in zip(parameters, bounds, strict=True):
         first, last = cuts[:-1], cuts[1:]
         groups = np.where(last > first, (last - 1) // p.group_numel - first // p.group_numel + 1, 0)
