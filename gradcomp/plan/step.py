@@ -57,7 +57,7 @@ class Jobs:
     """Jobs that follow each other, on resources that serve so many at once, first in, first out."""
 
     def __init__(self, servers: Mapping[Hashable, int]) -> None:
-        self._free = dict(servers)
+        self._free: dict[Hashable, float] = {None: math.inf, **servers}
         self._jobs: list[tuple[Hashable, float]] = []
         self._left: list[int] = []
         self._followers: list[list[int]] = []
@@ -82,11 +82,10 @@ class Jobs:
 
         def begin(job: int, now: float) -> None:
             resource, seconds = self._jobs[job]
-            if resource is not None:
-                if not self._free[resource]:
-                    waiting[resource].append(job)
-                    return
-                self._free[resource] -= 1
+            if not self._free[resource]:
+                waiting[resource].append(job)
+                return
+            self._free[resource] -= 1
             heapq.heappush(running, (now + seconds, next(order), job))
 
         for job in [job for job, left in enumerate(self._left) if left == 0]:
@@ -95,10 +94,9 @@ class Jobs:
             now, _, job = heapq.heappop(running)
             times[job] = now
             resource, _ = self._jobs[job]
-            if resource is not None:
-                self._free[resource] += 1
-                if waiting[resource]:
-                    begin(waiting[resource].popleft(), now)
+            self._free[resource] += 1
+            if waiting[resource]:
+                begin(waiting[resource].popleft(), now)
             for follower in self._followers[job]:
                 self._left[follower] -= 1
                 if not self._left[follower]:

@@ -460,7 +460,7 @@ def limits(setup=60, ours=300, torch=300, job=None, apart=0, problem=""):
 
 
 def probe(**silent):
-    return {"seen": {"0": {"silent": silent} if silent else {}}, "skipped": "", "lost": 1}
+    return {"lost_peer": {"seen": {"0": {"silent": silent}}, "skipped": "", "lost": 1}}
 
 
 def example(**more):
@@ -476,13 +476,16 @@ def example(**more):
         "measured": True,
         "seconds": 3.0,
         "budget_s": 10.0,
-        "lost_peer": probe(error="PeerLost", seconds=1.0),
         "recommendation": None,
     }
-    found |= limits() | more
+    found |= limits() | probe(error="PeerLost", seconds=1.0) | more
     found["world_size"] = more.get("world_size", len(found["ranks"]))
     said = [one._asdict() for one in judge.findings(found)]
     return {"findings": said, "status": int(any(f["level"] == "wrong" for f in said))} | found
+
+
+def both(*there, **more):
+    return [rank(k, *there, **more) for k in range(2)]
 
 
 def on_one(count, threads=1, **more):
@@ -507,11 +510,11 @@ def slow(*others):
     return [rank(k, eth1[k], *others, names=("eth1",)) for k in range(2)]
 
 
-# what was found otherwise, and patterns of all findings
+# what was found otherwise (a list: the ranks), and patterns of all findings
 FINDINGS = [
     ({}, []),
     (
-        {"ranks": [rank(0), rank(1), rank(2, **OLD)]},
+        [rank(0), rank(1), rank(2, **OLD)],
         [
             "wrong: torch differs: 2 on ranks 0 and 1, 2.1 on rank 2 -> install the same on *",
             "note: python differs: *",
@@ -519,39 +522,21 @@ FINDINGS = [
             "note: tiers differ: avx2 on ranks 0 and 1, portable on rank 2; *",
         ],
     ),
-    (
-        {"ranks": [rank(k, tier="portable", tiers=["portable"]) for k in range(2)]},
-        ["note: ranks 0 and 1: plain C kernels, several times slower*"],
-    ),
-    (
-        {"ranks": [rank(0), rank(1, starter="srun")]},
-        ["wrong: ranks were started by different launchers: torchrun on rank 0, srun on rank 1*"],
-    ),
-    (
-        {"ranks": slow(IB)},
-        ["wrong: ranks 0 and 1: gloo takes eth1 (1 Gbit/s) although ib0 (100 Gbit/s) * -> *=ib0,*"],
-    ),
+    (both(tier="portable", tiers=["portable"]), ["note: ranks 0 and 1: plain C kernels, *"]),
+    ([rank(0), rank(1, starter="srun")], ["wrong: * launchers: torchrun on rank 0, srun on *"]),
+    (slow(IB), ["wrong: *: gloo takes eth1 (1 Gbit/s) although ib0 (100 Gbit/s) * -> *=ib0,*"]),
     ({"ranks": slow(IB), "over": "mpi"}, ["note: ranks 0 and 1: gloo takes eth1 *; an MPI *"]),
-    ({"ranks": slow(IB._replace(is_up=False), ethernet("eth2", 1500, "10.2.0.1"))}, []),
+    (slow(IB._replace(is_up=False), ethernet("eth2", 1500, "10.2.0.1")), []),
+    (both(LO, ETH, names=("lo",)), ["wrong: *: gloo takes lo, the loopback, * -> *_IFNAME=eth0"]),
     (
-        {"ranks": [rank(k, LO, ETH, names=("lo",)) for k in range(2)]},
-        ["wrong: ranks 0 and 1: gloo takes lo, the loopback, * (as it is) -> *_IFNAME=eth0"],
-    ),
-    (
-        {"ranks": [rank(k, DOCKER, ETH, names=("docker0",)) for k in range(2)]},
+        both(DOCKER, ETH, names=("docker0",)),
         [
             "wrong: ranks 0 and 1: gloo takes docker0, a bridge of containers * -> *_IFNAME=eth0",
             "wrong: 2 hosts have the address 172.17.0.1: it leads from each of them to itself -> *",
         ],
     ),
-    (  # all of one host
-        {"ranks": [rank(k, DOCKER, names=("docker0",), identity="n", threads=1) for k in (0, 1)]},
-        [],
-    ),
-    (
-        {"ranks": [rank(0, lookup_s=1.5), rank(1, lookup_s=0.5)]},
-        ["note: rank 0: the name of an address is looked up for 1.50 s, as torch does *"],
-    ),
+    (both(DOCKER, names=("docker0",), identity="n", threads=1), []),  # all of one host
+    ([rank(0, lookup_s=1.5), rank(1, lookup_s=0.5)], ["note: rank 0: the name * for 1.50 s, *"]),
     (
         {"ranks": FOUR, "pairs": PAIRS},
         ["wrong: ranks 1 and 3 do not reach each other: rank 1: refused -> *", SLOW_PAIR],
@@ -560,17 +545,11 @@ FINDINGS = [
         {"ranks": FOUR, "pairs": PAIRS, "silent": [3]},
         ["wrong: rank 3 fell silent while measuring -> look at what the process does*", SLOW_PAIR],
     ),
-    (
-        {"pairs": [pair(0, 1, 9e7)]},
-        ["note: pairs between hosts have 90 Mbit/s over interfaces that say 1 Gbit/s -> *"],
-    ),
-    (
-        {"ranks": on_one(2, threads=4)},
-        ["wrong: ranks 0 and 1 on n: 8 threads of torch on 4 cores * -> OMP_NUM_THREADS=2, or *"],
-    ),
+    ({"pairs": [pair(0, 1, 9e7)]}, ["note: * have 90 Mbit/s * that say 1 Gbit/s -> *"]),
+    (on_one(2, threads=4), ["wrong: * on n: 8 threads of torch on 4 * -> OMP_NUM_THREADS=2, or *"]),
     ({"ranks": [rank(0, quota=1.0)], "pairs": []}, ["wrong: here: 4 threads of torch on 1 *"]),
-    ({"ranks": on_one(5)}, ["note: ranks 0-4 on n: 5 ranks on 4 cores -> fewer ranks*"]),
-    ({"ranks": BOUND}, ["wrong: ranks 0 and 1 are bound to the same 1 of 4 cores -> *--bind-to"]),
+    (on_one(5), ["note: ranks 0-4 on n: 5 ranks on 4 cores -> fewer ranks*"]),
+    (BOUND, ["wrong: ranks 0 and 1 are bound to the same 1 of 4 cores -> *--bind-to"]),
     (limits(torch=100), ["wrong: torch gives up after 100 s, before gradcomp after 300 s: *"]),
     (limits(torch=1800), ["note: gradcomp gives a peer up after 300 s, torch's own * 1800 s -> *"]),
     (limits(torch=None), []),
@@ -579,12 +558,9 @@ FINDINGS = [
     (limits(job=100), ["note: the job ends in 100 s, before a silent peer *"]),
     (limits(ours=0.15, torch=0.15), ["wrong: a step computes for 0.1 s, * -> timeout_s=1 in *"]),
     (limits(problem="a bad value"), ["wrong: a bad value -> unset GRADCOMP_SETUP_TIMEOUT_S"]),
-    ({"lost_peer": probe(error="", seconds=1)}, [NOT_NOTICED.format("no error after 1.0")]),
-    ({"lost_peer": probe(error="OSError", seconds=1)}, [NOT_NOTICED.format("OSError after 1.0")]),
-    (
-        {"lost_peer": probe(error="PeerLost", seconds=60)},
-        [NOT_NOTICED.format("PeerLost after 60.0")],
-    ),
+    (probe(error="", seconds=1), [NOT_NOTICED.format("no error after 1.0")]),
+    (probe(error="OSError", seconds=1), [NOT_NOTICED.format("OSError after 1.0")]),
+    (probe(error="PeerLost", seconds=60), [NOT_NOTICED.format("PeerLost after 60.0")]),
     (
         {"lost_peer": {"seen": {"0": {"failed": "ConnectionError: refused"}}}},
         ["wrong: the probe did not come to its end on rank 0: ConnectionError: refused -> *"],
@@ -595,7 +571,8 @@ FINDINGS = [
 @pytest.mark.parametrize(("more", "expected"), FINDINGS)
 def test_findings(more, expected, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    found = [f"{f['level']}: {f['text']} -> {f['do']}" for f in example(**more)["findings"]]
+    found = example(**{"ranks": more} if isinstance(more, list) else more)["findings"]
+    found = [f"{f['level']}: {f['text']} -> {f['do']}" for f in found]
     assert len(found) == len(expected) and all(map(fnmatch.fnmatchcase, found, expected)), found
 
 
