@@ -2,11 +2,11 @@
 
 import json
 import math
-import struct
 from types import SimpleNamespace
 
 import pytest
 import torch
+from _idx import write_folder
 from torch import nn
 
 from gradcomp.bench import accuracy, paper
@@ -111,19 +111,10 @@ def test_a_table_of_small_runs_continues_where_it_was(tmp_path, capsys):
     assert (out / "accuracy.png").read_bytes().startswith(b"\x89PNG")
 
 
-def idx(array):
-    head = struct.pack(">BBBB", 0, 0, 8, array.ndim) + struct.pack(f">{array.ndim}I", *array.shape)
-    return head + array.to(torch.uint8).numpy().tobytes()
-
-
 @pytest.mark.slow
 def test_a_paper_s_table_beside_what_was_published(tmp_path, capsys):
-    folder, draw = tmp_path / "mnist", torch.Generator().manual_seed(0)
-    folder.mkdir()
-    for part, count in (("train", 200), ("t10k", 40)):
-        images = torch.randint(256, (count, 28, 28), generator=draw)
-        (folder / f"{part}-images-idx3-ubyte").write_bytes(idx(images))
-        (folder / f"{part}-labels-idx1-ubyte").write_bytes(idx(torch.arange(count) % 10))
+    (tmp_path / "mnist").mkdir()
+    write_folder(tmp_path / "mnist", train=200, test=40)
     words = f"terngrad-lenet --data {tmp_path} --steps 3 --seeds 1 --out {tmp_path / 'out'}"
     assert paper.main(words.split()) == 0
     printed = capsys.readouterr().out
