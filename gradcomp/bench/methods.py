@@ -135,7 +135,6 @@ METHODS: dict[str, Method] = {
 }
 # what the hooks of torch's ways do, exchanged over MPI as codecs are
 OVER_MPI = {"fp32": Identity(), "bf16": Identity("bf16")}
-OTHERS = tuple(name for name, method in METHODS.items() if method.codec is None)
 KNOWN = (
     f"there are {', '.join(METHODS)}, {FSDP2}, and module:factory, which registers a hook of your"
     " own with a DDP model"
@@ -397,7 +396,10 @@ def wrap(
     codec, optimizers = method.codec, make(model)
     if method.local:
         assert codec is not None
-        local = _local(model, optimizers, codec, comm, method.local, options)
+        options |= method.local
+        lr, momentum = options.pop("outer_lr", LR), options.pop("outer_momentum", MOMENTUM)
+        outer = partial(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
+        local = DiLoCo(model, optimizers, codec, comm=comm, outer_optimizer=outer, **options)
         return Ready(method, model, optimizers, local, local=local)
     if method.double:
         assert codec is not None
@@ -419,17 +421,6 @@ def wrap(
         options["optimizer"] = optimizers[0]
     state = gradcomp.ddp.register(wrapped, codec, comm=comm, **options)
     return Ready(method, wrapped, optimizers, state)
-
-
-def _local(
-    model: nn.Module, optimizers: Any, codec: Codec, comm: Any, local: dict[str, Any], options: Any
-) -> DiLoCo:
-    """Return the local steps of a model."""
-    names = set(local) - {"outer_lr", "outer_momentum"}
-    rate, momentum = local.get("outer_lr", LR), local.get("outer_momentum", MOMENTUM)
-    outer = partial(torch.optim.SGD, lr=rate, momentum=momentum, nesterov=momentum > 0)
-    options = options | {name: local[name] for name in names}
-    return DiLoCo(model, optimizers, codec, comm=comm, outer_optimizer=outer, **options)
 
 
 def _shard(model: nn.Module, method: Method, make: Make) -> Ready:
