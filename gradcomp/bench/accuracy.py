@@ -13,7 +13,7 @@ import itertools
 import re
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -152,17 +152,13 @@ def summarize(results: Sequence[Result]) -> list[Result]:
     The differences are of means, to fp32 and to bf16 with the same workload, optimizer, number of
     workers and steps; each at its factor of 1, the rate of fp32.
     """
-    groups: dict[tuple[Any, ...], list[Result]] = {}
-    for result in results:
-        groups.setdefault((*_case(result), result["method"], result["factor"]), []).append(result)
-    rows = []
-    for key, runs in groups.items():
+    rows: list[Result] = []
+    for _, runs in grouped(results, (*CASE, "method", "factor")):
         ended = [float(run["measure"]) for run in runs if run["measure"] is not None]
         points = zip(*(run["curve"] for run in runs), strict=False)  # one that diverged is shorter
         rows.append(
             {
-                **dict(zip((*CASE, "method", "factor"), key, strict=True)),
-                "bits": runs[0]["bits"],
+                **{name: runs[0][name] for name in (*CASE, "method", "factor", "bits")},
                 "seeds": len(runs),
                 "diverged": len(runs) - len(ended),
                 "mean": statistics.fmean(ended) if ended else None,
@@ -170,16 +166,22 @@ def summarize(results: Sequence[Result]) -> list[Result]:
                 "curve": [(at[0][0], statistics.fmean(run[2] for run in at)) for at in points],
             }
         )
-    by_case = {(*_case(row), row["method"]): row["mean"] for row in rows if row["factor"] == 1.0}
-    for row in rows:
-        for base in ("fp32", "bf16"):
-            mean, other = row["mean"], by_case.get((*_case(row), base))
+    for _, here in grouped(rows, CASE):
+        usual = {row["method"]: row["mean"] for row in here if row["factor"] == 1.0}
+        for row, base in itertools.product(here, ("fp32", "bf16")):
+            mean, other = row["mean"], usual.get(base)
             row[f"to_{base}"] = None if other is None or mean is None else mean - other
     return rows
 
 
-def _case(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(row[name] for name in CASE)
+def grouped(
+    rows: Sequence[Result], names: Sequence[str]
+) -> Iterable[tuple[tuple[Any, ...], list[Result]]]:
+    """Return what rows have in some of their fields, and the rows that have the same in them."""
+    out: dict[tuple[Any, ...], list[Result]] = {}
+    for row in rows:
+        out.setdefault(tuple(row[name] for name in names), []).append(row)
+    return out.items()
 
 
 def tables(
@@ -188,12 +190,9 @@ def tables(
     """Return a title, rows of `summarize` and their table for every workload, optimizer, number of
     workers and of steps; `measures` is what is measured of a workload, for the titles.
     """
-    cases: dict[tuple[Any, ...], list[Result]] = {}
-    for row in rows:
-        cases.setdefault(_case(row), []).append(row)
     heads = ("method", "rate", "bits", "mean", "±", "to fp32", "to bf16", "seeds")
     out = []
-    for (workload, optimizer, workers, steps), here in cases.items():
+    for (workload, optimizer, workers, steps), here in grouped(rows, CASE):
         title = f"{workload} under {optimizer}, {workers} workers, {steps} steps"
         title += f": {measures[workload]}" if workload in measures else ""
         out.append((title, here, table(heads, map(_cells, here))))
@@ -231,17 +230,17 @@ def longest(
     """Return, of methods that differ in ``every=H`` alone, a line each: the largest H that costs
     at most `within` to fp32 every step.
     """
-    families: dict[tuple[Any, ...], dict[int, float]] = {}
+    local = []
     for row in rows:
         found = re.search(r"\bevery=(\d+)", row["method"])
-        if found is None or row["to_fp32"] is None or row["diverged"]:
-            continue
-        family = (*_case(row), row["factor"], row["method"].replace(found[0], "every=H"))
-        families.setdefault(family, {})[int(found[1])] = row["to_fp32"] * (
-            1 if workloads[row["workload"]].lower_is_better else -1
-        )
+        if found is not None and row["to_fp32"] is not None and not row["diverged"]:
+            cost = row["to_fp32"] * (1 if workloads[row["workload"]].lower_is_better else -1)
+            method = row["method"].replace(found[0], "every=H")
+            local.append({**row, "method": method, "every": int(found[1]), "cost": cost})
     lines = []
-    for (workload, optimizer, workers, steps, _, method), costs in families.items():
+    for case, family in grouped(local, (*CASE, "factor", "method")):
+        workload, optimizer, workers, steps, _, method = case
+        costs = {row["every"]: row["cost"] for row in family}
         near = max((h for h, cost in costs.items() if cost <= within), default="none")
         told = ", ".join(f"{h} costs {cost:.3f}" for h, cost in sorted(costs.items()))
         lines.append(

@@ -17,7 +17,8 @@ from rich.progress import track
 
 from gradcomp.bench import trainer
 from gradcomp.bench.ranks import Place, RankFailed, all_cores, warm_context
-from gradcomp.bench.trainer import KEY, Task, run_task
+from gradcomp.bench.ranks import run as run_ranks
+from gradcomp.bench.trainer import KEY, Task, train_rank
 
 HANG_S = 600.0
 Result = dict[str, Any]
@@ -32,7 +33,8 @@ def run_all(
     failed: dict[Task, str] | None = None,
     spread: bool = True,
 ) -> Iterator[tuple[Task, list[Result], float]]:
-    """Run tasks and yield each with its ranks' results and its seconds as it ends.
+    """Run tasks; yield each with what `train` measured in every rank (nothing in a launched job but
+    for rank 0) and its seconds as it ends.
 
     Args:
         processes: tasks at a time.
@@ -52,12 +54,15 @@ def run_all(
     def run(task: Task) -> tuple[Task, list[Result], float]:
         mine, begun = cores.get(), time.perf_counter()
         where = replace(place or Place(task.workers), shift=1 + tasks.index(task))
+        placed = replace(task, cores=mine or (all_cores() if where.launched else ()))
+        results: list[Result] = []
+        heard = lambda found: results.extend(found or ())  # None is a sign of life
         try:
-            results = run_task(replace(task, cores=mine), where, hang_s)
+            run_ranks(where, train_rank, placed, on_message=heard, hang_s=hang_s)
         except RankFailed as error:
             if failed is None:
                 raise
-            failed[task], results = str(error), []
+            failed[task] = str(error)
         finally:
             cores.put(mine)
         return task, results, time.perf_counter() - begun
@@ -80,7 +85,7 @@ def run_all(
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
         for process in multiprocessing.active_children():
-            process.kill()  # `run_task` then returns
+            process.kill()  # `run` then returns
         raise
     finally:
         pool.shutdown()

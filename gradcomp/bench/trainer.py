@@ -1,4 +1,4 @@
-"""Train one workload with one method of exchange: what a rank does, and how a run is started."""
+"""Train one workload with one method of exchange: what a rank does."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import os
 import resource
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from torch import nn
 
 from gradcomp.bench.methods import Ready, parse, wrap
 from gradcomp.bench.optimizers import OPTIMIZERS
-from gradcomp.bench.ranks import TIMEOUT_S, Emit, Place, all_cores, cores_of, run
+from gradcomp.bench.ranks import TIMEOUT_S, Emit, cores_of
 from gradcomp.bench.workloads import Workload, find
 from gradcomp.comm.mpi import MpiCommunicator
 from gradcomp.comm.rounds import ring_bytes
@@ -49,21 +49,6 @@ class Task:
     min_numel: int | None = None  # smallest tensor that is compressed; None: the default
     stops: bool = False  # when a rank's loss diverges, which takes an all_reduce a step
     over: str = "gloo"  # transport of compressed bytes, "gloo" or "mpi"
-
-
-def run_task(task: Task, place: Place, hang_s: float) -> list[dict[str, Any]]:
-    """Run a task; return what `train` measured in every rank (empty in a launched job but for
-    rank 0). Ranks that are silent for `hang_s` seconds are ended.
-
-    Raises:
-        gradcomp.bench.ranks.RankFailed: a rank failed, or all were silent.
-    """
-    if place.launched and not task.cores:
-        task = replace(task, cores=all_cores())
-    results: list[dict[str, Any]] = []
-    heard = lambda message: results.extend(message or ())
-    run(place, train_rank, task, on_message=heard, hang_s=hang_s)
-    return results
 
 
 def use_cores(cores: tuple[int, ...] = ()) -> None:
