@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import queue
 import time
 from collections.abc import Iterator, Sequence
@@ -69,11 +70,8 @@ def run_all(
 
     warm_context(trainer.__name__)  # here, where an interrupt of its start is heeded
     console = Console(stderr=True)
-    shown: dict[str, Any] = {
-        "total": len(tasks),
-        "console": console,
-        "disable": not console.is_terminal,
-    }
+    shown: dict[str, Any] = {"total": len(tasks), "console": console}
+    shown["disable"] = not console.is_terminal or os.environ.get("RANK", "0") != "0"
     if processes == 1:
         yield from map(run, track(tasks, "trainings", **shown))
         return

@@ -207,10 +207,8 @@ def _run_case(
             guess = None
             if alone and not place.launched:
                 guess = predict(name, alone, workload.model(), link, ranks=ranks, **speed)
-            lower, rate = workload.lower_is_better, link.bits_per_s
-            rows.append(
-                row_of(name, results, base, guess, args.target, lower=lower, bits_per_s=rate)
-            )
+            how: dict[str, Any] = {"lower": workload.lower_is_better, "bits_per_s": link.bits_per_s}
+            rows.append(row_of(name, results, base, guess, args.target, **how))
             if name in (NONE, NOOP):
                 without[name] = results, rows[-1]
         if not place.launched or os.environ["RANK"] == "0":
