@@ -17,11 +17,11 @@ BENCHMARKS = {
     "paper": "papers' tables again: TernGrad's LeNet, 1 bit with and without error feedback",
     "train": "step time, bytes sent and accuracy per method, over links of a given rate",
     "report": "one HTML or Markdown page from the JSON files of train and accuracy",
-    "allreduce": "gradcomp.all_reduce compared with fp32 all_reduce, over gloo and MPI",
     "optim": "split optimizers compared with torch's: milliseconds a step, bytes a weight",
     "ratio": "bytes per step for real models, every codec and exchange, 2 to 64 ranks",
     "plan": "does compression pay, and on how many nodes (python -m gradcomp.plan)",
 }
+GONE = {"allreduce": "it is gone: bench train measures exchanges, over gloo and --over mpi"}
 NAMES = "\n".join(f"  {name:<10}{text}" for name, text in BENCHMARKS.items())
 HELP = f"""usage: python -m gradcomp.bench NAME [options]      (NAME --help lists its options)
 
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
         return 0 if argv else 2
     name, rest = argv[0], argv[1:]
     if name not in BENCHMARKS:
-        there = f"there are {', '.join(BENCHMARKS)}{suggestion(name, BENCHMARKS)}"
+        there = GONE.get(name, f"there are {', '.join(BENCHMARKS)}{suggestion(name, BENCHMARKS)}")
         print(f"gradcomp.bench: no benchmark named {name!r}; {there}", file=sys.stderr)
         return 2
     where = "gradcomp.plan.cli" if name == "plan" else f"gradcomp.bench.{name}"

@@ -1,4 +1,4 @@
-"""bench codec, optim, ratio and allreduce: they check before they measure, judge by stated limits,
+"""bench codec, optim and ratio: they check before they measure, judge by stated limits,
 write their files and refuse wrong options.
 """
 
@@ -13,9 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from _ranks import mpi_environment, mpi_python
 
-from gradcomp.bench import allreduce, codec, optim, ratio, timing
+from gradcomp.bench import codec, optim, ratio, timing
 from gradcomp.bench.codec import Case, cases
 from gradcomp.bench.models import LeNet
 from gradcomp.codecs import EntropyCoded
@@ -295,49 +294,3 @@ def test_failed_check_is_the_exit_status(monkeypatch, capsys):
     monkeypatch.setattr(ratio, "check_ratios", lambda rows: [failed])
     assert ratio.main(["--no-verify", "--check", "--models", "LeNet"]) == 1
     assert "FAIL  made to fail: 1.00x" in capsys.readouterr().out
-
-
-# ---- allreduce -----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("transport", "flavour"),
-    [
-        ("gloo", None),
-        ("MPICH", "mpich"),
-        pytest.param("Open MPI", "openmpi", marks=pytest.mark.long),
-    ],
-)
-def test_a_short_run_has_every_row(tmp_path, transport, flavour):
-    python = mpi_python(flavour) if flavour else sys.executable
-    command = [python, "-m", "gradcomp.bench", "allreduce", "--over", "mpi" if flavour else "gloo"]
-    command += ["--ranks", "2", "--sizes", "4K,256K", "--repeat", "3"]
-    command += ["--json", str(tmp_path / "a.json")]
-    done = subprocess.run(
-        command, env=mpi_environment(), capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("262,144") == 3
-    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
-    assert [(r["nbytes"], r["codec"]) for r in rows] == [
-        (n, c) for n in (4096, 262144) for c in ("fp32", "terngrad", "onebit")
-    ]
-    for r in rows:
-        # at N = 2
-        assert r["transport"] == transport and r["seconds"] > 0 and r["busbw"] == r["algbw"]
-        least = {"fp32": 0, "terngrad": r["nbytes"] // 16, "onebit": r["nbytes"] // 32}[r["codec"]]
-        assert least <= r["sent_nbytes"] <= least + 100 * bool(least)
-
-
-@pytest.mark.parametrize(
-    ("text", "nbytes"), [("4", 4), ("4K", 4096), ("1m", 1 << 20), ("100000000", 10**8)]
-)
-def test_sizes(text, nbytes):
-    assert allreduce.sizes(f"{text},8") == [nbytes, 8]
-
-
-def test_without_an_mpi_the_answer_is_what_to_install(monkeypatch, capsys):
-    monkeypatch.setattr(allreduce.importlib.util, "find_spec", lambda name: None)
-    assert allreduce.main(["--over", "mpi"]) == 2
-    assert "pip install 'gradcomp[mpi]'" in capsys.readouterr().err
