@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from _averaging import Scale
 from _golden import Recorder, bytes_of, digest_of, tensors_in
 from _ranks import run_local
 from _shadow import shadowed
@@ -58,6 +59,12 @@ class Given(nn.Module):
             loss = loss + (p * gradient(SHAPES[name], step, rank, tag, p.dtype)).float().sum()
         return loss
 
+    def fill(self, step, rank, scale=1):
+        """Give every parameter its gradient."""
+        for tag, (name, shape) in enumerate(SHAPES.items()):
+            p = getattr(self, name)
+            p.grad = gradient(shape, step, rank, tag, p.dtype) * scale
+
 
 class Blocks(nn.Module):
     """Two of them, for FSDP2."""
@@ -85,16 +92,6 @@ def outcome(averages, weights, state, stats=None):
 # ---- trainings: one rank of each -----------------------------------------------------------------
 
 
-class Scale:
-    """Stands for a loss scaler."""
-
-    def __init__(self):
-        self.value = 8.0
-
-    def get_scale(self):
-        return self.value
-
-
 def averager(
     comm,
     codec,
@@ -114,7 +111,7 @@ def averager(
     optimizer = options.get("optimizer")
     if optimizer is not None:
         options["optimizer"] = optimizer = optimizer(model.parameters())
-    scaler = options["grad_scaler"] = Scale() if options.pop("scaled", False) else None
+    scaler = options["grad_scaler"] = Scale(8.0) if options.pop("scaled", False) else None
     run = GradientAverager(model, codec, comm=comm, **LIMITS | options)
     averages = []
     for step in range(STEPS):
@@ -125,9 +122,7 @@ def averager(
             run.load_state_dict(state)
         if scaler:
             scaler.value = [8.0, 4.0, 4.0, 16.0][step]
-        for tag, (name, shape) in enumerate(SHAPES.items()):
-            p = getattr(model, name)
-            p.grad = gradient(shape, step, comm.rank, tag, dtype) * (scaler.value if scaler else 1)
+        model.fill(step, comm.rank, scaler.value if scaler else 1)
         if bad is not None and (comm.rank, step) == (1, 2):
             getattr(model, bad[0]).grad.view(-1)[bad[1]] = float("nan")
         run.average_delayed() if delayed else run.average()
@@ -145,33 +140,27 @@ def averager(
     return outcome(averages, model.parameters(), state, run.stats)
 
 
-def resharded(comm, codec, **options):
-    """The states of three ranks go on with two."""
-    states = run_local(3, partial(held, codec=codec, **options))
+def held(comm, codec, steps=range(STEPS), states=None, **options):
+    """Return the averages of some steps, and the state after them."""
     model = Given()
     run = GradientAverager(model, codec, comm=comm, **LIMITS | options)
-    run.load_state_dict(states)
+    if states:
+        run.load_state_dict(states)
     averages = []
-    for step in range(STEPS, STEPS + 2):
-        for tag, (name, shape) in enumerate(SHAPES.items()):
-            getattr(model, name).grad = gradient(shape, step, comm.rank, tag)
+    for step in steps:
+        model.fill(step, comm.rank)
         run.average()
         averages += [bytes_of(p.grad) for p in model.parameters()]
     state = run.state_dict()
     run.close()
+    return averages, state
+
+
+def resharded(comm, codec, **options):
+    """The states of three ranks go on with two."""
+    states = [state for _, state in run_local(3, partial(held, codec=codec, **options))]
+    averages, state = held(comm, codec, range(STEPS, STEPS + 2), states, **options)
     return outcome(averages, [], state)
-
-
-def held(comm, codec, **options):
-    model = Given()
-    run = GradientAverager(model, codec, comm=comm, **LIMITS | options)
-    for step in range(STEPS):
-        for tag, (name, shape) in enumerate(SHAPES.items()):
-            getattr(model, name).grad = gradient(shape, step, comm.rank, tag)
-        run.average()
-    state = run.state_dict()
-    run.close()
-    return state
 
 
 def all_reduce(comm, codec, *, feedback=True, exchange="auto", first=None):
@@ -208,8 +197,7 @@ def local_steps(
             model, optimizer, run = begin(again)
             model.load_state_dict(weights)
             run.load_state_dict(state)
-        for tag, (name, shape) in enumerate(SHAPES.items()):
-            getattr(model, name).grad = gradient(shape, step, comm.rank, tag)
+        model.fill(step, comm.rank)
         if (comm.rank, step) == (1, bad):
             model.v.grad[7] = float("nan")
         optimizer.step()
@@ -325,6 +313,10 @@ SCATTERS_ONLY = {"terngrad requantize", "terngrad bf16", "terngrad fp32"}
 SLICED = {"advanced": Advanced(slice_numel=1024)}
 ADAGRAD = {"advanced": Advanced(transform=AggregateAdagrad())}
 LOCAL_ADAGRAD = {"advanced": Advanced(transform=LocalAdagrad())}
+SLICED_ADAGRAD = {"advanced": Advanced(transform=AggregateAdagrad(), slice_numel=1024)}
+UNITS, SCALED = {"precondition": True}, {"scaled": True}
+DELAY = {"fragments": 2, "fragment_sync_delay": 1, "sync_every": 4}
+SGD, ADAMW = partial(SplitSGD, lr=0.125), partial(SplitAdamW, lr=0.01)
 ROWS = {}
 
 
@@ -352,48 +344,26 @@ for codec in FEW:
     row(f"{codec}, fsdp", fsdp, 2, made)
 for name in ("all_gather", "reduce_scatter"):
     way = {"exchange": name}
-    row(f"precondition, {name}", averager, 3, Ternary(), precondition=True, **way)
-    row(f"precondition, slices, {name}", averager, 3, Block(2), precondition=True, **SLICED, **way)
+    row(f"precondition, {name}", averager, 3, Ternary(), **UNITS, **way)
+    row(f"precondition, slices, {name}", averager, 3, Block(2), **UNITS, **SLICED, **way)
     row(f"warm start, {name}", averager, 3, OneBit(), warmup_steps=2, **way)
     row(f"local adagrad, {name}", averager, 3, OneBit(), **LOCAL_ADAGRAD, **way)
     row(f"buckets, {name}", averager, 3, Ternary(), bucket_cap_mb=0.004, **way)
     row(f"resharded, {name}", resharded, 2, OneBit(), **way)
-    row(
-        f"precondition, loss scale, {name}",
-        averager,
-        3,
-        Block(2),
-        precondition=True,
-        scaled=True,
-        **way,
-    )
-    row(
-        f"precondition, adagrad, {name}",
-        averager,
-        3,
-        OneBit(),
-        **LOCAL_ADAGRAD,
-        precondition=True,
-        **way,
-    )
+    row(f"precondition, loss scale, {name}", averager, 3, Block(2), **UNITS, **SCALED, **way)
+    row(f"precondition, adagrad, {name}", averager, 3, OneBit(), **LOCAL_ADAGRAD, **UNITS, **way)
 rotated = OneBit(rotate=True)
 row("rotated, owners", averager, 3, rotated, exchange="reduce_scatter", **SLICED)
 row("rotated, bf16", averager, 3, rotated, exchange="reduce_scatter", dtype=torch.bfloat16)
 row("rotated, fsdp", fsdp, 2, rotated)
 row("rotated, local steps", local_steps, 2, rotated, fragments=2)
-row("precondition, discarded", averager, 3, Ternary(), precondition=True, discard=2)
-row("precondition, not finite", averager, 3, Ternary(), precondition=True, bad=("v", 7), **SLICED)
+row("precondition, discarded", averager, 3, Ternary(), **UNITS, discard=2)
+row("precondition, not finite", averager, 3, Ternary(), **UNITS, bad=("v", 7), **SLICED)
 row("adagrad, not finite", averager, 3, OneBit(), bad=("v", 7), **ADAGRAD)
-row(
-    "adagrad, slices",
-    averager,
-    3,
-    OneBit(),
-    advanced=Advanced(transform=AggregateAdagrad(), slice_numel=1024),
-)
-row("adagrad, loss scale", averager, 3, OneBit(), scaled=True, **ADAGRAD)
-row("precondition, bf16", averager, 3, Ternary(), precondition=True, dtype=torch.bfloat16)
-row("precondition, nodes", averager, 4, Block(2), precondition=True, **NODES)
+row("adagrad, slices", averager, 3, OneBit(), **SLICED_ADAGRAD)
+row("adagrad, loss scale", averager, 3, OneBit(), **SCALED, **ADAGRAD)
+row("precondition, bf16", averager, 3, Ternary(), **UNITS, dtype=torch.bfloat16)
+row("precondition, nodes", averager, 4, Block(2), **UNITS, **NODES)
 row("warm start, packed", averager, 3, OneBit(), warmup_steps=2, warmup_codec=Block(4))
 row("aggregate adagrad", averager, 3, OneBit(), **ADAGRAD)
 row("1-bit adam", averager, 3, OneBit(), optimizer=partial(OneBitAdam, lr=0.01, freeze_step=2))
@@ -402,57 +372,33 @@ row("not finite, last slice", averager, 3, OneBit(), bad=("v", 1100), **SLICED)
 row("not finite, excluded tensor", averager, 2, Ternary(), bad=("b", 2))
 row("not finite, atomic_steps", averager, 2, Ternary(), bad=("v", 7), atomic_steps=True)
 row("discarded", averager, 3, OneBit(), discard=2)
-row("loss scale", averager, 3, OneBit(), scaled=True)
-row("local adagrad, loss scale", averager, 3, OneBit(), scaled=True, **LOCAL_ADAGRAD)
+row("loss scale", averager, 3, OneBit(), **SCALED)
+row("local adagrad, loss scale", averager, 3, OneBit(), **SCALED, **LOCAL_ADAGRAD)
 row("local adagrad, not finite", averager, 3, OneBit(), bad=("v", 7), **LOCAL_ADAGRAD)
 row("terngrad, resumed", averager, 3, TernGrad(), resumes=2)
-row("loss scale, resumed", averager, 3, OneBit(), scaled=True, resumes=3)
+row("loss scale, resumed", averager, 3, OneBit(), **SCALED, resumes=3)
 row("delayed, flushed", averager, 2, OneBit(), delayed=True, flushes=True)
 row("local steps, fragments", local_steps, 2, Ternary(), fragments=2)
-row(
-    "local steps, fragments, delay",
-    local_steps,
-    2,
-    OneBit(),
-    fragments=2,
-    fragment_sync_delay=1,
-    sync_every=4,
-)
+row("local steps, fragments, delay", local_steps, 2, OneBit(), **DELAY)
 row("local steps, owners", local_steps, 3, OneBit(), shard_outer=True)
 row("local steps, warm start", local_steps, 2, OneBit(), warmup_steps=2, warmup_codec=Ternary())
 row("local steps, fragments, draws", local_steps, 2, TernGrad(), fragments=2)
-row("local steps, precondition", local_steps, 2, Block(2), precondition=True)
+row("local steps, precondition", local_steps, 2, Block(2), **UNITS)
 row("local steps, not finite", local_steps, 2, OneBit(), bad=3)
-row(
-    "local steps, resumed",
-    local_steps,
-    2,
-    OneBit(),
-    fragments=2,
-    fragment_sync_delay=1,
-    sync_every=4,
-    resumes=6,
-)
+row("local steps, resumed", local_steps, 2, OneBit(), **DELAY, resumes=6)
 row("all_reduce, own steps", all_reduce, 3, TernGrad(), feedback=False, first=7)
 row("all_reduce, own scales", all_reduce, 3, TernGrad(scale="own"), feedback=False)
 row("local sgd", local_steps, 2, Ternary(), kind=gradcomp.LocalSGD)
 row("ddp, buckets", ddp, 2, Ternary(), bucket_cap_mb=0.004)
-row("ddp, precondition", ddp, 2, Ternary(), precondition=True, exchange="reduce_scatter")
+row("ddp, precondition", ddp, 2, Ternary(), **UNITS, exchange="reduce_scatter")
 row("ddp, nodes", ddp, 4, OneBit(), **NODES)
 row("ddp, fused sgd", ddp, 2, Ternary(), optimizer=partial(SplitSGD, lr=0.125, momentum=0.5))
-row("ddp, fused adamw", ddp, 3, TernGrad(), optimizer=partial(SplitAdamW, lr=0.01))
-row("ddp, fused, nodes", ddp, 4, OneBit(), optimizer=partial(SplitSGD, lr=0.125), **NODES)
-row(
-    "ddp, fused and materialized",
-    ddp,
-    2,
-    OneBit(),
-    optimizer=partial(SplitSGD, lr=0.125),
-    materializes=True,
-)
-row("ddp, fused, entropy", ddp, 3, EntropyCoded(2.2), optimizer=partial(SplitAdamW, lr=0.01))
+row("ddp, fused adamw", ddp, 3, TernGrad(), optimizer=ADAMW)
+row("ddp, fused, nodes", ddp, 4, OneBit(), optimizer=SGD, **NODES)
+row("ddp, fused and materialized", ddp, 2, OneBit(), optimizer=SGD, materializes=True)
+row("ddp, fused, entropy", ddp, 3, EntropyCoded(2.2), optimizer=ADAMW)
 row("local steps, fragments, entropy", local_steps, 2, EntropyCoded(1.25), fragments=2)
-row("precondition, entropy", averager, 3, EntropyCoded(2.2), precondition=True, **SLICED)
+row("precondition, entropy", averager, 3, EntropyCoded(2.2), **UNITS, **SLICED)
 row("fsdp, bf16", fsdp, 2, Ternary(), dtype=torch.bfloat16)
 row("fsdp, not finite", fsdp, 2, OneBit(), bad=True)
 row("fsdp, 3 ranks", fsdp, 3, OneBit())

@@ -15,6 +15,16 @@ def gradient(name, shape, step, rank):
     return torch.randn(shape, generator=generator)
 
 
+class Scale:
+    """Stands for a loss scaler, whose scale is what the test says."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def get_scale(self):
+        return self.value
+
+
 class Run:
     """An averager and its parameters by name.
 
