@@ -12,15 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradcomp
-from gradcomp import (
-    Block,
-    CorruptPayload,
-    Identity,
-    OneBit,
-    Ternary,
-    TernGrad,
-    UnsupportedTensor,
-)
+from gradcomp import Block, CorruptPayload, Identity, OneBit, Ternary, TernGrad, UnsupportedTensor
 from gradcomp.bench import methods
 from gradcomp.codecs import RngKey
 from gradcomp.memory.saved import Saved, write

@@ -221,11 +221,7 @@ def test_an_inline_pipeline_runs_a_stage_of_every_task_at_each_call():
         return Task(stages, lambda error: seen.append(f"{name} ends"))
 
     threads = threading.active_count()
-    for name, wanted in [
-        ("a", ["a0"]),
-        ("b", ["a1", "b0"]),
-        ("c", ["a2", "a ends", "b1", "c0"]),
-    ]:
+    for name, wanted in [("a", ["a0"]), ("b", ["a1", "b0"]), ("c", ["a2", "a ends", "b1", "c0"])]:
         seen.clear()
         pipeline.submit(task(name))
         assert seen == wanted and threading.active_count() == threads

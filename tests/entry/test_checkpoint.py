@@ -9,6 +9,7 @@ import _forks
 import pytest
 import torch
 import torch.distributed as dist
+from _ranks import each_rank
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -204,40 +205,39 @@ def test_a_resumed_run_is_the_uninterrupted_one(gloo, tmp_path, every_rank):
         assert begun == 5 and weights == wanted
 
 
-def out_of_step(folder):
-    checkpoints = Checkpoints(folder, Numbers(), model=Numbers(), keep=1, timeout_s=20)
-    checkpoints.save(5)
-    with pytest.raises(PeerMismatch, match="step"):
-        checkpoints.save(10 + dist.get_rank())
-    kept = Checkpoints(folder, Numbers(), model=Numbers(), timeout_s=20)
-    found = kept.load()
-    return found
+def of_ranks(folder, value=0.0, timeout_s=20, **options):
+    model = Numbers(value + 0.5)
+    return Checkpoints(folder, Numbers(value), model=model, timeout_s=timeout_s, **options)
 
 
 @pytest.mark.slow
-def test_ranks_that_save_different_steps_remove_nothing(gloo, tmp_path):
-    assert gloo(2, out_of_step, str(tmp_path)) == [5, 5]
+@each_rank(2)
+def test_ranks_that_save_different_steps_remove_nothing(tmp_path):
+    checkpoints = of_ranks(tmp_path, keep=1)
+    checkpoints.save(5)
+    with pytest.raises(PeerMismatch, match="step"):
+        checkpoints.save(10 + dist.get_rank())
+    assert of_ranks(tmp_path).load() == 5
 
 
-def saved_twice(folder):
-    """Return what is there after rank 1 dies in a second run's save of the same step."""
-    Checkpoints(folder, Numbers(1.0), model=Numbers(1.5), timeout_s=20).save(5)
-    checkpoints = Checkpoints(folder, Numbers(2.0), model=Numbers(2.5), timeout_s=2)
+@pytest.mark.slow
+@each_rank(2)
+def test_files_of_two_runs_make_no_checkpoint(tmp_path):
+    """Rank 1 dies in a second run's save of the same step."""
+    of_ranks(tmp_path, 1.0).save(5)
+    checkpoints = of_ranks(tmp_path, 2.0, timeout_s=2)
     if dist.get_rank():
         checkpoints._state.state_dict = lambda: 1 / 0
     with pytest.raises((ZeroDivisionError, gradcomp.PeerLost)):
         checkpoints.save(5)
-    return sorted(one.name for one in Path(folder, "step-000000000005").iterdir())
-
-
-@pytest.mark.slow
-def test_files_of_two_runs_make_no_checkpoint(gloo, tmp_path):
-    assert gloo(2, saved_twice, str(tmp_path))[0] == ["rank-0-of-2.pt", "shared.pt"]
+    if dist.get_rank() == 0:
+        left = sorted(one.name for one in (tmp_path / "step-000000000005").iterdir())
+        assert left == ["rank-0-of-2.pt", "shared.pt"]
 
 
 def damaged_everywhere(folder):
     with pytest.raises(ValueError, match="no checkpoint in .* can be read by every rank") as error:
-        Checkpoints(folder, Numbers(), model=Numbers(), timeout_s=20).load()
+        of_ranks(folder).load()
     return str(error.value)
 
 
@@ -252,7 +252,7 @@ def test_damage_on_one_rank_is_an_error_on_all(gloo, tmp_path):
 def nothing_on_rank_1(folder):
     where = Path(folder, "elsewhere" if dist.get_rank() else ".")
     with pytest.raises(ValueError, match="another rank has none") as error:
-        Checkpoints(where, Numbers(), model=Numbers(), every_rank=True, timeout_s=20).load()
+        of_ranks(where, every_rank=True).load()
     return str(error.value)
 
 

@@ -127,18 +127,7 @@ def scales_of(kind, x, piece, rng):
     seed=SEEDS,
 )
 def test_encode(
-    family,
-    parts,
-    dtype,
-    kind,
-    scaling,
-    words,
-    residuals,
-    residual_kind,
-    means,
-    decay,
-    keeps,
-    seed,
+    family, parts, dtype, kind, scaling, words, residuals, residual_kind, means, decay, keeps, seed
 ):
     """Codes, scales, new residuals and those that are kept.
 
@@ -399,12 +388,7 @@ def test_forbidden_codes_decode_within_bounds(parts, count, shared, seed):
 
 
 @kernel_settings
-@given(
-    parts=pieces(),
-    count=st.sampled_from([1, 2, 3]),
-    misalign=st.integers(0, 7),
-    seed=SEEDS,
-)
+@given(parts=pieces(), count=st.sampled_from([1, 2, 3]), misalign=st.integers(0, 7), seed=SEEDS)
 def test_any_bytes_of_streams_decode_alike(parts, count, misalign, seed):
     """Tables that do not exist are those modulo 16; what is read beyond a stream is 0, so that
     the bytes behind it count for nothing. The sign of a code times a scale of 0 is not pinned.

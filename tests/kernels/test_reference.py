@@ -535,11 +535,7 @@ def test_lanes_of_a_payload_that_is_not_finite_decode_to_nan(bad: float) -> None
 
 @pytest.mark.parametrize(
     ("check", "offset", "patch"),
-    [
-        ("scale", 32, struct.pack("<f", -1.0)),
-        ("lane", 40, b"\x05"),
-        ("padding", 43, b"\x80"),
-    ],
+    [("scale", 32, struct.pack("<f", -1.0)), ("lane", 40, b"\x05"), ("padding", 43, b"\x80")],
 )
 def test_lanes_that_are_not_written_are_refused(check: str, offset: int, patch: bytes) -> None:
     parts = [ref_payload.encode_ternary(random_f32(9), f32(1, 2), 5, KEY) for _ in range(2)]

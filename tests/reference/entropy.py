@@ -370,11 +370,7 @@ def tables_of(codes: Bytes, piece: Piece, stream_nbytes: int) -> list[int]:
 
 @np.errstate(all="ignore")
 def entropy_encode(
-    x: Array,
-    piece: Piece,
-    stream_nbytes: int,
-    residual: Floats | None = None,
-    decay: float = 1.0,
+    x: Array, piece: Piece, stream_nbytes: int, residual: Floats | None = None, decay: float = 1.0
 ) -> tuple[Floats, Bytes, Floats]:
     """Encode gradient + residual in streams of `stream_nbytes`.
 

@@ -195,12 +195,7 @@ class MpiPool(Pool):
         self.directory = tempfile.TemporaryDirectory(prefix="gradcomp-test-")
         address, key = os.path.join(self.directory.name, "pool"), os.urandom(16)
         here = os.path.dirname(os.path.abspath(__file__))
-        command = [
-            *mpirun(flavour, size),
-            os.path.join(here, "_mpi_serve.py"),
-            address,
-            key.hex(),
-        ]
+        command = [*mpirun(flavour, size), os.path.join(here, "_mpi_serve.py"), address, key.hex()]
         with Listener(address, authkey=key) as listener:
             self.pipes, self.processes, self.calls = (
                 [],
