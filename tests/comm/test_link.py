@@ -1,6 +1,5 @@
 """The slow link: the same bytes, later; a rank that starts late delays its peers once."""
 
-import subprocess
 import sys
 import threading
 import time
@@ -8,7 +7,7 @@ import time
 import pytest
 import torch
 from _held import settled
-from _ranks import run_local
+from _ranks import output_of, run_local
 
 from gradcomp.comm import Channel, LinkCommunicator, LocalCommunicator
 
@@ -146,9 +145,7 @@ def test_no_process_waits_for_a_slow_link():
         except TimeoutError:
             print("not sent")
     """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
-    )
+    done = output_of(sys.executable, "-c", code)
     assert done.stdout == "not sent\n", done.stderr
 
 

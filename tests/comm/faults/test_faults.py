@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import _forks
 import _restart
 import pytest
-from _ranks import mpi_environment, mpi_python
+from _ranks import mpi_environment, mpi_python, output_of
 from gradcomp.launch.ports import free_port
 
 pytestmark = pytest.mark.slow
@@ -92,16 +91,9 @@ def test_a_rank_that_freezes_over_mpi(flavour):
     launcher's grace is over.
     """
     grace_s = 20.0
-    command = [mpi_python(flavour), "-m", "gradcomp.launch", "-n", "3", "--grace", str(grace_s)]
-    program = [HERE / "_train.py", str(free_port()), "mpi", "3", "freeze", str(TIMEOUT_S)]
-    done = subprocess.run(
-        [*command, *program],
-        env=mpi_environment(),
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
+    command = [mpi_python(flavour), "-m", "gradcomp.launch", "-n", "3", "--grace", grace_s]
+    program = [HERE / "_train.py", free_port(), "mpi", 3, "freeze", TIMEOUT_S]
+    done = output_of(*command, *program, env=mpi_environment())
     ended = time.time()
     found = re.findall(r"PeerLost step=3 seconds=([\d.]+)", done.stdout)
     assert found and all(float(seconds) < TIMEOUT_S + 5 for seconds in found), done
@@ -131,20 +123,9 @@ def test_workers_that_torchrun_starts_again_end_as_if_nothing_had_been(tmp_path,
         (tmp_path / name).mkdir()
     expected = gloo(2, _restart.train, str(tmp_path / "plain"), None)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [
-            *torchrun,
-            "--nproc-per-node=2",
-            "--max-restarts=1",
-            str(Path(_restart.__file__)),
-            str(tmp_path / "restarted"),
-        ],
-        env={**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    torchrun += ["--nproc-per-node=2", "--max-restarts=1", _restart.__file__]
+    settings = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    done = output_of(*torchrun, tmp_path / "restarted", env=os.environ | settings)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "LookupError: once" in done.stderr
     found = [(tmp_path / "restarted" / f"end.{rank}").read_text().split() for rank in range(2)]
