@@ -15,6 +15,7 @@ import subprocess
 import time
 from pathlib import Path
 
+from _ranks import output_of
 from gradcomp.launch.variables import NAMES
 
 from gradcomp.bench.hosts import Hosts, unavailable
@@ -55,37 +56,55 @@ def missing():
     return f"{absent} not found: {install}" if absent else unavailable()
 
 
+@contextlib.contextmanager
+def slurm(folder):
+    """Yield a `Slurm`, whose daemons and nodes end with the block."""
+    with contextlib.ExitStack() as closing:
+        yield Slurm(folder, closing)
+
+
 class Slurm:
-    """The cluster, while a ``with`` block runs: `run` starts srun on its first node, `batch` a
-    job.
-    """
+    """The cluster: `run` starts a command on its first node, `batch` a job."""
 
-    def __init__(self, folder):
-        self.folder, self._closing, self._hosts = Path(folder), contextlib.ExitStack(), None
-        self._started = []
+    def __init__(self, folder, closing):
+        self.folder, self._closing, self._started = folder, closing, []
+        hosts = self._hosts = closing.enter_context(Hosts(2, Link(math.inf)))
+        names = [hosts.command(k)[3] for k in range(2)]
+        known = [f"{hosts.address(k)} node{k} {name}\n" for k, name in enumerate(names)]
+        for k, name in enumerate(names):
+            own = Path("/etc/netns") / name
+            own.mkdir(parents=True)
+            closing.callback(shutil.rmtree, own)
+            (own / "hosts").write_text("127.0.0.1 localhost\n" + "".join(known))
+            for what in ("spool", "tmp"):
+                (folder / f"{what}.node{k}").mkdir()
+        (folder / "state").mkdir()
+        nodes = [
+            NODE.format(k=k, address=hosts.address(k), host=name) for k, name in enumerate(names)
+        ]
+        conf = CONF.format(here=folder, control=names[0], nodes="\n".join(nodes))
+        (folder / "slurm.conf").write_text(conf)
+        (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
+        key = folder / "munge.key"
+        key.write_bytes(os.urandom(64))
+        key.chmod(0o400)
+        folder.chmod(0o755)
+        files = ("socket", "pid-file", "log-file", "seed-file")
+        paths = [f"--{what}={folder / f'munge.{what}'}" for what in files]
+        self._daemon("munged", "--foreground", "--force", f"--key-file={key}", *paths)
+        self._until((folder / "munge.socket").exists, "munged")
+        self._daemon(*hosts.command(0), "slurmctld", "-D")
+        for k in range(2):
+            self._daemon(*hosts.command(k), "slurmd", "-D", "-N", f"node{k}")
+        self._until(self._is_idle, "slurmctld and slurmd")
 
-    def __enter__(self):
-        try:
-            self._start()
-        except BaseException:
-            self._closing.close()
-            raise
-        return self
-
-    def __exit__(self, *_):
-        self._closing.close()
+    def _is_idle(self):
+        return self.run("sinfo", "-h", "-o", "%T %D").stdout.split() == ["idle", "2"]
 
     def run(self, *words, timeout=100, **variables):
         """Return the ended process of a command on node0, what it printed as text."""
-        command = [*self._hosts.command(0), *map(str, words)]
-        return subprocess.run(
-            command,
-            env=self._environment(**variables),
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
+        env = self._environment(**variables)
+        return output_of(*self._hosts.command(0), *words, env=env, timeout=timeout)
 
     def batch(self, *words, timeout=100, **variables):
         """Submit with sbatch and return the state in which the job ends: sbatch's own --wait
@@ -108,55 +127,14 @@ class Slurm:
         kept["PATH"] += ":/usr/sbin:/sbin"
         return kept | {k: str(v) for k, v in more.items()}
 
-    def _start(self):
-        hosts = self._hosts = self._closing.enter_context(Hosts(2, Link(math.inf)))
-        names = [hosts.command(k)[3] for k in range(2)]
-        known = "127.0.0.1 localhost\n" + "".join(
-            f"{hosts.address(k)} node{k} {name}\n" for k, name in enumerate(names)
-        )
-        for k, name in enumerate(names):
-            own = Path("/etc/netns") / name
-            own.mkdir(parents=True)
-            self._closing.callback(shutil.rmtree, own)
-            (own / "hosts").write_text(known)
-            for what in ("spool", "tmp"):
-                (self.folder / f"{what}.node{k}").mkdir()
-        (self.folder / "state").mkdir()
-        nodes = "\n".join(
-            NODE.format(k=k, address=hosts.address(k), host=name) for k, name in enumerate(names)
-        )
-        (self.folder / "slurm.conf").write_text(
-            CONF.format(here=self.folder, control=names[0], nodes=nodes)
-        )
-        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
-        key = self.folder / "munge.key"
-        key.write_bytes(os.urandom(64))
-        key.chmod(0o400)
-        self.folder.chmod(0o755)
-        files = [
-            f"--{what}={self.folder / f'munge.{what}'}"
-            for what in ("socket", "pid-file", "log-file", "seed-file")
-        ]
-        self._daemon("munged", "--foreground", "--force", f"--key-file={key}", *files)
-        self._until(lambda: (self.folder / "munge.socket").exists(), "munged")
-        self._daemon(*hosts.command(0), "slurmctld", "-D")
-        for k in range(2):
-            self._daemon(*hosts.command(k), "slurmd", "-D", "-N", f"node{k}")
-        self._until(
-            lambda: self.run("sinfo", "-h", "-o", "%T %D").stdout.split() == ["idle", "2"],
-            "slurmctld and slurmd",
-        )
-
     def _daemon(self, *words):
+        pipes = {
+            "stdin": subprocess.DEVNULL,
+            "stderr": subprocess.STDOUT,
+            "start_new_session": True,
+        }
         with open(self.folder / f"daemon{len(self._started)}.txt", "w") as out:
-            process = subprocess.Popen(
-                words,
-                env=self._environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                start_new_session=True,
-            )
+            process = subprocess.Popen(words, env=self._environment(), stdout=out, **pipes)
         self._started.append(process)
         self._closing.callback(self._end, process)
 
@@ -169,14 +147,10 @@ class Slurm:
                 return
 
     def _until(self, is_there, what):
-        begun = time.monotonic()
+        deadline = time.monotonic() + START_S
         while not is_there():
-            if time.monotonic() - begun > START_S or any(
-                one.poll() is not None for one in self._started
-            ):
-                said = "\n".join(
-                    f"{path.name}: {path.read_text()[-2000:]}"
-                    for path in sorted(self.folder.glob("*.txt"))
-                )
-                raise RuntimeError(f"{what} did not start:\n{said}")
+            if time.monotonic() > deadline or any(p.poll() is not None for p in self._started):
+                files = sorted(self.folder.glob("*.txt"))
+                said = [f"{path.name}: {path.read_text()[-2000:]}" for path in files]
+                raise RuntimeError("\n".join([f"{what} did not start:", *said]))
             time.sleep(0.1)

@@ -6,12 +6,12 @@ import json
 import sys
 from pathlib import Path
 
+import _slurm
 import pytest
 from _ranks import mpi_python
-from _slurm import Slurm, missing
 
 ROOT = Path(__file__).resolve().parents[2]
-WHY = missing()
+WHY = _slurm.missing()
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(bool(WHY), reason=WHY),
@@ -40,7 +40,7 @@ torch.distributed.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
-    with Slurm(tmp_path_factory.mktemp("slurm")) as cluster:
+    with _slurm.slurm(tmp_path_factory.mktemp("slurm")) as cluster:
         (cluster.folder / "train.py").write_text(TRAIN)
         yield cluster
 
