@@ -11,6 +11,7 @@ import sys
 import warnings
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -97,18 +98,12 @@ def forget():
     GradientState._reset_state()
 
 
-@contextlib.contextmanager
 def launched(**more):
     """Let a framework find the ranks that are there already, as a launcher would have made them."""
     rank, world = dist.get_rank(), dist.get_world_size()
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1, **more}
-    os.environ.update({name: str(value) for name, value in place.items()})
-    try:
-        yield
-    finally:
-        for name in place:
-            os.environ.pop(name, None)
+    return mock.patch.dict(os.environ, {name: str(value) for name, value in place.items()})
 
 
 @contextlib.contextmanager

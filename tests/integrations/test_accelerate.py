@@ -3,12 +3,12 @@ test_integration_conformance.py.
 """
 
 import contextlib
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from _frameworks import batches, become_a_run_of_one, loss_of, net, placed, same, sgd, weights_of
+from _ranks import on_ranks
 from torch import nn
 
 import gradcomp
@@ -36,26 +36,23 @@ def epoch(accelerator, model, optimizer, data):
             optimizer.zero_grad()
 
 
-def not_called():
+@on_ranks(2)
+def test_a_step_without_the_hook_is_an_error():
     from gradcomp.integrations.accelerate import local_steps, register
 
     (x, y), *_ = batches()
-    missed = "gradcomp was registered but not called in this step: .*no forward pass went through"
-    twice = "a second step on gradients that were averaged once"
     with accelerator() as own:
-        for how, why in (("wrapped again", missed), ("stepped twice", twice)):
-            model = net()
-            model, optimizer = own.prepare(model, sgd(model))
-            with register(own, model, "terngrad"):
-                used = own.prepare_model(model.module) if how == "wrapped again" else model
-                own.backward(loss_of(used, x, y))
-                if how == "stepped twice":
-                    optimizer.step()
-                before = weights_of(model)
-                with pytest.raises(GradcompError, match=why):
-                    optimizer.step()
-                assert same(model, before)
-            own.free_memory()
+        model = net()
+        model, optimizer = own.prepare(model, sgd(model))
+        with register(own, model, "terngrad"):
+            own.backward(loss_of(model, x, y))
+            optimizer.step()
+            before = weights_of(model)
+            twice = "a second step on gradients that were averaged once"
+            with pytest.raises(GradcompError, match=twice):
+                optimizer.step()
+            assert same(model, before)
+        own.free_memory()
         model = net()
         optimizer = own.prepare(sgd(model))
         local = local_steps(own, model, optimizer, "terngrad", sync_every=2)
@@ -64,14 +61,12 @@ def not_called():
         local.close()
 
 
-def test_a_step_without_the_hook_is_an_error(gloo):
-    gloo(2, not_called)
-
-
-def local_run(method, folder):
+@pytest.mark.parametrize("method", [gradcomp.DiLoCo, gradcomp.LocalSGD])
+@on_ranks(2)
+def test_local_steps_are_those_of_a_plain_loop_and_resume(tmp_path, method):
     from gradcomp.integrations.accelerate import local_steps
 
-    rank, half = dist.get_rank(), f"{folder}/half"
+    rank, half = dist.get_rank(), f"{tmp_path}/half"
 
     def adamw(model):
         return torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -109,17 +104,13 @@ def local_run(method, folder):
     assert local.inner_steps == 12 and same(wanted, resumed)
     become_a_run_of_one()  # the same checkpoint, each rank for itself
     assert train(1, half)[1].inner_steps == 12
-    Path(folder, str(rank)).mkdir()
+    (tmp_path / str(rank)).mkdir()
     with pytest.raises(ValueError, match="was not saved with local steps"):
-        train(1, f"{folder}/{rank}")
+        train(1, f"{tmp_path}/{rank}")
 
 
-@pytest.mark.parametrize("method", [gradcomp.DiLoCo, gradcomp.LocalSGD])
-def test_local_steps_are_those_of_a_plain_loop_and_resume(gloo, tmp_path, method):
-    gloo(2, local_run, method, str(tmp_path))
-
-
-def refused():
+@on_ranks(2)
+def test_what_is_refused():
     from accelerate import DistributedDataParallelKwargs
     from accelerate.utils import DDPCommunicationHookType
 
@@ -163,11 +154,8 @@ def refused():
         epoch(own, model, optimizer, batches())
 
 
-def test_what_is_refused(gloo):
-    gloo(2, refused)
-
-
-def two_models(folder):
+@on_ranks(2)
+def test_every_model_has_files_of_its_own(tmp_path):
     from gradcomp.integrations.accelerate import register
 
     with accelerator() as own:
@@ -175,23 +163,16 @@ def two_models(folder):
         one, two = (
             register(own, model, "onebit", optimizer=sgd(model)) for model in (first, second)
         )
-        own.save_state(f"{folder}/two")
+
+        def names(saved):
+            own.save_state(str(tmp_path / saved))
+            dist.barrier()
+            return {file.name.split("-")[0] for file in (tmp_path / saved).glob("gradcomp*")}
+
+        assert names("two") == {"gradcomp", "gradcomp1"}
         one.close()
-        own.save_state(f"{folder}/one")
+        assert names("one") == {"gradcomp1"}
         third = register(own, own.prepare(net()), "onebit")
-        own.save_state(f"{folder}/new")
+        assert names("new") == {"gradcomp", "gradcomp1"}
         two.close()
         third.close()
-
-
-def test_every_model_has_files_of_its_own(gloo, tmp_path):
-    gloo(2, two_models, str(tmp_path))
-    found = {
-        name: {file.name.split("-")[0] for file in (tmp_path / name).glob("gradcomp*")}
-        for name in ("two", "one", "new")
-    }
-    assert found == {
-        "two": {"gradcomp", "gradcomp1"},
-        "one": {"gradcomp1"},
-        "new": {"gradcomp", "gradcomp1"},
-    }

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from _frameworks import FRAMEWORKS, become_a_run_of_one, forget, plain, run, same, sgd, split
-from _ranks import program
+from _ranks import on_ranks, program
 
 from gradcomp import GradcompError
 from gradcomp.engine import guard
@@ -29,106 +29,88 @@ def row(name, *values):
 every_framework = pytest.mark.parametrize("name", [row(name) for name in FRAMEWORKS])
 
 
-def compare_with_plain(name, codec, optimizer_of, accumulate, folder):
+@every_framework
+@pytest.mark.parametrize(
+    ("codec", "optimizer_of", "accumulate"),
+    [("terngrad", sgd, 1), ("onebit", sgd, 3), ("onebit", split, 1)],
+)
+@on_ranks(2)
+def test_weights_are_those_of_plain_ddp(tmp_path, name, codec, optimizer_of, accumulate):
     framework = FRAMEWORKS[name]
     fused = framework.fused and optimizer_of is split
     given = "auto" if fused else codec, optimizer_of, accumulate, 0.5
     more = {"optimizer_of": optimizer_of, "accumulate": accumulate, "clip": 0.5}
     with mock.patch.object(guard, "perf_counter", return_value=0.0):  # which decides by seconds
         wanted, theirs = plain(*given, fused=fused)
-        found = framework.fit(given[0], 2, folder, **more)
+        found = framework.fit(given[0], 2, str(tmp_path), **more)
     assert found.state.stats.bytes_sent == theirs.stats.bytes_sent > 0
     assert same(found.weights, wanted)
     assert fused == ("straight from payloads" in found.state.describe())
 
 
 @every_framework
-@pytest.mark.parametrize(
-    ("codec", "optimizer_of", "accumulate"),
-    [("terngrad", sgd, 1), ("onebit", sgd, 3), ("onebit", split, 1)],
-)
-def test_weights_are_those_of_plain_ddp(gloo, tmp_path, name, codec, optimizer_of, accumulate):
-    gloo(2, compare_with_plain, name, codec, optimizer_of, accumulate, str(tmp_path))
-
-
-def resume(name, folder):
+@on_ranks(2)
+def test_a_run_resumes_bit_for_bit(tmp_path, name):
     framework, rank = FRAMEWORKS[name], dist.get_rank()
-    wanted = framework.fit("onebit", 4, f"{folder}/whole").weights
-    half, bare = framework.fit("onebit", 2, f"{folder}/half").saved, Path(folder, "bare")
+    wanted = framework.fit("onebit", 4, f"{tmp_path}/whole").weights
+    half, bare = framework.fit("onebit", 2, f"{tmp_path}/half").saved, Path(tmp_path, "bare")
     dist.barrier()  # every rank writes its own file
-    found = framework.fit("onebit", 4, f"{folder}/resumed", half)
+    found = framework.fit("onebit", 4, f"{tmp_path}/resumed", half)
     assert same(found.weights, wanted) and not found.warned
     assert found.state.step == 24 and found.state.stats.steps == 12  # 6 steps an epoch
     with pytest.raises(ValueError, match=f"does not fit.*OneBit.*{framework.remedy}"):
-        framework.fit("block4", 4, f"{folder}/other", half)
+        framework.fit("block4", 4, f"{tmp_path}/other", half)
     if rank == 0:
         (shutil.copytree if half.is_dir() else shutil.copy)(half, bare)
         framework.strip(bare)
     dist.barrier()
-    other = framework.fit("onebit", 4, f"{folder}/bare-resumed", bare)
+    other = framework.fit("onebit", 4, f"{tmp_path}/bare-resumed", bare)
     assert not same(other.weights, wanted), "residuals do not matter here"
+    says = "has no gradcomp state: residuals begin at zero"
+    assert says in other.warned[0] if rank == 0 else not other.warned
     become_a_run_of_one()  # the same checkpoint, each rank for itself
-    state = framework.fit("onebit", 3, f"{folder}/{rank}", half).state
+    state = framework.fit("onebit", 3, f"{tmp_path}/{rank}", half).state
     assert state.step == 12 + state.stats.steps > 12
-    return other.warned
-
-
-@every_framework
-def test_a_run_resumes_bit_for_bit(gloo, tmp_path, name):
-    first, second = gloo(2, resume, name, str(tmp_path))
-    assert "has no gradcomp state: residuals begin at zero" in first[0] and not second
-
-
-def without_a_file(name, folder):
-    framework, rank = FRAMEWORKS[name], dist.get_rank()
-    half = framework.fit("onebit", 2, folder).saved
-    dist.barrier()
-    assert sorted(file.name for file in half.glob("gradcomp*")) == [
-        "gradcomp-0-of-2.pt",
-        "gradcomp-1-of-2.pt",
-    ]
-    dist.barrier()
-    theirs = half / "gradcomp-1-of-2.pt"
-    if rank == 1:
-        theirs.unlink()
-    dist.barrier()
-    warned = framework.fit("onebit", 3, f"{folder}/missing", half).warned
-    assert "ranks [1] have no gradcomp-*.pt in" in warned[0]
-    if rank == 0:
-        theirs.write_bytes(b"cut off")
-    dist.barrier()
-    with pytest.raises(ValueError, match="rank 1 cannot read its gradcomp-\\*.pt in"):
-        framework.fit("onebit", 3, f"{folder}/broken", half)
 
 
 @pytest.mark.parametrize("name", [row(name) for name in FRAMEWORKS if name != "lightning"])
-def test_a_rank_s_file_that_is_missing_or_broken(gloo, tmp_path, name):
-    gloo(2, without_a_file, name, str(tmp_path))
-
-
-def step_past(name, how, why, folder):
-    with pytest.raises(GradcompError, match=f"registered but not called in this step: .*{why}"):
-        FRAMEWORKS[name].fit("terngrad", 1, folder, how=how)
+@on_ranks(2)
+def test_a_rank_s_file_that_is_missing_or_broken(tmp_path, name):
+    framework, rank = FRAMEWORKS[name], dist.get_rank()
+    half = framework.fit("onebit", 2, str(tmp_path)).saved
+    dist.barrier()
+    files = [half / f"gradcomp-{rank}-of-2.pt" for rank in range(2)]
+    assert sorted(half.glob("gradcomp*")) == files
+    dist.barrier()
+    if rank == 1:
+        files[1].unlink()
+    dist.barrier()
+    warned = framework.fit("onebit", 3, f"{tmp_path}/missing", half).warned
+    assert "ranks [1] have no gradcomp-*.pt in" in warned[0]
+    if rank == 0:
+        files[1].write_bytes(b"cut off")
+    dist.barrier()
+    with pytest.raises(ValueError, match="rank 1 cannot read its gradcomp-\\*.pt in"):
+        framework.fit("onebit", 3, f"{tmp_path}/broken", half)
 
 
 @pytest.mark.parametrize(
     ("name", "how", "why"),
     [row(name, *past) for name, one in FRAMEWORKS.items() for past in one.past],
 )
-def test_a_step_without_the_hook_is_an_error(gloo, tmp_path, name, how, why):
-    gloo(2, step_past, name, how, why, str(tmp_path))
-
-
-def alone(name, folder):
-    framework, rank = FRAMEWORKS[name], dist.get_rank()
-    framework.become_alone()
-    warned = framework.fit("terngrad", 1, f"{folder}/{rank}").warned
-    assert any(framework.alone in one for one in warned), warned
+@on_ranks(2)
+def test_a_step_without_the_hook_is_an_error(tmp_path, name, how, why):
+    with pytest.raises(GradcompError, match=f"registered but not called in this step: .*{why}"):
+        FRAMEWORKS[name].fit("terngrad", 1, str(tmp_path), how=how)
 
 
 @every_framework
-def test_one_rank_trains_and_says_that_nothing_is_compressed(gloo, tmp_path, name):
-    gloo(2, alone, name, str(tmp_path))
+@on_ranks(2)
+def test_one_rank_trains_and_says_that_nothing_is_compressed(tmp_path, name):
+    framework, rank = FRAMEWORKS[name], dist.get_rank()
+    framework.become_alone()
+    warned = framework.fit("terngrad", 1, f"{tmp_path}/{rank}").warned
+    assert any(framework.alone in one for one in warned), warned
 
 
 def example(*arguments):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from _ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,32 +29,24 @@ def test_a_missing_framework_names_the_extra(monkeypatch, framework):
     module = f"gradcomp.integrations.{framework}"
     monkeypatch.setitem(sys.modules, framework, None)  # as if it were not installed
     monkeypatch.delitem(sys.modules, module, raising=False)
-    with pytest.raises(
-        ImportError, match=rf"{module} needs {framework}: pip install 'gradcomp\[{framework}\]'"
-    ) as caught:
+    words = rf"{module} needs {framework}: pip install 'gradcomp\[{framework}\]'"
+    with pytest.raises(ImportError, match=words) as caught:
         importlib.import_module(module)
     assert caught.value.name == framework
 
 
 @pytest.mark.parametrize("framework", versions.TRIED)
-def test_extras_and_pins_are_what_was_tried(framework):
+def test_extras_pins_and_pages_are_what_was_tried(framework):
     oldest, (major, minor) = versions.TRIED[framework]
-    asked = re.findall(
-        rf'^(\w+) = \[.*"{framework}(?:\[train\])?>=([\d.]+),<([\d.]+)', PYPROJECT, re.MULTILINE
-    )
+    pattern = rf'^(\w+) = \[.*"{framework}(?:\[train\])?>=([\d.]+),<([\d.]+)'
+    asked = re.findall(pattern, PYPROJECT, re.MULTILINE)
     assert framework in {extra for extra, *_ in asked}  # transformers asks for accelerate, too
-    assert {(low, high) for _, low, high in asked} == {
-        (".".join(map(str, oldest)), f"{major}.{minor + 1}")
-    }
+    wanted = ".".join(map(str, oldest)), f"{major}.{minor + 1}"
+    assert {(low, high) for _, low, high in asked} == {wanted}
     assert re.search(rf"^{framework}=={major}\.{minor}\.", CONSTRAINTS, re.MULTILINE)
-
-
-@pytest.mark.parametrize("framework", versions.TRIED)
-def test_the_page_lists_releases_from_the_oldest_to_the_newest(framework):
     text = (HOWTO / f"{framework}.md").read_text(encoding="utf-8")
-    (listed,) = re.findall(
-        rf"^Tried with {framework} ([\d., and]+\d)", text, re.MULTILINE | re.IGNORECASE
-    )
+    pattern = rf"^Tried with {framework} ([\d., and]+\d)"
+    (listed,) = re.findall(pattern, text, re.MULTILINE | re.IGNORECASE)
     releases = [tuple(map(int, one.split("."))) for one in re.findall(r"\d+\.\d+\.\d+", listed)]
     assert releases == sorted(releases)
     assert (releases[0][:2], releases[-1][:2]) == versions.TRIED[framework]
@@ -62,14 +55,9 @@ def test_the_page_lists_releases_from_the_oldest_to_the_newest(framework):
 @pytest.mark.parametrize("framework", versions.TRIED)
 def test_other_versions_are_warned_of_with_the_range(framework):
     oldest, newest = versions.TRIED[framework]
+    tried = rf"was tried with {framework} {oldest[0]}\.{oldest[1]}"
     for found in (f"{newest[0]}.{newest[1] + 1}.0", f"{oldest[0] - 1}.99", "main"):
-        with pytest.warns(
-            UserWarning,
-            match=(
-                rf"was tried with {framework} {oldest[0]}\.{oldest[1]}.*this is {found}.*pip"
-                r" install"
-            ),
-        ):
+        with pytest.warns(UserWarning, match=f"{tried}.*this is {found}.*pip install"):
             versions.warn_unless_tried(framework, found)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -77,7 +65,8 @@ def test_other_versions_are_warned_of_with_the_range(framework):
         versions.warn_unless_tried(framework)  # the one of constraints.txt
 
 
-def watched_and_dropped():
+@on_ranks(2)
+def test_what_watches_all_optimizers_ends_with_its_model():
     """A program that trains one model after another in the same process: nothing of the first is
     left, nobody watches the second for it.
     """
@@ -104,8 +93,4 @@ def watched_and_dropped():
     while any(one() is not None for one in left) and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.01)
-    return [one() is None for one in left], len(set(watch._watchers) - before)
-
-
-def test_what_watches_all_optimizers_ends_with_its_model(gloo):
-    assert gloo(2, watched_and_dropped) == [([True, True], 0)] * 2
+    assert all(one() is None for one in left) and not set(watch._watchers) - before

@@ -3,13 +3,15 @@
 import pytest
 import torch
 from _frameworks import FRAMEWORKS
+from _ranks import on_ranks
 
 from gradcomp import UnsupportedTensor
 
 pytestmark = pytest.mark.extras
 
 
-def refused():
+@on_ranks(2)
+def test_what_is_refused():
     from lightning import Trainer
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -40,7 +42,3 @@ def refused():
     # Lightning's own words, where there is none
     with pytest.raises(MisconfigurationException, match="gpu"):
         Trainer(accelerator="gpu", devices=1, strategy=CompressedDDPStrategy("terngrad"))
-
-
-def test_what_is_refused(gloo):
-    gloo(2, refused)

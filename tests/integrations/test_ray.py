@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from _frameworks import net, run
+from _ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -167,16 +168,13 @@ def test_the_example_goes_on_where_it_was(tmp_path):
         assert re.search(expected, run(example, *options, **QUIET, **cpus))
 
 
-def refusals(folder):
+@on_ranks(2)
+def test_what_is_refused(tmp_path):
     wrapped = "must be what ray.train.torch.prepare_model returns.*got Linear.*fsdp.register"
     with pytest.raises(TypeError, match=wrapped):
         packed().register(nn.Linear(4, 4))
     on_gpu = r"this model is on meta: ScalingConfig\(use_gpu=False\)"
     with pytest.raises(UnsupportedTensor, match=on_gpu):
         packed().register(nn.Linear(4, 4, device="meta"))
-    packed().save(None, folder)  # the state of a run of one
-    assert not packed().load(None, folder) and not list(Path(folder).iterdir())
-
-
-def test_what_is_refused(gloo, tmp_path):
-    gloo(2, refusals, str(tmp_path))
+    packed().save(None, tmp_path)  # the state of a run of one
+    assert not packed().load(None, tmp_path) and not list(tmp_path.iterdir())

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from _frameworks import FRAMEWORKS, forget, placed
+from _ranks import on_ranks
 
 pytestmark = pytest.mark.extras
 
@@ -14,7 +15,8 @@ if sys.version_info < (3, 11):
     pytest.skip("Transformers 5.23 needs Python 3.11", allow_module_level=True)
 
 
-def other_days(folder):
+@on_ranks(2)
+def test_second_trains_subclasses_and_what_is_refused(tmp_path):
     """A second train(), True for the last checkpoint, arguments that are refused, another subclass
     of Trainer.
     """
@@ -28,7 +30,7 @@ def other_days(folder):
     class Own(Compressed, Base):
         pass
 
-    trainer_of = FRAMEWORKS["transformers"].trainer
+    folder, trainer_of = str(tmp_path), FRAMEWORKS["transformers"].trainer
     with placed():
         trainer = trainer_of(folder, max_steps=2)
         trainer.train()
@@ -59,7 +61,3 @@ def other_days(folder):
         saved = Path(folder, "checkpoint-1")
         assert saved.is_dir() and not list(saved.glob("gradcomp*"))
         trainer.compression.close()
-
-
-def test_second_trains_subclasses_and_what_is_refused(gloo, tmp_path):
-    gloo(2, other_days, str(tmp_path))
