@@ -30,12 +30,14 @@ from gradcomp.memory.transform import Transform
 SMALLEST, LARGEST = 2.0**-149, 3e38  # in float32, above 0 and below Inf
 
 
+def _check(name: str, value: Any, low: float = 0.0) -> float:
+    return check_number(f"{name} in float32", value, low, LARGEST)
+
+
 class _Adagrad(Transform):
     def __init__(self, *, eps: float = 1e-10, initial_accumulator_value: float = 0.0) -> None:
-        self.eps = check_number("eps", eps, SMALLEST, LARGEST)
-        self.initial = check_number(
-            "initial_accumulator_value", initial_accumulator_value, high=LARGEST
-        )
+        self.eps = _check("eps", eps, SMALLEST)
+        self.initial = _check("initial_accumulator_value", initial_accumulator_value)
 
     def apply(self, values: Tensor, old: Tensor, new: Tensor) -> None:
         torch.mul(values, values, out=new)
@@ -108,12 +110,12 @@ class MomentumAdagrad(torch.optim.Optimizer):
         eps: float = 1e-10,
         initial_accumulator_value: float = 0.0,
     ) -> None:
-        initial = check_number("initial_accumulator_value", initial_accumulator_value, high=LARGEST)
+        initial = _check("initial_accumulator_value", initial_accumulator_value)
         defaults = {
-            "lr": check_number("lr", lr, high=LARGEST),
+            "lr": _check("lr", lr),
             "momentum": check_number("momentum", momentum, high=1.0),
-            "weight_decay": check_number("weight_decay", weight_decay, high=LARGEST),
-            "eps": check_number("eps", eps, SMALLEST, LARGEST),
+            "weight_decay": _check("weight_decay", weight_decay),
+            "eps": _check("eps", eps, SMALLEST),
             "initial_accumulator_value": initial,
         }
         super().__init__(params, defaults)

@@ -13,7 +13,7 @@ import struct
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +26,6 @@ from gradcomp.codecs import Codec
 from gradcomp.comm.base import Communicator
 from gradcomp.engine.delayed import DelayedSeconds
 from gradcomp.engine.options import Advanced, DelayedOptions, takes
-from gradcomp.errors import GradcompError
 from gradcomp.exchange.agree import gather
 from gradcomp.exchange.stats import Stats
 from gradcomp.memory.momentum import Momentum
@@ -35,7 +34,7 @@ from gradcomp.onebit_sgd.report import OverlapComparison, OverlapReport
 from gradcomp.onebit_sgd.restore import GroupOptions, apply_options, read_options, rolled_back
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing_extensions import Self, Unpack
 
 logger = logging.getLogger("gradcomp")
 ROUNDS = 2  # of each way in `compare`; the faster one counts: other programs only slow one down
@@ -121,7 +120,7 @@ class DoubleBuffer:
         )
         self._engine = self._averager._engine
         self._engine.origin = {"kind": type(self).__name__, "whole_steps": whole_steps}
-        self._stepping = self._failed = self._closed = False
+        self._stepping = self._closed = False
         self._sent: GroupOptions = []  # the groups' options of the exchange under way
         self._minibatches = 0
         self._update_s = self._compute_s = 0.0
@@ -196,8 +195,7 @@ class DoubleBuffer:
         """
         check_integer("count", count, 0, 2**63 - 1)
         self.drain()
-        mine = struct.pack("<q", count)
-        return int(max(struct.unpack("<q", data)[0] for data in self._gather("most", mine)))
+        return int(max(self._gather("most", "<q", count))[0])
 
     def drain(self) -> bool:
         """Wait for the exchange under way and apply it; return whether there was one.
@@ -208,7 +206,7 @@ class DoubleBuffer:
             PeerMismatch, PeerLost, CorruptPayload: as `step`.
         """
         with torch.inference_mode(False), torch.no_grad():
-            handed: bool = self._guarded(self._averager.flush)
+            handed = self._averager.flush()
             if handed:
                 self._update(self._sent)
         return handed
@@ -217,17 +215,10 @@ class DoubleBuffer:
 
     def report(self) -> OverlapReport:
         """Return the seconds of this rank's exchanges, updates and computing so far."""
-        spent = self._averager.delayed or DelayedSeconds()
-        return OverlapReport(
-            self._whole_steps,
-            self._minibatches,
-            spent.exchanges,
-            spent.exchange_s,
-            spent.waited_s,
-            spent.codec_s,
-            self._update_s + spent.copy_s,
-            self._compute_s,
-        )
+        spent = asdict(self._averager.delayed or DelayedSeconds())
+        update_s = self._update_s + spent.pop("copy_s")
+        own: dict[str, Any] = {"minibatches": self._minibatches, "compute_s": self._compute_s}
+        return OverlapReport(self._whole_steps, update_s=update_s, **own, **spent)
 
     def compare(
         self, loss_fn: Callable[..., Tensor], *batch: Any, steps: int = 5
@@ -252,7 +243,7 @@ class DoubleBuffer:
         def plain() -> None:
             self._model.zero_grad()
             loss_fn(*batch).backward()  # type: ignore[no-untyped-call]
-            self._guarded(self._averager.average)
+            self._averager.average()
             self._optimizer.step()
 
         def overlapped() -> None:
@@ -277,8 +268,8 @@ class DoubleBuffer:
             self._minibatches, self._update_s, self._compute_s = own
             if self._averager._delayed is not None:
                 self._averager._delayed.seconds = spent
-        mine = struct.pack("<dd", *map(min, zip(*rounds, strict=True)))
-        everyone = [struct.unpack("<dd", theirs) for theirs in self._gather("compare", mine)]
+        fastest = map(min, zip(*rounds, strict=True))
+        everyone = self._gather("compare", "<dd", *fastest)
         return OverlapComparison(*map(max, zip(*everyone, strict=True)))
 
     @property
@@ -306,8 +297,7 @@ class DoubleBuffer:
             PeerMismatch, PeerLost, CorruptPayload: as `drain`, once; after that it is the state
                 before what failed.
         """
-        if not self._failed:
-            self.drain()
+        self.drain()
         return self._averager.state_dict()
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
@@ -321,7 +311,7 @@ class DoubleBuffer:
             ValueError: a state of another format, rank, world size, codec or model, or of whole
                 steps where these are halves; nothing is changed then.
         """
-        self._guarded(lambda: self._averager.load_state_dict(state))
+        self._averager.load_state_dict(state)
 
     def check_replicas(self) -> None:
         """Drain, and compare the parameters' bits over all ranks; PeerMismatch names the first
@@ -337,25 +327,27 @@ class DoubleBuffer:
             PeerMismatch, PeerLost, CorruptPayload: the last exchange failed; everything is closed
                 nevertheless.
         """
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            if not self._failed:
-                self.drain()
-        finally:
-            self._hook.remove()
-            self._averager.close()
+        self._close(drains=True)
 
-    def __enter__(self) -> DoubleBuffer:  # noqa: PYI034 - Self is of Python 3.11
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Close; after an exception without draining: other ranks may not answer any more."""
-        self._failed |= kind is not None
-        self.close()
+        self._close(drains=kind is None)
 
     # ---- parts -----------------------------------------------------------------------------------
+
+    def _close(self, *, drains: bool) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if drains:
+                self.drain()
+        finally:
+            self._hook.remove()
+            self._averager.close()
 
     def _half(self, loss_fn: Callable[..., Tensor], half: tuple[Any, ...], share: float) -> Tensor:
         """Compute one half's gradients, send them off, apply those of the half before; return
@@ -378,7 +370,7 @@ class DoubleBuffer:
 
     def _rotate(self) -> None:
         sent = read_options(self._optimizer)
-        handed = self._guarded(self._averager.average_delayed)
+        handed = self._averager.average_delayed()
         before, self._sent = self._sent, sent
         if handed:
             self._update(before)
@@ -390,21 +382,16 @@ class DoubleBuffer:
             self._optimizer.step()
         self._update_s += time.perf_counter() - begun
 
-    def _guarded(self, exchange: Callable[[], Any]) -> Any:
-        try:
-            return exchange()
-        except GradcompError:
-            self._failed = True
-            raise
-
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("gradcomp: this buffer is closed")
 
-    def _gather(self, phase: str, mine: bytes) -> list[bytes]:
-        """Return what every rank gives in the call of this name."""
+    def _gather(self, called: str, layout: str, *mine: float) -> list[tuple[Any, ...]]:
+        """Return the numbers that every rank gives in the call of this name."""
         comm, timeout_s = self._engine.comm, self._engine.timeout_s
-        return gather(comm, mine, phase, timeout_s, called=f"{phase}()")
+        data = struct.pack(layout, *mine)
+        found = gather(comm, data, called, timeout_s, called=f"{called}()")
+        return [struct.unpack(layout, theirs) for theirs in found]
 
 
 class _DrainBeforeEvaluation:
@@ -417,9 +404,7 @@ class _DrainBeforeEvaluation:
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         buffer = self._buffer()
-        if buffer is None or module.training:
-            return
-        if not (buffer._stepping or buffer._failed or buffer._closed):
+        if not (buffer is None or module.training or buffer._stepping):
             buffer.drain()
 
     def __reduce__(self) -> tuple[type[_DrainBeforeEvaluation], tuple[()]]:

@@ -85,8 +85,7 @@ class MomentumExchange(SplitOptimizer):
         whose gradients have been 0 so far would be divided by eps alone, but its codes are not 0.
         GradcompError, and nothing is changed, for a variance that is 0 everywhere.
         """
-        frozen = {id(e) for e in entries if self.is_frozen(e)}
-        new = [e for e in entries if id(e) in frozen and not _is_floored(e.state)]
+        new = [e for e in entries if self.is_frozen(e) and not _is_floored(e.state)]
         for entry in new:
             seen = entry.gradient if entry.gradient is not None else entry.state["exp_avg"]
             if not _is_known(entry.state["exp_avg_sq"]) and bool(seen.any()):
@@ -105,7 +104,7 @@ class MomentumExchange(SplitOptimizer):
             flat.clamp_(min=max(least, SMALLEST))  # denormals depend on the thread's mode
             entry.state["floored_at"].copy_(entry.state["variance_steps"] + 1)
         for entry in entries:
-            if id(entry) not in frozen:
+            if not self.is_frozen(entry):
                 if not _is_known(entry.state["exp_avg_sq"]):
                     entry.state["exp_avg_sq"].zero_()
                 entry.state["variance_steps"] += 1

@@ -128,10 +128,6 @@ class SplitAdagrad(SplitOptimizer):
     Args:
         params, lr: as in `SplitSGD`, and so are the errors.
         lr_decay, weight_decay, initial_accumulator_value, eps, maximize: as in torch.optim.Adagrad.
-
-    Raises:
-        ValueError: an option out of its range.
-        UnsupportedTensor: parameters of another dtype.
     """
 
     kind = Kind.ADAGRAD

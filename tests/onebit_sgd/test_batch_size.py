@@ -10,8 +10,8 @@ import random
 import numpy as np
 import pytest
 import torch
-from _ranks import run_local
-from _saved import parts_of
+from _ranks import on_ranks
+from _saved import bits_of, parts_of
 from torch import nn
 
 import gradcomp
@@ -36,20 +36,6 @@ TARGETS = (DATA @ torch.randn(12, 3, generator=torch.Generator().manual_seed(2))
 def fresh_model():
     torch.set_num_threads(1)  # it counts for the calling thread: ranks may be threads
     return copy.deepcopy(MODEL)
-
-
-def bits_of(value):
-    """Return everything in nested containers, tensors as their bytes."""
-    if isinstance(value, torch.Tensor):
-        raw = value.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return str(value.dtype), tuple(value.shape), raw
-    if isinstance(value, dict):
-        return {key: bits_of(v) for key, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [bits_of(v) for v in value]
-    if isinstance(value, np.ndarray):
-        return value.tobytes()
-    return value
 
 
 def quiet_search(train, net, optimizer, **options):
@@ -101,7 +87,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("stepped", [False, True], ids=["new", "stepped"])
+@pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_bit_is_rolled_back(name, stepped):
     net = fresh_model()
@@ -132,15 +118,15 @@ def test_every_bit_is_rolled_back(name, stepped):
 
 
 def residuals(comm, kind):
+    """Search in the middle of a run with residuals; return the trials."""
     net = fresh_model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    options = {"comm": comm, "min_numel": 0, "timeout_s": 30}
     if kind == "averager":
-        state = GradientAverager(
-            net.named_parameters(), OneBit(), comm=comm, min_numel=0, timeout_s=30
-        )
+        state = GradientAverager(net.named_parameters(), OneBit(), **options)
         train = messy(net, optimizer, state.average, comm.world_size, comm.rank)
     else:
-        state = DoubleBuffer(net, optimizer, OneBit(), comm=comm, min_numel=0, timeout_s=30)
+        state = DoubleBuffer(net, optimizer, OneBit(), **options)
 
         def train(minibatch, samples):
             own = minibatch // comm.world_size
@@ -149,34 +135,27 @@ def residuals(comm, kind):
                 x, y = DATA[first : first + own], TARGETS[first : first + own]
                 yield state.step(lambda x, y: nn.functional.cross_entropy(net(x), y), x, y)
 
-    for _ in train(128, 512):
-        pass
+    def everything_now():
+        if kind == "buffer":
+            state.drain()
+        return everything(net, optimizer, state, generators=False)  # threads share generators
+
+    list(train(128, 512))
     net.train()
-    if kind == "buffer":
-        state.drain()
-    before = everything(net, optimizer, state, generators=False)  # threads share generators
-    assert any(v.abs().sum() > 0 for v in state_residuals(state).values())
-    choice = quiet_search(
-        train, net, optimizer, state=[state], comm=comm, samples=1024, current=128, timeout_s=30
-    )
-    assert everything(net, optimizer, state, generators=False) == before
-    for _ in train(choice.minibatch, 512):
-        pass
-    if kind == "buffer":
-        state.drain()
+    before = everything_now()
+    assert any(v.abs().sum() > 0 for v in parts_of(state.state_dict())["residual"].values())
+    options = {"state": [state], "comm": comm, "samples": 1024, "current": 128, "timeout_s": 30}
+    choice = quiet_search(train, net, optimizer, **options)
+    assert everything_now() == before
+    list(train(choice.minibatch, 512))
     state.check_replicas()
-    return choice.minibatch, [(t.minibatch, t.criterion, t.steps, t.seconds) for t in choice.trials]
-
-
-def state_residuals(state):
-    return parts_of(state.state_dict())["residual"]
+    return choice
 
 
 @pytest.mark.parametrize("kind", ["averager", "buffer"])
 def test_residuals_are_rolled_back_and_all_ranks_choose_alike(over, kind):
     first, second = over(2, residuals, kind)
-    assert first == second
-    assert len({c for _, c, _, _ in first[1]}) == 4
+    assert first == second and len({trial.criterion for trial in first.trials}) == 4
 
 
 def goes_on(name, searched, wrapped=False, fused=False):
@@ -263,24 +242,18 @@ def test_the_largest_within_the_margin_wins_and_nan_never(criteria, margin, want
     assert [t.minibatch for t in choice.trials] == SIZES
     assert [t.lr_factor for t in choice.trials] == [0.5, 0.75, 1.0, 1.5, 2.0]
     assert optimizer.param_groups[0]["lr"] == 0.1 * wanted / 256
-    assert f"minibatch {wanted}: the largest" in str(choice)
-    assert (
-        len(str(choice).splitlines()) == 7
-        and sum(line.lstrip().startswith("*") for line in str(choice).splitlines()) == 1
-    )
+    lines = str(choice).splitlines()
+    assert len(lines) == 7 and f"minibatch {wanted}: the largest" in lines[-1]
+    assert [int(line.split()[1]) for line in lines if line.startswith("*")] == [wanted]
 
 
-def test_criteria_are_means_of_steps_then_of_ranks_and_nan_on_one_rank_is_nan_on_all():
-    def work(comm):
-        losses = {s: [1.0, 2.0, 6.0] if comm.rank == 0 else [torch.tensor(5.0)] for s in SIZES}
-        losses[192] = [2.0, math.nan if comm.rank == 1 else 2.0]
-        choice, _ = search({size: iter(some) for size, some in losses.items()}, comm)
-        assert [t.steps for t in choice.trials] == [3, 2, 3, 3, 3]
-        return repr([t.criterion for t in choice.trials]), choice.minibatch, repr(choice)
-
-    results = run_local(2, work)
-    assert results[0][:2] == ("[4.0, nan, 4.0, 4.0, 4.0]", 512)
-    assert results[0] == results[1]
+@on_ranks(2, "local")
+def test_criteria_are_means_of_steps_then_of_ranks_and_nan_on_one_rank_is_nan_on_all(comm):
+    losses = {s: [1.0, 2.0, 6.0] if comm.rank == 0 else [torch.tensor(5.0)] for s in SIZES}
+    losses[192] = [2.0, math.nan if comm.rank == 1 else 2.0]
+    choice, _ = search({size: iter(some) for size, some in losses.items()}, comm)
+    assert [t.steps for t in choice.trials] == [3, 2, 3, 3, 3] and choice.minibatch == 512
+    assert repr([t.criterion for t in choice.trials]) == "[4.0, nan, 4.0, 4.0, 4.0]"
 
 
 @pytest.mark.parametrize(
@@ -361,17 +334,15 @@ def test_an_exception_in_a_trial_rolls_back_and_is_raised():
     assert everything(net, optimizer) == before
 
 
-def test_a_rank_whose_train_raises_is_peer_lost_on_the_others():
-    def work(comm):
-        if comm.rank == 0:
-            with pytest.raises(KeyError):
-                search({}, comm, timeout_s=20)
-            comm.abort()
-        else:
-            with pytest.raises(PeerLost, match="batch_size"):
-                search({s: [1.0] for s in SIZES}, comm, timeout_s=20)
-
-    run_local(2, work)
+@on_ranks(2, "local")
+def test_a_rank_whose_train_raises_is_peer_lost_on_the_others(comm):
+    if comm.rank == 0:
+        with pytest.raises(KeyError):
+            search({}, comm, timeout_s=20)
+        comm.abort()
+    else:
+        with pytest.raises(PeerLost, match="batch_size"):
+            search({s: [1.0] for s in SIZES}, comm, timeout_s=20)
 
 
 @pytest.mark.parametrize(
@@ -392,21 +363,19 @@ def test_a_rank_whose_train_raises_is_peer_lost_on_the_others():
         ({"margin": "1 %"}, "margin .* '1 %'"),
     ],
 )
-def test_wrong_arguments_are_the_same_error_on_every_rank(options, text):
-    def work(comm):
-        with pytest.raises(ValueError, match=text):
-            search({}, comm, **options)
-
-    run_local(2, work)
+@on_ranks(2, "local")
+def test_wrong_arguments_are_the_same_error_on_every_rank(comm, options, text):
+    with pytest.raises(ValueError, match=text):
+        search({}, comm, **options)
 
 
-def test_ranks_that_ask_for_different_things_all_hear_of_it():
-    def work(comm):
-        with pytest.raises(PeerMismatch) as caught:
-            search({}, comm, margin=0.01 if comm.rank < 2 else "1 %")
-        return caught.value.field, caught.value.rank, caught.value.expected, caught.value.got
-
-    assert run_local(3, work) == [("margin", 2, "0.01", "'1 %'")] * 3
+@on_ranks(3, "local")
+def test_ranks_that_ask_for_different_things_all_hear_of_it(comm):
+    with pytest.raises(PeerMismatch) as caught:
+        search({}, comm, margin=0.01 if comm.rank < 2 else "1 %")
+    error = caught.value
+    found = error.field, error.rank, error.expected, error.got
+    assert found == ("margin", 2, "0.01", "'1 %'")
 
 
 @pytest.mark.parametrize(
@@ -416,13 +385,11 @@ def test_ranks_that_ask_for_different_things_all_hear_of_it():
         (ValueError, r"train\(192, ...\) yielded no loss on rank 1", None),
     ],
 )
-def test_what_is_wrong_with_losses_of_one_rank_is_an_error_on_all(error, text, bad):
-    def work(comm):
-        mine = [1.0] if comm.rank != 1 else [bad] if bad else []
-        with pytest.raises(error, match=text):
-            search(dict.fromkeys(SIZES, mine), comm)
-
-    run_local(3, work)
+@on_ranks(3, "local")
+def test_what_is_wrong_with_losses_of_one_rank_is_an_error_on_all(comm, error, text, bad):
+    mine = [1.0] if comm.rank != 1 else [bad] if bad else []
+    with pytest.raises(error, match=text):
+        search(dict.fromkeys(SIZES, mine), comm)
 
 
 # ---- what is shown -------------------------------------------------------------------------------
