@@ -260,6 +260,19 @@ def stops_calling(comm):
     assert all(p.isfinite().all() for p in net.parameters())
 
 
+@on_ranks(2, "local")
+def test_close_raises_what_the_last_exchange_failed_with(comm):
+    net, _, buffer = buffered(comm, whole_steps=True, timeout_s=4)
+    steps(net, buffer, comm, 0, 1)
+    if comm.rank == 0:  # the other one does not answer
+        steps(net, buffer, comm, 1, 2)
+        while buffer._engine.error is None:
+            time.sleep(0.01)
+        with pytest.raises(PeerLost):
+            buffer.close()
+        buffer.close()
+
+
 def over_gloo(function, *args):
     comm = TorchCommunicator(timeout_s=60)
     try:
