@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from _ranks import run_local
+from _ranks import each_rank, run_local
 from torch import nn
 
 from gradcomp import (
@@ -63,28 +63,14 @@ def test_what_loses_nothing_has_no_factor():
     assert shortening(Block(8), choose(Block(8), 4)) == pytest.approx(1, abs=2e-4)
 
 
-@pytest.mark.parametrize(
-    "kind, wanted",
-    [
-        (torch.optim.Adam, True),
-        (torch.optim.AdamW, True),
-        (torch.optim.NAdam, True),
-        (torch.optim.RMSprop, True),
-        (SplitAdamW, True),
-        (torch.optim.SGD, False),
-        (torch.optim.Adamax, False),
-        (torch.optim.Adagrad, False),
-        (SplitLAMB, False),
-        (OneBitAdam, False),
-    ],
-)
-def test_optimizers(kind, wanted):
-    options = {"freeze_step": 2} if kind is OneBitAdam else {}
-    if kind in (SplitAdamW, SplitLAMB):
-        model = nn.Linear(4, 4).bfloat16()
-        assert divides_by_squares(kind(model.parameters(), lr=0.1)) is wanted
-    else:
-        assert divides_by_squares(kind([parameter()], lr=0.1, **options)) is wanted
+def test_optimizers():
+    of = torch.optim
+    dividing = [of.Adam, of.AdamW, of.NAdam, of.RMSprop, SplitAdamW]
+    one_bit = partial(OneBitAdam, freeze_step=2)
+    for kind in [*dividing, of.SGD, of.Adamax, of.Adagrad, SplitLAMB, one_bit]:
+        model = nn.Linear(4, 4).to(torch.bfloat16 if kind in (SplitAdamW, SplitLAMB) else None)
+        found = divides_by_squares(kind(model.parameters(), lr=0.1))
+        assert found is (kind in dividing), kind
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
@@ -216,39 +202,33 @@ def test_off_in_bf16(monkeypatch):
         ({"precondition": True, "scale_lr": False}, torch.optim.AdamW),
     ],
 )
-def test_not_asked_for(options, make):
-    def run(comm):
-        averager, _ = averager_of(comm, parameter(), make=make, **options)
-        line = averager.describe()
-        averager.close()
-        return "learning rate" not in line
-
-    assert run_local(2, run) == [True, True]
+@each_rank(2, "local")
+def test_not_asked_for(comm, options, make):
+    averager, _ = averager_of(comm, parameter(), make=make, **options)
+    line = averager.describe()
+    averager.close()
+    assert "learning rate" not in line
 
 
-def test_bad_options():
-    def run(comm):
-        p = parameter()
-        for options, why in (
-            ({"scale_lr": True}, "needs precondition=True"),
-            ({"scale_lr": "yes", "precondition": True}, "None, True or False"),
-        ):
-            with pytest.raises(ValueError, match=why):
-                averager_of(comm, p, **options)
-        for make, why in ((lambda p, lr: torch.optim.SGD(p, lr=lr), "got SGD"),):
-            with pytest.raises(ValueError, match=why):
-                averager_of(comm, p, make=make, precondition=True, scale_lr=True)
-
-    run_local(2, run)
+@each_rank(2, "local")
+def test_bad_options(comm):
+    p = parameter()
+    for options, why in (
+        ({"scale_lr": True}, "needs precondition=True"),
+        ({"scale_lr": "yes", "precondition": True}, "None, True or False"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            averager_of(comm, p, **options)
+    for make, why in ((lambda p, lr: torch.optim.SGD(p, lr=lr), "got SGD"),):
+        with pytest.raises(ValueError, match=why):
+            averager_of(comm, p, make=make, precondition=True, scale_lr=True)
 
 
-def test_ranks_that_scale_and_do_not():
-    def run(comm):
-        p = parameter()
-        averager, _ = averager_of(comm, p, precondition=True, scale_lr=[None, False][comm.rank])
-        p.grad = torch.ones_like(p)
-        with pytest.raises(PeerMismatch, match=r"learning rate x 1.13 \(scale_lr\)|learning rate"):
-            averager.average()
-        averager.close()
-
-    run_local(2, run)
+@each_rank(2, "local")
+def test_ranks_that_scale_and_do_not(comm):
+    p = parameter()
+    averager, _ = averager_of(comm, p, precondition=True, scale_lr=[None, False][comm.rank])
+    p.grad = torch.ones_like(p)
+    with pytest.raises(PeerMismatch, match=r"learning rate x 1.13 \(scale_lr\)|learning rate"):
+        averager.average()
+    averager.close()

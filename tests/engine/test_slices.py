@@ -1,25 +1,17 @@
 """Slices of a bucket: which elements travel together, and that no value depends on it."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
 import torch
-from _ranks import run_local
+from _ranks import each_rank, run_local
 
-from gradcomp import (
-    Advanced,
-    Block,
-    CorruptPayload,
-    GradientAverager,
-    Identity,
-    OneBit,
-    PeerMismatch,
-    Ternary,
-    TernGrad,
-)
+import gradcomp
+import gradcomp.allreduce
+from gradcomp import Block, CorruptPayload, Identity, OneBit, PeerMismatch, Ternary, TernGrad
 from gradcomp.codecs import EntropyCoded
-from gradcomp.comm import LocalCommunicator
 from gradcomp.exchange.bucket import BucketExchange
 from gradcomp.exchange.routes import run_stages
 from gradcomp.exchange.sizing import BucketPlan, Strategy, choose
@@ -27,7 +19,7 @@ from gradcomp.exchange.slices import SLICE_NUMEL, WHOLE, Slicing, cut, cuts_grou
 from gradcomp.exchange.stats import Stats
 from gradcomp.memory.planes import Planes
 from gradcomp.memory.store import StateStore
-from gradcomp.payload.pieces import Slot, whole_pieces
+from gradcomp.payload.pieces import Slot, round_up, whole_pieces
 
 NAMES = dict(enumerate("abcd"))
 CODECS = {
@@ -47,16 +39,17 @@ CODECS = {
     "identity": Identity(),
     "bf16": Identity("bf16"),
 }
-SHAPES = [(500, 300), (77,), (40, 1001), (3, 8)]  # 190,141 values, 77 and 24 of them in fp32
-SLICES = 5
+SHAPES = [(125, 300), (77,), (40, 251), (3, 8)]  # 77 and 24 values in fp32
+NUMEL, SLICES = sum(math.prod(shape) for shape in SHAPES), 5
 
 
 def slots_of(codec):
-    slots, offset = [], 0
+    """Return slots whose residuals lie as in `Planes`."""
+    slots, offset, residual = [], 0, 0
     for index, shape in enumerate(SHAPES):
-        numel = int(np.prod(shape))
-        slots.append(Slot(index, numel, codec.group_numel(shape), numel >= 1024, offset, offset))
-        offset += numel
+        numel = math.prod(shape)
+        slots.append(Slot(index, numel, codec.group_numel(shape), numel >= 1024, offset, residual))
+        offset, residual = offset + numel, residual + round_up(numel, 16)
     return slots
 
 
@@ -66,12 +59,12 @@ def plan_of(codec, exchange, world, rank, slicing, owners=None):
     )
 
 
-@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize("world", [2, 8])
 @pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])
 @pytest.mark.parametrize("name", CODECS)
 def test_slices_change_no_bit(name, exchange, world):
     """Averages and residuals, step after step, are those of the whole bucket."""
-    codec, numel = CODECS[name], sum(int(np.prod(s)) for s in SHAPES)
+    codec = CODECS[name]
 
     def work(comm, slicing):
         owner = {s.index: s.residual for s in slots_of(codec)}
@@ -85,16 +78,15 @@ def test_slices_change_no_bit(name, exchange, world):
         assert len(made.slices) == (1 if slicing is WHOLE else SLICES)
         out = []
         for step in range(3):
-            bucket = torch.from_numpy(
-                np.random.default_rng([comm.rank, step]).standard_normal(numel).astype(np.float32)
-            )
+            generator = torch.Generator().manual_seed(100 * step + comm.rank)
+            bucket = torch.randn(NUMEL, generator=generator)
             run_stages(made, bucket, step)
             assert not made.flagged
             out.append(bucket)
         return out + [*state.state(NAMES).values()]
 
     whole, sliced = (
-        run_local(world, work, slicing) for slicing in (WHOLE, Slicing(numel // SLICES))
+        run_local(world, work, slicing) for slicing in (WHOLE, Slicing(NUMEL // SLICES))
     )
     for mine, other in zip(whole, sliced, strict=True):
         for a, b in zip(mine, other, strict=True):
@@ -106,19 +98,19 @@ def test_slices_change_no_bit(name, exchange, world):
 
 @pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])
 @pytest.mark.parametrize("name", ["terngrad", "onebit", "terngrad-block4", "entropy"])
-@pytest.mark.parametrize("where", [0, 95_000, 190_000])
+@pytest.mark.parametrize("where", [0, NUMEL // 2, NUMEL - 1])
 def test_one_bad_value_in_any_slice_is_everyones_verdict(name, exchange, where):
     """The whole bucket is NaN on all ranks, residuals stay, and the next step is as if nothing
     had been.
     """
-    codec, numel = CODECS[name], sum(int(np.prod(s)) for s in SHAPES)
+    codec = CODECS[name]
 
     def work(comm):
         sizes = {s.index: s.numel for s in slots_of(codec)}
         state = StateStore(Planes(sizes) if codec.error_feedback else None)
-        plan = plan_of(codec, exchange, 3, comm.rank, Slicing(numel // SLICES))
+        plan = plan_of(codec, exchange, 3, comm.rank, Slicing(NUMEL // SLICES))
         made = BucketExchange(plan, comm, torch.float32, Stats(), state=state, timeout_s=30)
-        good = torch.randn(numel, generator=torch.Generator().manual_seed(comm.rank))
+        good = torch.randn(NUMEL, generator=torch.Generator().manual_seed(comm.rank))
         out = []
         for step, bad in enumerate((False, True, False)):
             bucket = good.clone()
@@ -135,27 +127,18 @@ def test_one_bad_value_in_any_slice_is_everyones_verdict(name, exchange, where):
         assert all(torch.equal(first[2][k], second[2][k]) for k in first[2])
 
 
-def test_an_overflow_in_a_late_slice_is_nan_everywhere():
+@each_rank(2, "local")
+def test_an_overflow_in_a_late_slice_is_nan_everywhere(comm):
     """Means that overflow bf16 in the last slice alone: what earlier slices have written is NaN,
     too.
     """
-
-    def work(comm):
-        plan = BucketPlan(
-            Identity(),
-            [Slot(0, 4096, 4096, True, 0)],
-            choose(Identity(), 2),
-            2,
-            comm.rank,
-            slicing=Slicing(512),
-        )
-        made = BucketExchange(plan, comm, torch.float32, Stats(), timeout_s=30)
-        bucket = torch.ones(4096)
-        bucket[-1] = 3e38
-        run_stages(made, bucket, 0)
-        return made.flagged, bool(bucket.isnan().all())
-
-    assert run_local(2, work) == [(True, True)] * 2
+    slots, strategy = [Slot(0, 4096, 4096, True, 0)], choose(Identity(), 2)
+    plan = BucketPlan(Identity(), slots, strategy, 2, comm.rank, slicing=Slicing(512))
+    made = BucketExchange(plan, comm, torch.float32, Stats(), timeout_s=30)
+    bucket = torch.ones(4096)
+    bucket[-1] = 3e38
+    run_stages(made, bucket, 0)
+    assert made.flagged and bucket.isnan().all()
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 64])
@@ -187,7 +170,7 @@ def test_a_cut_covers_every_element_once(count):
 @pytest.mark.parametrize("name", ["terngrad", "terngrad-own", "onebit", "onebit-tensor"])
 def test_every_row_is_encoded_once_and_before_it_is_sent(name, exchange):
     codec, world = CODECS[name], 4
-    plan = plan_of(codec, exchange, world, 1, Slicing(10_000))
+    plan = plan_of(codec, exchange, world, 1, Slicing(2_500))
     seen = {s.index: np.zeros(s.numel, int) for s in plan.slots}
     assert len(plan.slices) > 10
     for one in plan.slices:
@@ -201,17 +184,9 @@ def test_every_row_is_encoded_once_and_before_it_is_sent(name, exchange):
 
 def test_second_phases_whose_scales_span_slices_go_whole():
     """So that no value depends on slices: a tensor's one scale of means needs all of them."""
-    slicing, counts = Slicing(40_000), {}
-    for name in (
-        "terngrad",
-        "terngrad-own",
-        "terngrad-block4",
-        "terngrad-row",
-        "terngrad-bf16",
-        "onebit",
-        "onebit-tensor",
-        "block2",
-    ):
+    slicing, counts = Slicing(10_000), {}
+    names = "terngrad terngrad-own terngrad-block4 terngrad-row terngrad-bf16 onebit block2"
+    for name in [*names.split(), "onebit-tensor"]:
         plan = plan_of(CODECS[name], "reduce_scatter", 4, 0, slicing)
         counts[name] = [len(one.second) for one in plan.slices]
     last_alone = [0] * (len(counts["terngrad"]) - 1) + [4]
@@ -227,7 +202,7 @@ def test_second_phases_whose_scales_span_slices_go_whole():
         Strategy("reduce_scatter", "requantize"),
         4,
         0,
-        slicing=Slicing(40_000, whole_second=True),
+        slicing=Slicing(10_000, whole_second=True),
     )
     assert [len(one.second) for one in owner.slices] == last_alone
 
@@ -272,20 +247,12 @@ def test_run_stages_overlaps_slices():
 
 @pytest.mark.parametrize("value", [0, -1, 63, 1.5, True, "1m"])
 def test_a_slice_of_nothing_is_refused(value):
-    parameter = torch.nn.Parameter(torch.zeros(64, 64))
     with pytest.raises(ValueError, match="slice_numel must be None or an integer of at least 64"):
-        GradientAverager(
-            [("w", parameter)],
-            OneBit(),
-            comm=LocalCommunicator.group(1)[0],
-            advanced=Advanced(slice_numel=value),
-        )
+        gradcomp.Advanced(slice_numel=value)
 
 
 def test_all_reduce_goes_in_slices():
     """The functional door cuts large tensors, too, on the caller's thread alone."""
-    import gradcomp
-
     numel = 2 * SLICE_NUMEL + 77
 
     def work(comm):
@@ -314,7 +281,6 @@ def test_all_reduce_goes_in_slices():
 
 def test_all_reduce_without_residuals_sends_exact_sums_at_every_size():
     """Means of 4 bits lean to one side where nobody keeps what they leave out: not by default."""
-    import gradcomp
 
     def work(comm, codec):
         tensor = torch.randn(4096, generator=torch.Generator().manual_seed(comm.rank))
@@ -332,7 +298,6 @@ def test_a_failed_all_reduce_keeps_no_buffers(monkeypatch):
     """A slice behind the one that failed may still be arriving in them; ranks that do not agree
     have begun none.
     """
-    import gradcomp.allreduce
 
     def run(exchange, values, step):
         run_stages(exchange, values, step)

@@ -85,7 +85,7 @@ def each_rank(world_size=None, by="gloo"):
                 found = run_local(world, functools.partial(body, **given))
             else:
                 found = run(world, be_body_over if by == "over" else be_body, module, name, given)
-            assert all(one == found[0] for one in found), found
+            assert all(one == found[0] for one in found), [repr(one)[:200] for one in found]
 
         test.__signature__ = inspect.Signature(parameters)
         return test
