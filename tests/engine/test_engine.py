@@ -15,6 +15,7 @@ from typing import get_type_hints
 
 import pytest
 import torch
+from _averaging import Scale
 from _held import descriptors, steady
 from _models import bits
 from _ranks import each_rank, run_local
@@ -302,16 +303,6 @@ def test_steps_that_rotate_count_on_all_ranks_or_on_none(comm):
     assert same(before, averager.state_dict())
 
 
-class Scale:
-    """A loss scaler: whatever it is told."""
-
-    def __init__(self, value):
-        self.value = value
-
-    def get_scale(self):
-        return self.value
-
-
 @each_rank(2, "local")
 def test_ranks_with_other_loss_scales_commit_nothing(comm):
     """torch's GradScaler decides on each rank alone: residuals in other units would never be
@@ -360,55 +351,46 @@ def test_steps_are_counted_below_two_to_the_32(comm):
         averager.average()
 
 
-def test_an_abandoned_step_is_waited_for_and_commits_nothing():
+@each_rank(2, "local")
+def test_an_abandoned_step_is_waited_for_and_commits_nothing(comm):
     """An exception of the user's in the middle of a backward: its buckets must not run on into
     the next step.
     """
-
-    def run(comm):
-        _, averager, fill = averager_of(comm)
-        engine, bucket, ended = averager._engine, averager._buckets[0], []
-        fill(0)
+    _, plain, fill = averager_of(comm.duplicate(60.0))
+    fill(0)
+    plain.average()
+    _, averager, fill = averager_of(comm)
+    engine, bucket, ended = averager._engine, averager._buckets[0], []
+    fill(0)
+    bucket.load()
+    abandoned = engine.begin()
+    if comm.rank == 1:
+        time.sleep(0.2)
+    abandoned.submit(bucket.flat, bucket.members, lambda: ended.append(True))
+    step = engine.begin()
+    assert ended == [True], "the bucket of the abandoned step was still under way"
+    for bucket in averager._buckets:
         bucket.load()
-        abandoned = engine.begin()
-        if comm.rank == 1:
-            time.sleep(0.2)
-        abandoned.submit(bucket.flat, bucket.members, lambda: ended.append(True))
-        step = engine.begin()
-        assert ended == [True], "the bucket of the abandoned step was still under way"
-        for bucket in averager._buckets:
-            bucket.load()
-            step.submit(bucket.flat, bucket.members)
-        step.finish()
-        return averager.state_dict()
-
-    def plain(comm):
-        _, averager, fill = averager_of(comm)
-        fill(0)
-        averager.average()
-        return averager.state_dict()
-
-    for found, wanted in zip(run_local(2, run), run_local(2, plain), strict=True):
-        assert same(found, wanted)
+        step.submit(bucket.flat, bucket.members)
+    step.finish()
+    assert same(averager.state_dict(), plain.state_dict())
 
 
-def test_buffers_of_layouts_that_are_used_no_more_are_freed():
+@each_rank(2, "local")
+def test_buffers_of_layouts_that_are_used_no_more_are_freed(comm):
     """DDP rebuilds its buckets after the first backward: the exchanges of the first ones hold as
     much as the gradients.
     """
-
-    def run(comm):
-        _, averager, fill = averager_of(comm)
-        fill(0)
-        averager.average()
-        old = [weakref.ref(exchange) for exchange in averager._engine.layouts._exchanges.values()]
-        averager._buckets = fuse(averager._sources, 25.0)
-        fill(1)
-        averager.average()
-        gc.collect()
-        return [ref() for ref in old], len(averager._engine.layouts._exchanges)
-
-    assert run_local(2, run) == [([None, None], 1)] * 2
+    _, averager, fill = averager_of(comm)
+    fill(0)
+    averager.average()
+    old = [weakref.ref(exchange) for exchange in averager._engine.layouts._exchanges.values()]
+    averager._buckets = fuse(averager._sources, 25.0)
+    fill(1)
+    averager.average()
+    gc.collect()
+    assert [ref() for ref in old] == [None, None]
+    assert len(averager._engine.layouts._exchanges) == 1
 
 
 class Drift:
@@ -432,32 +414,27 @@ class Drift:
         self.local.copy_(self.like)
 
 
-def test_anything_with_a_name_can_be_averaged():
+@each_rank(2, "local")
+def test_anything_with_a_name_can_be_averaged(comm):
     """Buckets and engines know no gradients: pseudo-gradients of local steps are a source like
     any other.
     """
-
-    def run(comm):
-        anchors = [torch.ones(64, 3), torch.ones(100), torch.full((7,), 5.0, dtype=torch.bfloat16)]
-        sources = [Drift(f"t{n}", a, a - (comm.rank + 1) * (n + 1)) for n, a in enumerate(anchors)]
-        engine, buckets = (
-            Engine(sources, "identity", comm, Options(timeout_s=20)),
-            fuse(sources, 25.0),
-        )
-        assert [len(bucket.members) for bucket in buckets] == [2, 1], "one bucket a dtype"
-        step = engine.begin()
-        for bucket in buckets:
-            bucket.load()
-            step.submit(bucket.flat, bucket.members)
-        step.finish()
-        for bucket in buckets:
-            bucket.store()
-        engine.check_replicas()
-        engine.close()
-        assert all(torch.equal(source.local, source.like) for source in sources)
-        return [anchor.flatten()[0].item() for anchor in anchors]
-
-    assert run_local(2, run) == [[1 - 1.5, 1 - 3.0, 5 - 4.5]] * 2
+    anchors = [torch.ones(64, 3), torch.ones(100), torch.full((7,), 5.0, dtype=torch.bfloat16)]
+    sources = [Drift(f"t{n}", a, a - (comm.rank + 1) * (n + 1)) for n, a in enumerate(anchors)]
+    engine = Engine(sources, "identity", comm, Options(timeout_s=20))
+    buckets = fuse(sources, 25.0)
+    assert [len(bucket.members) for bucket in buckets] == [2, 1], "one bucket a dtype"
+    step = engine.begin()
+    for bucket in buckets:
+        bucket.load()
+        step.submit(bucket.flat, bucket.members)
+    step.finish()
+    for bucket in buckets:
+        bucket.store()
+    engine.check_replicas()
+    engine.close()
+    assert all(torch.equal(source.local, source.like) for source in sources)
+    assert [anchor.flatten()[0].item() for anchor in anchors] == [1 - 1.5, 1 - 3.0, 5 - 4.5]
 
 
 @pytest.mark.parametrize("atomic_steps", [False, True])

@@ -21,15 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradcomp
 import gradcomp.ddp
-from gradcomp import (
-    Block,
-    EntropyCoded,
-    Identity,
-    OneBit,
-    PeerMismatch,
-    Precondition,
-    TernGrad,
-)
+from gradcomp import Block, EntropyCoded, Identity, OneBit, PeerMismatch, Precondition, TernGrad
 from gradcomp.exchange.second import owners_feed_back
 from gradcomp.exchange.sizing import choose
 from gradcomp.optim import SplitAdamW

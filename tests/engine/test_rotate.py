@@ -1,5 +1,7 @@
 """1 bit of rotated values: exchanges against the reference, unbiased, and what is refused."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -115,12 +117,12 @@ def test_averages_are_unbiased(options):
     """The mean of many rotations comes ever closer to the exact average, which signs of the
     values themselves never do.
     """
-    few, many = (run_local(4, lambda c, n=n: error_of_mean(c, CODEC, n, **options))[0]
-                 for n in (8, 128))  # fmt: skip
-    assert many < 0.4 * few < 0.25 and many < 0.11, (few, many)
-    signs = OneBit(error_feedback=False)
-    biased = run_local(4, lambda c: error_of_mean(c, signs, 2, **options))[0]
-    assert biased > 0.3, biased
+    signs, mean = OneBit(error_feedback=False), partial(error_of_mean, **options)
+    few, many, biased = (
+        run_local(4, mean, codec, steps)[0]
+        for codec, steps in ((CODEC, 8), (CODEC, 128), (signs, 2))
+    )
+    assert many < 0.4 * few < 0.25 and many < 0.11 and biased > 0.3, (few, many, biased)
 
 
 @each_rank(2)

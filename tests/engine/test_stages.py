@@ -4,7 +4,7 @@ that changes what is encoded, a test for each promise. Formulas are in the files
 
 import pytest
 import torch
-from _averaging import Run, same
+from _averaging import Run, Scale, same
 from _ranks import run_local
 
 from gradcomp import Block, OneBit, PeerMismatch, Ternary, TernGrad
@@ -34,14 +34,6 @@ STAGES = {
     ),
 }
 each_stage = pytest.mark.parametrize("stage", STAGES)
-
-
-class Scaler:
-    def __init__(self, scale):
-        self.scale = scale
-
-    def get_scale(self):
-        return self.scale
 
 
 def run(comm, stage, **changes):
@@ -156,11 +148,11 @@ def test_values_are_those_without_the_loss_scale(stage, scales):
     """Scales are powers of two, so what comes back is the same bits times the scale."""
 
     def work(comm):
-        scaler = Scaler(scales[0])
+        scaler = Scale(scales[0])
         plain, scaled = run(comm, stage), run(comm, stage, grad_scaler=scaler)
-        for step, scaler.scale in enumerate(scales):
-            got, wanted = scaled.step(step, scaler.scale), plain.step(step)
-            assert same(wanted, {name: tensor / scaler.scale for name, tensor in got.items()})
+        for step, scaler.value in enumerate(scales):
+            got, wanted = scaled.step(step, scaler.value), plain.step(step)
+            assert same(wanted, {name: tensor / scaler.value for name, tensor in got.items()})
 
     over_ranks(stage, work)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from _averaging import Run, same
+from _averaging import Run, Scale, same
 from _expected import average
 from _models import bits
 from _ranks import each_rank, run_local
@@ -169,11 +169,6 @@ def test_a_transform_that_raises_ends_every_rank():
     assert all("no transform today" in text or "PeerLost" in text for text in said), said
 
 
-class Scaler:
-    def get_scale(self):
-        return 1024.0
-
-
 class Exploding(gradcomp.Transform):
     """Whose state would have moved, and whose result float16 cannot hold."""
 
@@ -185,7 +180,7 @@ class Exploding(gradcomp.Transform):
 @pytest.mark.parametrize("world", [1, 2])
 @each_rank(by="local")
 def test_what_overflows_in_the_buckets_dtype_leaves_no_trace(comm, world):
-    options = {"transform": Exploding(), "grad_scaler": Scaler(), "dtype": torch.float16}
+    options = {"transform": Exploding(), "grad_scaler": Scale(1024.0), "dtype": torch.float16}
     mine = Run(comm, Identity(), {"w": (64, 32)}, **options)
     assert not mine.step(0, 100.0 if comm.rank == 0 else float("inf"))["w"].isfinite().any()
     assert mine.averager.stats.nonfinite_buckets == 1

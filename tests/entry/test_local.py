@@ -479,12 +479,10 @@ class Shrinking(torch.optim.SGD):
 
 
 @pytest.mark.parametrize(
-    ("hidden", "field", "said"), [(False, "outer_optimizer", "'_factor': 0.9"), (True, "p", "")]
+    ("hidden", "field"), [(False, "outer_optimizer"), (True, "parameter 0.weight")]
 )
 @each_rank(2, "local")
-def test_an_option_of_the_outer_optimizer_that_no_repr_shows_is_a_mismatch(
-    comm, hidden, field, said
-):
+def test_an_option_of_the_outer_optimizer_that_no_repr_shows_is_a_mismatch(comm, hidden, field):
     """Ranks with other factors went on silently with other anchors."""
 
     def outer(ps):
@@ -493,8 +491,8 @@ def test_an_option_of_the_outer_optimizer_that_no_repr_shows_is_a_mismatch(
     with pytest.raises(PeerMismatch) as caught:
         model, optimizer, local = made(comm, "block4", sync_every=2, outer_optimizer=outer)
         take_steps(model, optimizer, local, range(6), comm.rank)
-    assert caught.value.field == ("parameter 0.weight" if hidden else field)
-    assert said in str(caught.value.got)
+    assert caught.value.field == field
+    assert ("'_factor': 0.9" in str(caught.value.got)) != hidden
 
 
 @pytest.mark.parametrize(
