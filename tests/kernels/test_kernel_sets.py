@@ -371,23 +371,6 @@ def test_sum_decode(family, parts, count, shared, dtype, stream, seed):
 
 
 @kernel_settings
-@given(parts=pieces(), count=st.sampled_from([1, 2, 5]), shared=st.booleans(), seed=SEEDS)
-def test_forbidden_codes_decode_within_bounds(parts, count, shared, seed):
-    """Values are unspecified; the elements around them stay as they were."""
-    rng = np.random.default_rng(seed)
-    table = Table(parts, 2, 1, rng)
-    payloads = [rng.integers(0, 256, table.payload_nbytes, np.uint8) for _ in range(count)]
-    untouched = np.ones(len(guarded(table.tensor_numel, np.float32)), bool)
-    for i in range(len(parts)):
-        untouched[table.data(i)] = False
-    for row in SETS:
-        out = guarded(table.tensor_numel, np.float32)
-        with running(row) as kernels:
-            decode(kernels, TERNARY, table, payloads, out, shared=shared)
-        assert (out[untouched].view(np.uint8) == GUARD).all()
-
-
-@kernel_settings
 @given(parts=pieces(), count=st.sampled_from([1, 2, 3]), misalign=st.integers(0, 7), seed=SEEDS)
 def test_any_bytes_of_streams_decode_alike(parts, count, misalign, seed):
     """Tables that do not exist are those modulo 16; what is read beyond a stream is 0, so that

@@ -1,10 +1,10 @@
 """The C interface on every tier: what operations on host bytes give, what is added up or refused,
-and the bytes around outputs untouched. `test_kernel_sets.py` has the operations of kernel sets.
+and the bytes around outputs untouched. `test_kernel_sets.py` has the operations of kernel sets;
+known answers, copies and most refusals are in `tests/native/test_known.c`, what validators find in
+`test_tiers.c` beside it.
 """
 
 from __future__ import annotations
-
-import itertools
 
 import numpy as np
 import pytest
@@ -15,26 +15,21 @@ from _codes import (
     NULL,
     ONEBIT,
     TERNARY,
-    VALUES,
     call_decode,
     call_encode,
     call_validate,
     check,
-    code_of,
     flag,
     lanes,
-    padding_of,
-    random_codes,
     random_payload,
     sum_lanes,
     table_of,
     tensor_of,
 )
-from _drawn import COUNTS, DTYPES, SEEDS, WORDS, kernel_settings
+from _drawn import COUNTS, DTYPES, SEEDS, kernel_settings
 from _tables import (
     GUARD,
     KINDS,
-    LENGTHS,
     SEGMENT,
     TIERS,
     Piece,
@@ -52,8 +47,6 @@ from _tables import (
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import codec as ref
-from reference import entropy
-from reference import payload as ref_payload
 
 
 # ---- statistics ----------------------------------------------------------------------------------
@@ -152,54 +145,6 @@ def test_ternary_sum_lanes(parts, count, seed):
 
 
 # ---- validators ----------------------------------------------------------------------------------
-@pytest.mark.parametrize("family", ["ternary", "onebit", "block", "lanes"])
-@kernel_settings
-@given(numel=st.sampled_from([*LENGTHS[1:], 1000, 1030]), start=st.sampled_from([0, 8]), seed=SEEDS)
-def test_validators_find_a_single_bad_bit(family, numel, start, seed):
-    """A code that is not written, every padding bit; anywhere, in the second of two segments."""
-    rng = np.random.default_rng(seed)
-    code = code_of(family, rng)
-    table = Table([Piece(0, 64, 64, 0), Piece(start, numel, 7, 1)], code.bits, 1, rng)
-    payload = guarded(table.payload_nbytes, misalign=int(rng.integers(0, 8)))
-    codes = rng.integers(0, code.top + 1, numel)
-
-    def statuses():
-        found = set()
-        for number in TIERS:
-            with tier(number):
-                source = pointer(payload, "const uint8_t *")
-                found.add(call_validate(code, source, table.pointer, 2))
-        return found
-
-    payload[table.codes(0)] = random_codes(code, 64, rng)
-    payload[table.codes(1)] = ref.pack_bits(codes, code.bits, padding_of(code))
-    assert statuses() == {lib.GC_OK}
-    used = numel * code.bits % 8
-    if used:
-        payload[table.codes(1).stop - 1] ^= 1 << int(rng.integers(used, 8))
-        assert statuses() == {lib.GC_BAD_PADDING}
-    if code.forbidden >= 0:
-        codes[int(rng.integers(0, numel))] = code.forbidden
-        payload[table.codes(1)] = ref.pack_bits(codes, code.bits, padding_of(code))
-        assert statuses() == {lib.GC_LANE_RANGE if family == "lanes" else lib.GC_FORBIDDEN_CODE}
-
-
-@pytest.mark.parametrize("number", TIERS)
-@pytest.mark.parametrize("code", ENTROPY, ids=str)
-def test_validators_find_a_table_that_does_not_exist(code, number):
-    """Of any stream of any piece; the other bytes may be anything."""
-    table = table_of(code, [Piece(0, 64, 64, 0), Piece(8, 12_300, 1, 1)])
-    payload = random_payload(code, table, np.random.default_rng(0))
-    sizes = [entropy.stream_code_nbytes(n, code.stream_nbytes) for n in (4088, 4096, 4096)]
-    first, second = (int(table.rows["codes"][i]) for i in (0, 1))
-    for at in (first, *(second + np.cumsum([0, *sizes])).tolist()):
-        for value, status in ((15, lib.GC_OK), (16, lib.GC_FORBIDDEN_CODE), (3, lib.GC_OK)):
-            payload[at] = value
-            with tier(number):
-                source = pointer(payload, "const uint8_t *")
-                assert call_validate(code, source, table.pointer, 2) == status
-
-
 def scale_patterns():
     """(bits, whether finite, whether not negative) of scales."""
     for bits in (0, 1, 0x007FFFFF, 0x3F800000, 0x7F7FFFFF):
@@ -247,55 +192,6 @@ def test_moments_refuse_what_overlaps_or_is_missing():
     check(lib.gc_moments_divide(NULL, NULL, NULL, 0.1, 0, NULL, NULL))
     check(lib.gc_moments_multiply(NULL, NULL, 0, seen))
     check(lib.gc_moments_follow(NULL, 1.0, NULL, 0.5, 0.5, 0, NULL, seen))
-
-
-# ---- checksum, copies, random numbers ------------------------------------------------------------
-@kernel_settings
-@given(data=st.binary(max_size=700), cut=st.integers(0, 700), misalign=st.integers(0, 15))
-def test_crc32c(data, cut, misalign):
-    memory = guarded(len(data), misalign=misalign)
-    memory[: len(data)] = np.frombuffer(data, np.uint8)
-    cut = min(cut, len(data))
-    for number in TIERS:
-        base = pointer(memory, "const uint8_t *")
-        with tier(number):
-            first = lib.gc_crc32c(0, base, cut)
-            assert lib.gc_crc32c(first, base + cut, len(data) - cut) == ref_payload.crc32c(data)
-
-
-@pytest.mark.parametrize("number", TIERS)
-def test_crc32c_of_long_data(number):
-    """Around multiples of the stretches that a fast tier works on side by side, and continued."""
-    data = np.random.default_rng(0).integers(0, 256, 40_000, np.uint8)
-    base, want, done = pointer(data, "uint8_t *"), 0, 0
-    with tier(number):
-        for nbytes in (4095, 4096, 12287, 12288, 12289, 24576, 24583, 36864, 40000):
-            want, done = ref_payload.crc32c(data[done:nbytes].tobytes(), want), nbytes
-            assert lib.gc_crc32c(0, base, nbytes) == want
-            assert lib.gc_crc32c(lib.gc_crc32c(0, base, 777), base + 777, nbytes - 777) == want
-
-
-def test_copy_moves_ranges_and_nothing_else():
-    source = np.arange(200, dtype=np.uint8)
-    ranges = np.array([(10, 100, 7), (40, 0, 1), (60, 3, 0), (64, 50, 90)], "<u8")
-    rows, count = pointer(ranges, "const gc_copy_range *"), len(ranges)
-    for number in TIERS:
-        target = guarded(160)
-        want = target.copy()
-        for dst, src, nbytes in ranges.tolist():
-            want[dst : dst + nbytes] = source[src : src + nbytes]
-        with tier(number):
-            both = pointer(target, "uint8_t *"), pointer(source, "uint8_t *")
-            check(lib.gc_copy(*both, rows, count))
-        same_bytes(target, want, number)
-
-
-@kernel_settings
-@given(counter=st.tuples(WORDS, WORDS, WORDS, WORDS), key=st.tuples(WORDS, WORDS))
-def test_philox(counter, key):
-    out = ffi.new("uint32_t[4]")
-    lib.gc_philox4x32_10(list(counter), list(key), out)
-    assert list(out) == ref.philox4x32_10(np.array(counter), key).tolist()
 
 
 # ---- promises that hold for every kernel ---------------------------------------------------------
@@ -364,61 +260,33 @@ def test_bad_segments_are_refused_before_anything_is_written(fault, number):
 
 @pytest.mark.parametrize("number", TIERS)
 def test_bad_arguments_are_refused(number):
+    """Beside those of tests/native/test_known.c."""
     table = Table([Piece(0, 8, 8, 0)], 32, 2, np.random.default_rng(0))
     rows, m = table.pointer, Memory()
-    one, out, seen = m.one, m.out, m.seen
-    many = pointers([m.arrays["in"]] * 32768)
     nan, inf = float("nan"), float("inf")
-
-    def encodes(code, source=m.src, dtype=0, rows=rows, payload=m.payload, seen=seen, **more):
-        return call_encode(code, source, dtype, rows, 1, payload, seen, **more)
-
-    def decodes(code, payloads=one, count=1, out=out, dtype=0, flags=0, rows=rows):
-        return call_decode(code, payloads, count, rows, 1, out, dtype, flags, seen, True)
-
+    nearest = FAMILIES["nearest"][0]
     streams = table_of(ENTROPY[0], [Piece(0, 8, 8, 0)]).pointer
+
+    def encodes(code, source=m.src, dtype=0, rows=rows, seen=m.seen, **more):
+        return call_encode(code, source, dtype, rows, 1, m.payload, seen, **more)
 
     with tier(number):
         calls = {
-            "dtype 3": lib.gc_block_sums(m.src, 3, rows, 1, m.blocks, seen),
-            "dtype -1": encodes(TERNARY, dtype=-1),
-            "stream": encodes(TERNARY, key=ref.Key(stream=2**31)),
             "null source": encodes(TERNARY, source=NULL),
-            "null payload": encodes(TERNARY, payload=NULL),
             "null flag": encodes(TERNARY, seen=NULL),
-            "null rows": encodes(TERNARY, rows=NULL),
             "onebit dtype": encodes(ONEBIT, dtype=9),
             **{f"decay {d}": encodes(ONEBIT, decay=d) for d in (-0.1, 0.0, 1.1, nan)},
+            "decay of blocks": encodes(BLOCKS[0], decay=2.0),
+            "decay of streams": encodes(ENTROPY[0], rows=streams, decay=2.0),
             **{
-                f"step {step}": encodes(FAMILIES["nearest"][0]._replace(option=(step,)))
+                f"step {step}": encodes(nearest._replace(option=(step,)))
                 for step in (0.0, -1.8, nan, inf)
             },
             "means": encodes(ONEBIT, means=(nan, 1.0)),
-            "decay of blocks": encodes(BLOCKS[0], decay=2.0),
-            "bits of a block": encodes(BLOCKS[0]._replace(option=(3,))),
-            "bits of a decoded block": decodes(BLOCKS[0]._replace(option=(16,))),
             "groups that are no streams": encodes(ENTROPY[0]),
-            "groups that are no streams, decoded": decodes(ENTROPY[0]),
-            **{
-                f"{calls.__name__} streams of {n}": calls(
-                    ENTROPY[0]._replace(option=(n,)), rows=streams
-                )
-                for calls, n in itertools.product((encodes, decodes), (0, 511, 2049, 2**32 - 1))
-            },
-            "decay of streams": encodes(ENTROPY[0], rows=streams, decay=2.0),
-            "value dtype": encodes(VALUES[0]._replace(option=(2,))),
-            "value dtype decoded": decodes(VALUES[0]._replace(option=(2,))),
-            "no payload": decodes(TERNARY, count=0),
-            "32768 payloads": decodes(TERNARY, many, 32768),
-            "unknown flag": decodes(TERNARY, flags=2),
-            "out dtype": decodes(ONEBIT, dtype=3),
-            "null out": decodes(ONEBIT, out=NULL),
-            "lane bits": lib.gc_ternary_sum_lanes(one, 1, rows, rows, 1, 3, m.payload),
-            "lane bits decoded": decodes(lanes(2)._replace(option=(2, 2))),
-            "world 0": decodes(lanes(1)._replace(option=(0, 2))),
-            "world 32768": lib.gc_lanes_validate(one[0], 32768, 17, rows, 1),
-            "null scales": lib.gc_scales_validate(NULL, 1, 0),
-            "null copy": lib.gc_copy(m.payload, m.payload, NULL, 1),
+            "and decoded": call_decode(ENTROPY[0], m.one, 1, rows, 1, m.out, 0, 0, m.seen),
+            "out dtype": call_decode(ONEBIT, m.one, 1, rows, 1, m.out, 3, 0, m.seen),
+            "world 32768": lib.gc_lanes_validate(m.one[0], 32768, 17, rows, 1),
         }
     assert set(calls.values()) == {lib.GC_INVALID_ARGUMENT}, calls
     m.check_untouched(number)
@@ -435,9 +303,6 @@ def test_nothing_to_do_needs_no_memory(number):
                     check(call_encode(code, NULL, 0, *rows, NULL, seen))
                 if code.name != "values":
                     check(call_validate(code, NULL, *rows))
-        check(lib.gc_scales_validate(NULL, 0, 1))
-        check(lib.gc_copy(NULL, NULL, NULL, 0))
-        assert lib.gc_crc32c(5, NULL, 0) == 5
     assert seen[0] == 0
 
 
@@ -451,18 +316,6 @@ def test_the_nonfinite_flag_is_set_and_never_cleared(number):
             check(lib.gc_block_sums(m.src, 0, table.pointer, 1, m.blocks, m.seen))
             found.append(m.seen[0])
     assert found == [0, 1, 1]
-
-
-def test_tiers():
-    assert lib.gc_tier_supported(0) == 1
-    assert ffi.string(lib.gc_tier_name(0)) == b"portable"
-    for outside in (-1, lib.gc_tier_count()):
-        assert lib.gc_tier_name(outside) == NULL
-        assert lib.gc_tier_supported(outside) == 0
-        assert lib.gc_tier_select(outside) != lib.GC_OK
-    for number in TIERS:
-        with tier(number):
-            assert lib.gc_tier_current() == number
 
 
 def test_status_names():

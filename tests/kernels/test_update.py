@@ -1,5 +1,5 @@
 """Updates, splits and joins of every kernel set against the NumPy reference, bit for bit; SGD
-against torch as well, and what C refuses.
+against torch as well. What C refuses is in `tests/native/test_update.c`.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -431,7 +431,7 @@ def test_averages_that_are_not_finite_are_told(row):
         assert told is bad
 
 
-# ---- what is refused, what is passed over --------------------------------------------------------
+# ---- what is passed over -------------------------------------------------------------------------
 
 
 def test_parameters_without_a_rule_are_passed_over():
@@ -445,46 +445,9 @@ def test_parameters_without_a_rule_are_passed_over():
     assert (two.read(20) == 0).all()
 
 
-def refused(status_of: Any) -> None:
+def test_an_update_refuses_and_does_nothing_as_c_does():
     with pytest.raises(NativeError, match="GC_INVALID_ARGUMENT"):
-        status_of()
-
-
-WRONG_FIELDS = "weight=0 gradient=0 gradient_dtype=2 state0=0 state1=0 kind=8 rounding=2 rule=1"
-
-
-@pytest.mark.parametrize(
-    "change",
-    # adding up norms where there is nowhere to
-    [*WRONG_FIELDS.split(), "parameter=1", "start=4", f"kind={int(Kind.LAMB_START)}"],
-)
-def test_bad_arguments_change_nothing(change):
-    w = np.ones(20, np.float32)
-    weights, row = Weights(w, "fp32", 0), adam_rule(Kind.ADAMW, "", 1, BETAS, 0.0, step_size=-1.0)
-    targets, table = weights.target(w), segments(20)
-    name, _, value = change.partition("=")
-    for array in (targets, row, table.rows):
-        if name in (array.dtype.names or ()):
-            array[name] = int(value)
-    refused(lambda: KERNELS.update(table, targets, row))
-    assert (weights.read(20) == 1).all()
-    assert not weights.state[0][:20].any()
-
-
-def test_norms_of_weights_from_payloads_are_refused():
-    """They would need whole parameters, and segments of payloads begin anywhere."""
-    source = Payloads(
-        [torch.zeros(100, dtype=torch.uint8)], Code("values", dtype=torch.float32), torch.float32
-    )
-    weights = Weights(np.ones(20, "f"), "fp32", 0)
-    refused(
-        lambda: KERNELS.update(
-            segments(20), weights.target(None), rule(Kind.LAMB_START, ""), source, np.zeros(2)
-        )
-    )
-
-
-def test_an_update_of_nothing_touches_nothing():
+        KERNELS.update(segments(20), np.zeros(1, TARGET), np.zeros(1, RULE))
     KERNELS.update(Table([]), np.zeros(0, TARGET), np.zeros(0, RULE))
     KERNELS.update(segments(0), np.zeros(1, TARGET), np.zeros(0, RULE))
     assert SEGMENT.itemsize == 56
