@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from _frameworks import batches, become_a_run_of_one, loss_of, net, placed, same, sgd, weights_of
-from _ranks import on_ranks
+from _ranks import each_rank
 from torch import nn
 
 import gradcomp
@@ -36,7 +36,7 @@ def epoch(accelerator, model, optimizer, data):
             optimizer.zero_grad()
 
 
-@on_ranks(2)
+@each_rank(2)
 def test_a_step_without_the_hook_is_an_error():
     from gradcomp.integrations.accelerate import local_steps, register
 
@@ -62,7 +62,7 @@ def test_a_step_without_the_hook_is_an_error():
 
 
 @pytest.mark.parametrize("method", [gradcomp.DiLoCo, gradcomp.LocalSGD])
-@on_ranks(2)
+@each_rank(2)
 def test_local_steps_are_those_of_a_plain_loop_and_resume(tmp_path, method):
     from gradcomp.integrations.accelerate import local_steps
 
@@ -109,7 +109,7 @@ def test_local_steps_are_those_of_a_plain_loop_and_resume(tmp_path, method):
         train(1, f"{tmp_path}/{rank}")
 
 
-@on_ranks(2)
+@each_rank(2)
 def test_what_is_refused():
     from accelerate import DistributedDataParallelKwargs
     from accelerate.utils import DDPCommunicationHookType
@@ -154,7 +154,7 @@ def test_what_is_refused():
         epoch(own, model, optimizer, batches())
 
 
-@on_ranks(2)
+@each_rank(2)
 def test_every_model_has_files_of_its_own(tmp_path):
     from gradcomp.integrations.accelerate import register
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from _frameworks import FRAMEWORKS, become_a_run_of_one, forget, plain, run, same, sgd, split
-from _ranks import on_ranks, program
+from _ranks import each_rank, program
 
 from gradcomp import GradcompError
 from gradcomp.engine import guard
@@ -34,7 +34,7 @@ every_framework = pytest.mark.parametrize("name", [row(name) for name in FRAMEWO
     ("codec", "optimizer_of", "accumulate"),
     [("terngrad", sgd, 1), ("onebit", sgd, 3), ("onebit", split, 1)],
 )
-@on_ranks(2)
+@each_rank(2)
 def test_weights_are_those_of_plain_ddp(tmp_path, name, codec, optimizer_of, accumulate):
     framework = FRAMEWORKS[name]
     fused = framework.fused and optimizer_of is split
@@ -49,7 +49,7 @@ def test_weights_are_those_of_plain_ddp(tmp_path, name, codec, optimizer_of, acc
 
 
 @every_framework
-@on_ranks(2)
+@each_rank(2)
 def test_a_run_resumes_bit_for_bit(tmp_path, name):
     framework, rank = FRAMEWORKS[name], dist.get_rank()
     wanted = framework.fit("onebit", 4, f"{tmp_path}/whole").weights
@@ -74,7 +74,7 @@ def test_a_run_resumes_bit_for_bit(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", [row(name) for name in FRAMEWORKS if name != "lightning"])
-@on_ranks(2)
+@each_rank(2)
 def test_a_rank_s_file_that_is_missing_or_broken(tmp_path, name):
     framework, rank = FRAMEWORKS[name], dist.get_rank()
     half = framework.fit("onebit", 2, str(tmp_path)).saved
@@ -98,14 +98,14 @@ def test_a_rank_s_file_that_is_missing_or_broken(tmp_path, name):
     ("name", "how", "why"),
     [row(name, *past) for name, one in FRAMEWORKS.items() for past in one.past],
 )
-@on_ranks(2)
+@each_rank(2)
 def test_a_step_without_the_hook_is_an_error(tmp_path, name, how, why):
     with pytest.raises(GradcompError, match=f"registered but not called in this step: .*{why}"):
         FRAMEWORKS[name].fit("terngrad", 1, str(tmp_path), how=how)
 
 
 @every_framework
-@on_ranks(2)
+@each_rank(2)
 def test_one_rank_trains_and_says_that_nothing_is_compressed(tmp_path, name):
     framework, rank = FRAMEWORKS[name], dist.get_rank()
     framework.become_alone()

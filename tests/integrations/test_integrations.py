@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from _ranks import on_ranks
+from _ranks import each_rank
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -65,7 +65,7 @@ def test_other_versions_are_warned_of_with_the_range(framework):
         versions.warn_unless_tried(framework)  # the one of constraints.txt
 
 
-@on_ranks(2)
+@each_rank(2)
 def test_what_watches_all_optimizers_ends_with_its_model():
     """A program that trains one model after another in the same process: nothing of the first is
     left, nobody watches the second for it.

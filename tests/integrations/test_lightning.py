@@ -3,14 +3,14 @@
 import pytest
 import torch
 from _frameworks import FRAMEWORKS
-from _ranks import on_ranks
+from _ranks import each_rank
 
 from gradcomp import UnsupportedTensor
 
 pytestmark = pytest.mark.extras
 
 
-@on_ranks(2)
+@each_rank(2)
 def test_what_is_refused():
     from lightning import Trainer
     from lightning.pytorch.utilities.exceptions import MisconfigurationException

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from _frameworks import net, run
-from _ranks import on_ranks
+from _ranks import each_rank
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -168,7 +168,7 @@ def test_the_example_goes_on_where_it_was(tmp_path):
         assert re.search(expected, run(example, *options, **QUIET, **cpus))
 
 
-@on_ranks(2)
+@each_rank(2)
 def test_what_is_refused(tmp_path):
     wrapped = "must be what ray.train.torch.prepare_model returns.*got Linear.*fsdp.register"
     with pytest.raises(TypeError, match=wrapped):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from _frameworks import FRAMEWORKS, forget, placed
-from _ranks import on_ranks
+from _ranks import each_rank
 
 pytestmark = pytest.mark.extras
 
@@ -15,7 +15,7 @@ if sys.version_info < (3, 11):
     pytest.skip("Transformers 5.23 needs Python 3.11", allow_module_level=True)
 
 
-@on_ranks(2)
+@each_rank(2)
 def test_second_trains_subclasses_and_what_is_refused(tmp_path):
     """A second train(), True for the last checkpoint, arguments that are refused, another subclass
     of Trainer.

@@ -10,7 +10,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from _ranks import on_ranks
+from _ranks import each_rank
 from _saved import bits_of, parts_of
 from torch import nn
 
@@ -247,7 +247,7 @@ def test_the_largest_within_the_margin_wins_and_nan_never(criteria, margin, want
     assert [int(line.split()[1]) for line in lines if line.startswith("*")] == [wanted]
 
 
-@on_ranks(2, "local")
+@each_rank(2, "local")
 def test_criteria_are_means_of_steps_then_of_ranks_and_nan_on_one_rank_is_nan_on_all(comm):
     losses = {s: [1.0, 2.0, 6.0] if comm.rank == 0 else [torch.tensor(5.0)] for s in SIZES}
     losses[192] = [2.0, math.nan if comm.rank == 1 else 2.0]
@@ -334,7 +334,7 @@ def test_an_exception_in_a_trial_rolls_back_and_is_raised():
     assert everything(net, optimizer) == before
 
 
-@on_ranks(2, "local")
+@each_rank(2, "local")
 def test_a_rank_whose_train_raises_is_peer_lost_on_the_others(comm):
     if comm.rank == 0:
         with pytest.raises(KeyError):
@@ -363,13 +363,13 @@ def test_a_rank_whose_train_raises_is_peer_lost_on_the_others(comm):
         ({"margin": "1 %"}, "margin .* '1 %'"),
     ],
 )
-@on_ranks(2, "local")
+@each_rank(2, "local")
 def test_wrong_arguments_are_the_same_error_on_every_rank(comm, options, text):
     with pytest.raises(ValueError, match=text):
         search({}, comm, **options)
 
 
-@on_ranks(3, "local")
+@each_rank(3, "local")
 def test_ranks_that_ask_for_different_things_all_hear_of_it(comm):
     with pytest.raises(PeerMismatch) as caught:
         search({}, comm, margin=0.01 if comm.rank < 2 else "1 %")
@@ -385,7 +385,7 @@ def test_ranks_that_ask_for_different_things_all_hear_of_it(comm):
         (ValueError, r"train\(192, ...\) yielded no loss on rank 1", None),
     ],
 )
-@on_ranks(3, "local")
+@each_rank(3, "local")
 def test_what_is_wrong_with_losses_of_one_rank_is_an_error_on_all(comm, error, text, bad):
     mine = [1.0] if comm.rank != 1 else [bad] if bad else []
     with pytest.raises(error, match=text):

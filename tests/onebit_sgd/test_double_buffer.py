@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from _ranks import on_ranks, run_local
+from _ranks import each_rank, run_local
 from _saved import parts_of
 from torch import nn
 
@@ -173,7 +173,7 @@ def test_one_rank_drains_alone_and_replicas_stay_equal(over, codec, how):
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["halves", "whole"])
-@on_ranks(2, "over")
+@each_rank(2, "over")
 def test_resume_equals_the_uninterrupted_drained_run(comm, whole):
     net, _, buffer = buffered(comm, whole_steps=whole)
     for first, last in ((0, 3), (3, 6)):
@@ -231,7 +231,7 @@ def test_a_refused_state_drops_no_average_that_is_under_way(ranks):
     assert run_local(2, refuses, ranks) == run_local(2, refuses, ())
 
 
-@on_ranks(2, "over")
+@each_rank(2, "over")
 def test_a_rank_that_skips_takes_part_with_zero(comm):
     net, _, buffer = buffered(comm, Identity())
     mine = 3 if comm.rank else 2
@@ -260,7 +260,7 @@ def stops_calling(comm):
     assert all(p.isfinite().all() for p in net.parameters())
 
 
-@on_ranks(2, "local")
+@each_rank(2, "local")
 def test_close_raises_what_the_last_exchange_failed_with(comm):
     net, _, buffer = buffered(comm, whole_steps=True, timeout_s=4)
     steps(net, buffer, comm, 0, 1)
@@ -286,7 +286,7 @@ def test_a_rank_that_stops_calling_is_peer_lost_on_the_others(gloo):
     gloo(2, over_gloo, stops_calling)
 
 
-@on_ranks(2, "local")
+@each_rank(2, "local")
 def test_zero_gradients_of_a_skip_are_divided_by_all_ranks(comm):
     net = nn.Linear(3, 1, bias=False)
     nn.init.zeros_(net.weight)
@@ -323,7 +323,7 @@ def test_split_optimizers_are_stepped(drains):
 # ---- the averager's rotate -----------------------------------------------------------------------
 
 
-@on_ranks(2, "over")
+@each_rank(2, "over")
 def test_rotate_hands_back_the_averages_of_the_call_before(comm):
     net = nn.Linear(4, 4)
     nn.init.zeros_(net.weight), nn.init.zeros_(net.bias)
@@ -411,7 +411,7 @@ def test_wrong_arguments(error, text, call):
     assert bits(net) == bits(MODEL)
 
 
-@on_ranks(2)
+@each_rank(2)
 def test_ddp_is_refused_and_the_default_group_is_used():
     wrapped = nn.parallel.DistributedDataParallel(fresh_model())
     with pytest.raises(TypeError, match=r"model\.module"):
@@ -422,7 +422,7 @@ def test_ddp_is_refused_and_the_default_group_is_used():
     assert not net._forward_pre_hooks
 
 
-@on_ranks(2, "local")
+@each_rank(2, "local")
 def test_replicas_that_start_apart_are_a_mismatch(comm):
     net = copy.deepcopy(MODEL if comm.rank == 0 else OTHER)
     with pytest.raises(PeerMismatch, match=r"parameter 0\.weight"):
@@ -483,7 +483,7 @@ def test_momentum_made_in_inference_mode_is_an_ordinary_tensor():
     assert buffer.drain()
 
 
-@on_ranks(2, "local")
+@each_rank(2, "local")
 def test_an_exception_closes_without_waiting_for_peers(comm):
     net, begun = fresh_model(), time.monotonic()
     with (
@@ -596,7 +596,7 @@ def test_the_report_says_what_was_hidden_and_leaves_the_verdict_to_compare(repor
 
 
 @pytest.mark.timed
-@on_ranks(2, "local")
+@each_rank(2, "local")
 def test_seconds_are_counted(comm):
     link = LinkCommunicator(comm, bits_per_s=1e9, latency_s=0.02)
     net, _, buffer = buffered(link, Identity())

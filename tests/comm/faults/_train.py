@@ -4,8 +4,9 @@ Usage: _train.py PORT RANK WORLD HOW TIMEOUT_S. Rank 0 hosts the store, as witho
 "mpi": started by mpirun, and gradients go by MPI. Who prints PeerLost lets it end the program. HOW:
 
 - "die", "freeze": the last rank is killed or stopped inside the backward pass;
-- "return", "raise", "killed": rank 1's program ends before the step, by itself, by an exception, or
-  killed;
+- "return", "raise", "exit", "interrupt", "memory", "killed", "close": rank 1 ends before the step:
+  its program returns, raises, calls sys.exit, gets Ctrl-C, runs out of memory or is killed, or it
+  closes its state and lives on;
 - "host": rank 0 is stopped before the step, and the others end by themselves, slowly.
 """
 
@@ -38,6 +39,26 @@ def send_self(number):
     os.kill(os.getpid(), number)
 
 
+def run_out(state):
+    raise LookupError("no more data")
+
+
+def close(state):
+    state.close()
+    time.sleep(30)
+
+
+ENDS = {
+    "return": lambda state: None,
+    "raise": run_out,
+    "exit": lambda state: sys.exit(3),
+    "interrupt": lambda state: send_self(signal.SIGINT),
+    "memory": lambda state: torch.empty(2**50),
+    "killed": lambda state: send_self(signal.SIGKILL),
+    "close": close,
+}
+
+
 def main(port, rank, world, how, timeout_s):
     torch.set_num_threads(1)
     comm = gradcomp.comm.MpiCommunicator() if rank == "mpi" else None
@@ -61,11 +82,8 @@ def main(port, rank, world, how, timeout_s):
     for step in range(6):
         if step == STEP and (rank, how) == (0, "host"):
             send_self(signal.SIGSTOP)
-        if step == STEP and (rank, how) == (1, "killed"):
-            send_self(signal.SIGKILL)
-        if step == STEP and (rank, how) == (1, "raise"):
-            raise LookupError("no more data")
-        if step == STEP and (rank, how) == (1, "return"):
+        if step == STEP and rank == 1 and how in ENDS:
+            ENDS[how](state)
             return
         begun = time.monotonic()
         try:
