@@ -161,7 +161,7 @@ class Groups:
         """As `close`, where nobody called that: the program may be ending by an exception."""
         died = getattr(sys, "last_value", None)  # of an exception that nobody caught
         if died is not None and not self.closed:
-            self.give_up(f"{type(died).__name__}: {died}")
+            self.give_up(f"{type(died).__name__}: {died}".removesuffix(": "))
         self.close()
 
     def _leave_note(self) -> None:

@@ -35,23 +35,35 @@ def started(script, first, *more, world=3):
 
 
 CLOSED = ": rank 1 closed its communicator"
-RAISED = "rank 1 gave up because of LookupError: no more data"
+GAVE_UP = "rank 1 gave up because of "  # its own words, or those of a survivor who repeats them
 
 
+@pytest.mark.parametrize("trials", [1, pytest.param(60, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("how", "timeout_s", "survivors", "wanted"),
     [
         ("die", TIMEOUT_S, (0, 1), r": rank 2 \(pid \d+ on \S+\) has ended: killed"),
         ("freeze", TIMEOUT_S, (0, 1), r": rank 2 \(pid \d+ on \S+\) is stopped"),
         ("return", 60, (0, 2), CLOSED),
-        ("raise", 60, (0, 2), RAISED),  # its own words, or those of a survivor who repeats them
+        pytest.param("close", 60, (0, 2), CLOSED, marks=pytest.mark.long),
+        pytest.param("exit", 60, (0, 2), CLOSED, marks=pytest.mark.long),
+        ("raise", 60, (0, 2), f"{GAVE_UP}LookupError: no more data"),
+        ("interrupt", 60, (0, 2), rf"{GAVE_UP}KeyboardInterrupt\b(?!:)"),
+        pytest.param(
+            "memory", 60, (0, 2), f"{GAVE_UP}RuntimeError.*memory", marks=pytest.mark.long
+        ),
         ("killed", 60, (0, 2), r": rank 1 \(pid \d+ on \S+\) has ended: killed"),
     ],
 )
-def test_survivors_end_soon_and_blame_no_survivor(how, timeout_s, survivors, wanted):
+def test_survivors_end_soon_and_blame_no_survivor(how, timeout_s, survivors, wanted, trials):
     """It was gloo's "Connection closed by peer" without a rank, or "rank 2 is gone" of another
     survivor.
     """
+    for _ in range(trials):
+        survive(how, timeout_s, survivors, wanted)
+
+
+def survive(how, timeout_s, survivors, wanted):
     with started("_train.py", free_port(), 3, how, timeout_s) as ranks:
         begun = time.monotonic()
         for rank in survivors:
