@@ -170,7 +170,7 @@ $(STAMP): $(TOOLS)
 mpi: $(MPI_STAMPS)
 
 $(VENV)-%/.installed: constraints.txt | $(BIN)/python
-	$(PYTHON) -m venv $(VENV)-$*
+	$(PYTHON) -m venv $(if $(INSTALLER),--without-pip) $(VENV)-$*
 	$(call install,$(VENV)-$*/bin/python) mpi4py $*
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(" + repr(sysconfig.get_path("purelib")) + ")")' \
 		> $$($(VENV)-$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/gradcomp-development.pth

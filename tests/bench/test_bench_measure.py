@@ -120,7 +120,7 @@ def test_a_kernel_that_differs_between_tiers_is_not_timed(monkeypatch):
 
 
 def test_codec_runs_small(tmp_path, capsys):
-    argv = ["--sizes", "1000", "--dtypes", "bfloat16", "--threads", "1,2", "--repeat", "1"]
+    argv = ["--sizes", "65537", "--dtypes", "bfloat16", "--threads", "1,2", "--repeat", "1"]
     found = run("codec", argv, tmp_path)
     assert "x memcpy" in capsys.readouterr().out
     assert len(found["rows"]) == 2 * len(native.tiers()) * len(KERNELS)

@@ -28,6 +28,11 @@ def flavour(request):
     return request.param
 
 
+MPICH_FIRST = pytest.mark.parametrize(
+    "flavour", ["mpich", pytest.param("openmpi", marks=pytest.mark.long)]
+)
+
+
 @pytest.fixture
 def mpi(flavour, pools):
     """Return run(world_size, function, *args) with function(MpiCommunicator, *args)."""
@@ -86,7 +91,6 @@ def all_sent(kind):
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.every_row
 def test_the_same_bytes_go_out_over_gloo_and_mpi(pools, flavour, world):
     """Ranks send different bytes, so the hash sees them."""
     seen = [pools(kind, world, all_sent, kind) for kind in ("gloo", flavour)]
@@ -222,6 +226,7 @@ def test_without_mpi4py_the_error_says_what_to_install():
     assert done.stderr.strip().splitlines()[-1] == wanted
 
 
+@MPICH_FIRST
 def test_the_report_names_flavour_and_thread_level(flavour):
     done = output_of(mpi_python(flavour), "-m", "gradcomp", env=mpi_environment())
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("MPI ")]
@@ -346,6 +351,7 @@ except gradcomp.PeerMismatch as error:
 """
 
 
+@MPICH_FIRST
 def test_a_mismatch_that_all_ranks_catch_ends_the_job_well_and_soon(tmp_path, flavour):
     done, took = script(tmp_path, flavour, 3, CAUGHT)
     assert done.stdout.count("caught call") == 3, done

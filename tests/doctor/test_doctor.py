@@ -96,7 +96,8 @@ LAUNCHERS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "launcher", ["torchrun", "mpich", pytest.param("openmpi", marks=pytest.mark.long)]
+    "launcher",
+    ["torchrun", *(pytest.param(mpi, marks=pytest.mark.long) for mpi in ("mpich", "openmpi"))],
 )
 def test_two_ranks_under_a_launcher(launcher, tmp_path):
     python = Path(sys.executable)

@@ -15,7 +15,7 @@ tests=(test_known test_tiers test_update test_rotate)
 runner=()
 if [ "$leg" = sanitize ]; then
     compiler=${CC:-gcc}
-    flags+=(-g -O1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all)
+    flags+=(-g1 -O1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all)
 elif [ "$leg" = threads ]; then
     compiler=${CC:-gcc}
     flags+=(-g1 -O0 -D_POSIX_C_SOURCE=200809L -fsanitize=thread -pthread)

@@ -498,10 +498,17 @@ def _zeroed(zero, make, find, accumulate, after_step):
     assert [differing(*pair) for pair in itertools.pairwise(runs)] == [[], []]
 
 
+def a_third(rows):
+    """Mark all rows but every third one `long`."""
+    return [
+        pytest.param(*row, marks=[pytest.mark.long] * (k % 3 > 0)) for k, row in enumerate(rows)
+    ]
+
+
 @pytest.mark.parametrize(
     ("zero", "make", "how"),
     [
-        *itertools.product(ZEROS, ["momentum"], HOW),
+        *a_third(itertools.product(ZEROS, ["momentum"], HOW)),
         *itertools.product(
             ["optimizer to zeros", "model to zeros", "data.zero_"],
             ["adamw", "adagrad", "lamb"],
