@@ -5,7 +5,7 @@ Two rules say which rows of a table run; ``--every-row`` runs all of them (make 
 does the mark ``every_row``:
 
 - Arithmetic does not depend on transports: a test that runs over several of them has its table on
-  the first, and one row, not always the same, on each other one.
+  the first, and one row, not always the same, on one of the others, which take turns.
 - A table of three or more factors runs every pair of their values, not every combination (pairwise
   testing, as Cohen, Dalal, Fredman, Patton, "The AETG System", IEEE TSE 23(7), 1997).
 """
@@ -211,11 +211,17 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if not item.get_closest_marker("every_row"):
             tables.setdefault((item.function, item.module, transport(item)), []).append(item)
-    left_out = set()
-    for number, ((_, _, found), rows) in enumerate(tables.items()):
-        first = found is None or TRANSPORT_FIXTURES[found[0]] == found[1]
-        kept = every_pair(rows) if first else [rows[number % len(rows)]]
-        left_out |= {id(row) for row in rows} - {id(row) for row in kept}
+    others = {}  # of a test's tables those that are not on the first transport
+    for key in tables:
+        if key[2] is not None and TRANSPORT_FIXTURES[key[2][0]] != key[2][1]:
+            others.setdefault(key[:2], []).append(key)
+    left_out = {id(row) for rows in tables.values() for row in rows}
+    for key, rows in tables.items():
+        if key not in others.get(key[:2], ()):
+            left_out -= {id(row) for row in every_pair(rows)}
+    for number, keys in enumerate(others.values()):
+        rows = tables[keys[number % len(keys)]]
+        left_out.discard(id(rows[number % len(rows)]))
     config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
     items[:] = [item for item in items if id(item) not in left_out]
 

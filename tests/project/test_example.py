@@ -71,11 +71,10 @@ def torchrun(request, gloo):
     return warm if request.param == "warm" else under_torchrun
 
 
-@pytest.mark.parametrize("flavour", ["mpich", pytest.param("openmpi", marks=pytest.mark.long)])
-@pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.long)])
-@pytest.mark.parametrize(
-    "codec", ["terngrad", *(pytest.param(c, marks=pytest.mark.long) for c in ("onebit", "fp32"))]
-)
+@pytest.mark.long  # tests/launch/test_slurm.py trains it under MPICH in every run
+@pytest.mark.parametrize("flavour", ["mpich", "openmpi"])
+@pytest.mark.parametrize("launched", [False, True])
+@pytest.mark.parametrize("codec", ["terngrad", "onebit", "fp32"])
 def test_mpi_example_trains_on_four_ranks(pools, flavour, codec, launched):
     options = ["--codec", codec, "--epochs", "3"]
     out = example_over_mpi(pools, flavour, launched, 4, "mpi_train.py", *options)

@@ -127,6 +127,7 @@ def test_a_worker_or_server_that_dies_or_freezes_in_a_round(tmp_path, who, fault
             assert "still [3.0, 3.0, 3.0, 3.0]" in out
 
 
+@pytest.mark.long
 def test_workers_that_torchrun_starts_again_end_as_if_nothing_had_been(tmp_path, gloo):
     """The settings of docs/howto/restarts.md; without the variable, restarted workers dial dead
     ones.
