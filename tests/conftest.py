@@ -157,11 +157,10 @@ def kind_of_ranks(item):
 
 
 def order(item):
-    """Return when a test runs: long chains first, last what needs packages that CI installs
-    meanwhile; a chain that needs them is the last chain.
+    """Return when a test runs: long chains first, and of both what needs packages that CI installs
+    meanwhile last.
     """
-    extras, chained = (bool(item.get_closest_marker(m)) for m in ("extras", "xdist_group"))
-    return (not chained) + (extras and not chained), extras
+    return not item.get_closest_marker("xdist_group"), bool(item.get_closest_marker("extras"))
 
 
 def factors(item):
@@ -181,9 +180,9 @@ def every_pair(rows):
     """Return rows of a table in which each pair of values of two factors occurs that occurs in the
     table: each time the row that adds most of them.
     """
-    pairs = [set(itertools.combinations(factors(row).items(), 2)) for row in rows]
     if len(rows) <= FEW_ROWS or len(factors(rows[0])) < 3:
         return rows
+    pairs = [set(itertools.combinations(factors(row).items(), 2)) for row in rows]
     kept, left = [], set().union(*pairs)
     while left:
         best = max(range(len(rows)), key=lambda k: len(pairs[k] & left))

@@ -37,7 +37,7 @@ async def greet(
     theirs = await reader.readexactly(NONCE_NBYTES)
     proof = await reader.readexactly(PROOF_NBYTES)
     if not hmac.compare_digest(proof, _proof(key, b"listener", rank, peer, mine, theirs)):
-        raise Stranger(f"somebody else answers there, not rank {peer} of this job")
+        raise Stranger(f"another process answers there, not rank {peer} of this job")
     writer.write(_proof(key, b"connector", rank, peer, mine, theirs))
 
 

@@ -57,7 +57,7 @@ _one_thread = ThreadPoolExecutor(1, "gradcomp-mpi", lambda: setattr(_here, "call
 
 
 def mpi() -> Any:
-    """Return mpi4py's MPI module, which somebody has imported; None where nobody has."""
+    """Return mpi4py's MPI module, if it is imported, else None."""
     return sys.modules.get("mpi4py.MPI")
 
 

@@ -119,7 +119,7 @@ def absent(store: Any, keys: list[str]) -> list[int]:
 
 
 def wait_until_read(store: Any) -> None:
-    """Wait, for WRITE_S at most, until every rank has an answer: the store may go with its host."""
+    """Wait, for WRITE_S at most, until all ranks have read: the store may end with its host."""
     deadline = time.monotonic() + WRITE_S
     with contextlib.suppress(RuntimeError):  # it has gone
         while store.check(["read"]) and time.monotonic() < deadline:

@@ -568,8 +568,8 @@ def _allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def _unless_shards(
     reused: torch_private.ReusedTensors, module: ReduceScatter
 ) -> torch_private.Allocate:
-    """Return what gives memory for whole gradients again, and new memory for shards: these are
-    somebody's ``.grad`` afterwards.
+    """Return what gives memory for whole gradients again, and new memory for shards: these become
+    a parameter's ``.grad``.
     """
 
     def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -47,7 +47,7 @@ class ReplicaAverage:
     Gradients that add up over several backward passes are averaged once, if
     ``set_requires_gradient_sync`` leaves the exchange to the last of them. Residuals are as large
     as shards, on the host. A step of an optimizer on gradients that were not averaged, since
-    somebody has set another hook, is a GradcompError.
+    another hook was set, is a GradcompError.
 
     Args:
         models: with FSDP modules inside, or a list of such (parts of a pipeline). Shards of a GPU

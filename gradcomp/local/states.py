@@ -204,7 +204,7 @@ def _check_options(
 
 
 def _numbers(value: object) -> list[float] | None:
-    """Return the numbers of a hyperparameter; None for one that is none."""
+    """Return the numbers of a hyperparameter; None if it is not numeric."""
     values: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value]
     values = [one.item() if isinstance(one, Tensor) and one.numel() == 1 else one for one in values]
     plain = all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in values)
