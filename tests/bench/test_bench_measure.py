@@ -8,11 +8,11 @@ import importlib
 import json
 import math
 import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from _forks import python
 
 from gradcomp.bench import codec, optim, ratio, timing
 from gradcomp.bench.codec import Case, cases
@@ -276,7 +276,7 @@ def test_predictions_equal_what_gloo_counted_to_the_byte(monkeypatch, off_by):
 
 @pytest.mark.slow
 def test_ratio_as_a_program_writes_its_files(tmp_path):
-    command = [sys.executable, "-m", "gradcomp.bench", "ratio"]
+    command = [*python(), "-m", "gradcomp.bench", "ratio"]
     command += ["--no-verify", "--check", "--models", "LeNet"]
     command += ["--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from _forks import python
 from _ranks import is_alive, mpi_environment, mpi_python
 
 from gradcomp.bench import hosts, trainer, workloads
@@ -49,8 +50,9 @@ OVER = "--hosts 0" if WHY else "--hosts 2 --link 200mbit"
 RANDOM = "--workload random:5000 --steps 5"
 
 
-def command_of(words, python=sys.executable):
-    return [python, "-m", "gradcomp.bench", "train", *words.split()]
+def command_of(words, start=None):
+    """Return a bench's command, which begins with `start`; None: with a fork."""
+    return [*(start or python()), "-m", "gradcomp.bench", "train", *words.split()]
 
 
 def rows_of(folder, command, status, timeout=500, **environment):
@@ -148,7 +150,7 @@ def test_codecs_over_mpi_between_hosts(tmp_path, flavour):
     memory that all of them share.
     """
     words = f"--over mpi {OVER} --workload random:600000 --steps 6 --methods terngrad"
-    _, _, rows = rows_of(tmp_path, command_of(words, mpi_python(flavour)), status=0)
+    _, _, rows = rows_of(tmp_path, command_of(words, python(mpi_python(flavour))), status=0)
     assert list(rows) == ["none", "noop", "terngrad"]
     ternary = rows["terngrad"]
     assert ternary["phases"]["encode"] > 0 and ternary["predicted_seconds"] > 0
@@ -231,7 +233,7 @@ def test_an_interrupted_bench_removes_everything(tmp_path, flavour, number):
     words = f"{where} {over} --workload random:4000000 --steps 500 --methods fp32"
     mark = f"{tmp_path}:{ROOT}"
     process = subprocess.Popen(
-        command_of(words, mpi_python(flavour) if flavour else sys.executable),
+        command_of(words, [mpi_python(flavour) if flavour else sys.executable]),
         cwd=tmp_path,
         env=mpi_environment() | {"PYTHONPATH": mark},
         stderr=subprocess.PIPE,

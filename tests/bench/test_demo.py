@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from _forks import python
 
 from gradcomp.bench import demo
 
@@ -21,7 +22,7 @@ MNIST = Path(__file__).parents[3] / "shared" / "data" / "mnist"
 
 
 def run_demo(*options, timeout_s):
-    command = [sys.executable, "-m", "gradcomp.bench", "demo", *options]
+    command = [*python(), "-m", "gradcomp.bench", "demo", *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 

@@ -3,13 +3,13 @@ peers that are lost.
 """
 
 import re
-import sys
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 from _averages import CODECS, average_over, check
+from _forks import python
 from _golden import Recorder, digest_of
 from _ranks import mpi_environment, mpi_python, mpirun, output_of, with_communicator
 
@@ -221,14 +221,14 @@ def test_communicators_can_be_made_again_and_again_after_refusals_too(mpi, refus
 def test_without_mpi4py_the_error_says_what_to_install():
     program = "import sys; sys.modules['mpi4py'] = None\n"
     program += "import gradcomp.comm\ngradcomp.comm.MpiCommunicator()"
-    done = output_of(sys.executable, "-c", program)
+    done = output_of(*python(), "-c", program)
     wanted = "ImportError: MpiCommunicator needs mpi4py: pip install 'gradcomp[mpi]'"
     assert done.stderr.strip().splitlines()[-1] == wanted
 
 
 @MPICH_FIRST
 def test_the_report_names_flavour_and_thread_level(flavour):
-    done = output_of(mpi_python(flavour), "-m", "gradcomp", env=mpi_environment())
+    done = output_of(*python(mpi_python(flavour)), "-m", "gradcomp", env=mpi_environment())
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("MPI ")]
     assert {"mpich": "MPICH", "openmpi": "Open MPI"}[flavour] in line and "THREAD_MULTIPLE" in line
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 
+import _forks
 import pytest
 
 from gradcomp.comm import peers
@@ -30,9 +31,8 @@ def start():
     started = []
 
     def start(*words):
-        command = [sys.executable, "-c", CHILD, *words]
-        started.append(subprocess.Popen(command, stdout=subprocess.PIPE))
-        return started[-1], started[-1].stdout.readline()
+        started.append(_forks.Program("-c", CHILD, *words))
+        return started[-1], started[-1].stdout.readline().encode()
 
     yield start
     for process in started:
@@ -42,7 +42,8 @@ def start():
 
 def stop(process):
     process.send_signal(signal.SIGSTOP)
-    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+    while _forks.state_of(process.pid) != "T":
+        time.sleep(0.005)
 
 
 def test_the_lost_rank_is_named(start):

@@ -1,12 +1,12 @@
 """Meetings and notes of ranks in a store."""
 
 import subprocess
-import sys
 import threading
 import time
 
 import pytest
 import torch.distributed as dist
+from _forks import python
 from _ranks import run_local
 from gradcomp.launch.ports import free_port
 
@@ -140,7 +140,7 @@ os._exit(0)  # with the store
 @pytest.mark.slow
 def test_a_mismatch_is_read_before_the_store_goes():
     """The rank that hosts the store left with it as soon as it knew: PeerLost on the other one."""
-    command = [sys.executable, "-c", LEAVES]
+    command = [*python(), "-c", LEAVES]
     port = str(free_port())
     ranks = [
         subprocess.Popen([*command, rank, port], stdout=subprocess.PIPE, text=True) for rank in "01"

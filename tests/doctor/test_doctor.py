@@ -21,6 +21,7 @@ from types import SimpleNamespace
 import _forks
 import pytest
 import torch
+from _ranks import mpi_python
 from gradcomp.launch.ports import free_port
 
 import gradcomp
@@ -100,14 +101,18 @@ LAUNCHERS = {
     ["torchrun", *(pytest.param(mpi, marks=pytest.mark.long) for mpi in ("mpich", "openmpi"))],
 )
 def test_two_ranks_under_a_launcher(launcher, tmp_path):
-    python = Path(sys.executable)
-    if launcher != "torchrun":
-        python = Path(f"{sys.prefix}-{launcher}", "bin", "python")
-    if not python.exists():
-        pytest.skip(f"{python} is missing: make mpi")
-    command = [python, "-m", *LAUNCHERS[launcher], "-m", "gradcomp.doctor", "--seconds", "30"]
+    python = sys.executable if launcher == "torchrun" else mpi_python(launcher)
+    command = [
+        *_forks.python(python),
+        "-m",
+        *LAUNCHERS[launcher],
+        "-m",
+        "gradcomp.doctor",
+        "--seconds",
+        "30",
+    ]
     out = subprocess.run(
-        [*command, "--json", tmp_path / "found.json"],
+        [*command, "--seconds", "30", "--json", tmp_path / "found.json"],
         env=environment(),
         capture_output=True,
         text=True,

@@ -6,7 +6,6 @@ import inspect
 import random
 import signal
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -16,6 +15,7 @@ from typing import get_type_hints
 import pytest
 import torch
 from _averaging import Scale
+from _forks import python
 from _held import descriptors, steady
 from _models import bits
 from _ranks import each_rank, run_local
@@ -656,7 +656,7 @@ def test_a_program_ends_at_once_with_an_exchange_under_way_and_without(how, stat
         "text": True,
     }
     ranks = [
-        subprocess.Popen([sys.executable, script, str(rank), tmp_path / "store", how], **pipes)
+        subprocess.Popen([*python(), script, str(rank), tmp_path / "store", how], **pipes)
         for rank in range(2)
     ]
     try:

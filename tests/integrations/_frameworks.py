@@ -7,7 +7,6 @@ import gc
 import logging
 import os
 import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +14,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from _forks import python
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -138,7 +138,7 @@ def run(*command, timeout_s=240, **more):
     """Return what a program has printed; `more` are environment variables."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | more
     done = subprocess.run(
-        [sys.executable, *map(str, command)],
+        [*python(), *map(str, command)],
         capture_output=True,
         text=True,
         timeout=timeout_s,

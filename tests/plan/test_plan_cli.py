@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from _forks import python
 
 from gradcomp import Block, OneBit
 from gradcomp.plan import METHODS, Rates, StageRate, cli
@@ -41,8 +42,8 @@ def ask(capsys, monkeypatch, tmp_path):
     return ask
 
 
-def run(*words, module="gradcomp.plan", **environment):
-    command = [sys.executable, "-m", *module.split(), *map(str, words)]
+def run(*words, module="gradcomp.plan", start=None, **environment):
+    command = [*(start or python()), "-m", *module.split(), *map(str, words)]
     alone = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     options = {"env": alone | {"COLUMNS": "100"} | environment, "timeout": 200}
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)
@@ -289,7 +290,7 @@ def test_help_teaches():
 def test_without_rich_it_says_what_to_install(tmp_path):
     (tmp_path / "rich.py").write_text("raise ModuleNotFoundError('no rich', name='rich')")
     path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    out = run("--nodes", "2", PYTHONPATH=path)
+    out = run("--nodes", "2", start=[sys.executable], PYTHONPATH=path)
     assert out.returncode == 2 and "Traceback" not in out.stderr
     assert "needs rich: pip install 'gradcomp[bench]'" in out.stderr
 

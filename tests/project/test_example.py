@@ -4,11 +4,11 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from _forks import python
 from _ranks import mpi_environment, mpi_python, program
 
 from gradcomp.bench.models import LeNet
@@ -32,7 +32,7 @@ def test_gradcomp_is_one_added_line():
 
 
 def under_torchrun(script, ranks, *options):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    torchrun = [*python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     command = [*torchrun, str(ranks), str(EXAMPLE.with_name(script)), *map(str, options)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

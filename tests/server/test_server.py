@@ -3,7 +3,6 @@
 import inspect
 import os
 import re
-import sys
 import time
 import zlib
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from _forks import python
 from _ranks import output_of, run_local
 from _serving import CUT, WHOLE, caught, flipped, meet, noise, push_payloads, run, same_bits
 from reference import codec as reference
@@ -392,7 +392,7 @@ def test_documentation_names_every_argument_member_and_phase():
 
 @pytest.mark.slow
 def test_the_example_trains_and_equals_all_reduce():
-    command = [sys.executable, ROOT / "examples/parameter_server.py", "--local", 2, "--steps", 40]
+    command = [*python(), ROOT / "examples/parameter_server.py", "--local", 2, "--steps", 40]
     done = output_of(*command, timeout=200, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-4000:]
     assert "equals gradcomp.all_reduce bit for bit" in done.stdout

