@@ -6,9 +6,11 @@ tests/project/test_docs.py runs.
 """
 
 import re
+import sys
 from pathlib import Path
 
 from docutils import nodes
+from sphinx.ext.autodoc.mock import MockFinder
 
 from gradcomp.version import __version__
 
@@ -59,6 +61,7 @@ autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 # extras; what is ours is documented without them
 autodoc_mock_imports = ["mpi4py", "lightning", "accelerate", "transformers", "ray"]
+sys.meta_path.insert(0, MockFinder(autodoc_mock_imports))  # viewcode imports modules, too
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 

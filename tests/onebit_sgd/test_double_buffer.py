@@ -638,7 +638,7 @@ def compared(comm, bits_per_s, whole):
 @pytest.mark.timed
 @pytest.mark.parametrize("whole", [False, True], ids=["halves", "whole"])
 def test_compare_measures_both_ways_and_leaves_no_trace(whole):
-    """Over a link whose exchanges fit behind computing it pays; where sending takes ten times as
+    """Over a link whose exchanges fit behind computing it pays; where sending takes six times as
     long, halves send twice.
     """
     nbytes = sum(
@@ -647,7 +647,7 @@ def test_compare_measures_both_ways_and_leaves_no_trace(whole):
     )
     fast, also = run_local(2, compared, 8 * nbytes / 0.02, whole)
     assert fast == also and fast.pays and fast.plain_s > 0.06 and "pays here" in str(fast), fast
-    slow = run_local(2, compared, 8 * nbytes / 0.5, whole)[0]
-    assert slow.plain_s > 0.4
     if not whole:
-        assert not slow.pays and slow.overlapped_s > 0.75 and "does not pay here" in str(slow), slow
+        slow = run_local(2, compared, 8 * nbytes / 0.3, whole)[0]
+        assert slow.plain_s > 0.25 and slow.overlapped_s > 0.45, slow
+        assert not slow.pays and "does not pay here" in str(slow), slow
