@@ -292,6 +292,7 @@ def _enter(host: str) -> None:
 
 def _be_rank(words: str, *, emits: bool) -> None:
     body, args = _unpack(words)
+    gc.freeze()  # what is imported need not be looked through at the end
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     try:

@@ -173,7 +173,7 @@ class Images(Workload):
             order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
             some = order[: max(1000, len(y) // 10)]
             x, y = x[some], y[some]
-        for images, labels in zip(torch.split(x, 500), torch.split(y, 500), strict=True):
+        for images, labels in zip(torch.split(x, 100), torch.split(y, 100), strict=True):
             tick()
             right += float((model(images).argmax(1) == labels).sum())
         return 100.0 * right / len(y)

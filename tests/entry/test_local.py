@@ -1177,7 +1177,9 @@ def test_a_sync_takes_little_more_than_its_exchange():
             found.setdefault(what, []).append(time.perf_counter() - begun)
         local.close()
         averager.close()
-        return {what: statistics.median(seconds[1:]) for what, seconds in found.items()}
+        return found
 
     seconds = run_local(2, rank)[0]
-    assert seconds["sync"] < 4 * seconds["exchange"], seconds  # 2.4 on two hosts, of 25 M values
+    # the least of each: two ranks on two cores wait for whatever else runs, at times for 0.1 s
+    least = {what: min(each) for what, each in seconds.items()}
+    assert least["sync"] < 4 * least["exchange"], seconds  # 2.4 on two hosts, of 25 M values
