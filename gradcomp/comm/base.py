@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("gradcomp")
 
+CLOSED = "closed its communicator, or its program ended, while other ranks were waiting for it"
 Counts = Sequence[int]  # bytes to or from each rank
 Message = tuple[int, Tensor]  # its sender, and ``(n,)`` uint8
 

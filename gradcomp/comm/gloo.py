@@ -23,7 +23,7 @@ from datetime import timedelta
 from typing import Any
 
 from gradcomp.comm.base import Channel, RankGone, Work, first_line, log_wait, name_ranks
-from gradcomp.comm.peers import find_lost, here
+from gradcomp.comm.peers import describe, find_lost, here
 from gradcomp.comm.store import Look, Notes, meet
 from gradcomp.comm.torch_private import make_gloo, store_below, store_is_gone
 from gradcomp.errors import GradcompError, peers_answer
@@ -124,7 +124,7 @@ class Groups:
         """
         found = find_lost(self._cards, self._rank)
         if found is not None:
-            return f"rank {found[0]} {found[1].replace(') ', '), which ', 1)}"
+            return describe(found)
         waits = self.notes.who_waits(self._world_size, LOOK_S)
         if waits is None:
             return ""

@@ -28,6 +28,7 @@ from gradcomp.comm.mpi_channels import (
     kept_with,
     thread_level,
 )
+from gradcomp.comm.peers import describe
 from gradcomp.errors import PeerMismatch
 
 logger = logging.getLogger("gradcomp")
@@ -243,8 +244,9 @@ class MpiCommunicator(Communicator):
         channels.broken = True
         if self._mpi.Is_finalized():
             return
-        culprit, why = next(iter(channels.gone.values()), (self.rank, reason))
-        call(lambda: channels.send_news(culprit, why))
+        own = channels.lost or (self.rank, base.gave_up(reason))
+        lost, what = next(iter(channels.gone.values()), own)
+        call(lambda: channels.send_news(lost, what))
 
     def close(self) -> None:
         """Give the channels back for the next communicator on the same MPI communicator."""
@@ -270,10 +272,10 @@ class MpiCommunicator(Communicator):
             while not test():
                 now = time.monotonic()
                 if now >= deadline:
-                    raise TimeoutError(f"no answer from a peer for {timeout_s:g} s")
+                    raise self._late(timeout_s, peers)
                 if now >= news_at:
                     news_at = now + NEWS_EVERY_S
-                    base.log_wait(self.rank, str)
+                    base.log_wait(self.rank, self._whom)
                     channels.read_news()
                     gone = [news for rank, news in channels.gone.items() if rank in peers]
                     if gone or channels.broken:
@@ -281,10 +283,28 @@ class MpiCommunicator(Communicator):
                         if now >= grace_until:
                             if not gone:
                                 raise ConnectionError("this rank has given up")
-                            raise RankGone(gone[0][0], what=base.gave_up(gone[0][1]))
+                            raise RankGone(gone[0][0], what=gone[0][1])
                 pause()
         except self._mpi.Exception as error:
-            raise _broke(error) from error
+            lost = channels.lost = channels.find_lost()
+            raise (RankGone(lost[0], what=lost[1]) if lost else _broke(error)) from error
+
+    def _late(self, timeout_s: float, peers: Collection[int]) -> Exception:
+        """Return the error of a wait for `peers` that has ended without an answer."""
+        channels = self._open()
+        channels.read_news()  # of one that has looked already
+        known = [news for rank, news in channels.gone.items() if rank in peers]
+        if known:
+            return RankGone(known[0][0], what=known[0][1])
+        lost = channels.find_lost()
+        if lost is not None and lost[0] in peers:
+            channels.lost = lost
+            return RankGone(lost[0], what=lost[1])
+        return TimeoutError(f"no answer from a peer for {timeout_s:g} s")
+
+    def _whom(self) -> str:
+        lost = self._open().find_lost()
+        return "" if lost is None else describe(lost)
 
     def _meet(self, members: Sequence[int], timeout_s: float) -> None:
         """Wait until every rank of `members` is about to make their communicator, which is a call

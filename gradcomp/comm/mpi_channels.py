@@ -13,10 +13,12 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import socket
 import struct
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -26,6 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradcomp.comm import peers
+from gradcomp.comm.addresses import host_identity
 from gradcomp.comm.base import Channel, lost_in_setup
 
 T = TypeVar("T")
@@ -42,6 +46,7 @@ OFFERS = 16  # free channels that a rank tells the others of: ranks may have fre
 TAGS = 32767  # for messages; every MPI has one more
 LEAVING = -1
 REASON_NBYTES = 300
+CARD_NBYTES = 512  # of what peers know of a rank
 _WORD = struct.Struct("<i")
 # for mpirun to pass on what a rank has printed, which MPICH's drops when the job is aborted
 FORWARD_S = 0.3
@@ -114,7 +119,11 @@ class Channels:
     point: Any  # messages from rank to rank
     news: Any  # "I give up"
     serial: int  # number of its making, the same on every rank
-    gone: dict[int, tuple[int, str]] = field(default_factory=dict)  # for whose sake, and why
+    # peers that have given up: the rank that was lost, and what is said of it
+    gone: dict[int, tuple[int, str]] = field(default_factory=dict)
+    lost: tuple[int, str] | None = None  # the same, found by this rank itself
+    cards: list[bytes] = field(default_factory=list)  # of all ranks, for `peers.find_lost`
+    door: socket.socket | None = None
     left: set[int] = field(default_factory=set)  # peers that have come to their end
     broken: bool = False
     uses: int = 0  # how many MpiCommunicators have had these channels; tells their messages apart
@@ -136,12 +145,16 @@ class Channels:
             if word == LEAVING:
                 self.left.add(status.Get_source())
             else:
-                reason = note[_WORD.size :].tobytes().decode(errors="replace")
-                self.gone[status.Get_source()] = (word, reason)
+                what = note[_WORD.size :].tobytes().decode(errors="replace")
+                self.gone[status.Get_source()] = (word, what)
 
-    def send_news(self, word: int, reason: str = "") -> None:
-        """Send every peer the rank for whose sake this one gives up, and why, or LEAVING."""
-        note = np.frombuffer(_WORD.pack(word) + reason.encode()[:REASON_NBYTES], np.uint8)
+    def find_lost(self) -> tuple[int, str] | None:
+        """Return a rank that is not at work any more, and what is known of it."""
+        return peers.find_lost(self.cards, self.news.Get_rank())
+
+    def send_news(self, word: int, what: str = "") -> None:
+        """Send every peer the rank that was lost, and what is said of it, or LEAVING."""
+        note = np.frombuffer(_WORD.pack(word) + what.encode()[:REASON_NBYTES], np.uint8)
         others = [rank for rank in range(self.news.Get_size()) if rank != self.news.Get_rank()]
         self.sent += [note, *(self.news.Isend([note, mpi().BYTE], rank) for rank in others)]
 
@@ -194,15 +207,24 @@ class Parent:
         while self.dropped:
             self.give_back(self.dropped.pop())
         offered = sorted(channels.serial for channels in self.free)[-OFFERS:]
-        mine, everyone = np.zeros(OFFERS, np.int64), np.zeros((comm.Get_size(), OFFERS), np.int64)
-        mine[: len(offered)] = offered
-        self._wait([call(lambda: comm.Iallgather(mine, everyone))], [mine, everyone], timeout_s)
-        common = set(offered).intersection(*everyone.tolist())
+        host = zlib.crc32(host_identity().encode())
+        padded = [*offered, *[0] * (OFFERS - len(offered)), host]
+        everyone = self._gather(comm, np.array(padded, np.int64), timeout_s)
+        one_host = len({*everyone[:, OFFERS].tolist()}) == 1
+        common = set(offered).intersection(*everyone[:, :OFFERS].tolist())
         if common:
-            free = next(channels for channels in self.free if channels.serial == max(common))
-            self.free.remove(free)
-            free.uses += 1
-            return free
+            channels = next(channels for channels in self.free if channels.serial == max(common))
+            self.free.remove(channels)
+            channels.uses += 1
+        else:
+            channels = self._make(comm, timeout_s)
+        channels.door = peers.make_door(one_host)
+        card = peers.here(one_host, channels.door).ljust(CARD_NBYTES)
+        cards = self._gather(comm, np.frombuffer(card, np.uint8), timeout_s)
+        channels.cards = [row.tobytes() for row in cards]
+        return channels
+
+    def _make(self, comm: Any, timeout_s: float) -> Channels:
         copies = call(lambda: [comm.Idup() for _ in range(len(Channel) + 2)])
         self._wait([request for _, request in copies], copies, timeout_s)
         comms = [copy for copy, _ in copies]
@@ -216,6 +238,8 @@ class Parent:
 
     def give_back(self, channels: Channels) -> None:
         """Let channels serve again unless something on them has not ended."""
+        if channels.door is not None and not channels.broken:
+            channels.door.close()
         if left := channels.forget():
             unanswered.append(left)
         elif not channels.broken and not channels.gone:
@@ -244,6 +268,14 @@ class Parent:
             why = f"not every rank of {list(members)} made its communicator"
             raise lost_in_setup(begun, why)
         return found[0]
+
+    def _gather(
+        self, comm: Any, mine: np.ndarray[Any, Any], timeout_s: float
+    ) -> np.ndarray[Any, Any]:
+        """Return the arrays of all ranks, one a row."""
+        everyone = np.zeros((comm.Get_size(), len(mine)), mine.dtype)
+        self._wait([call(lambda: comm.Iallgather(mine, everyone))], [mine, everyone], timeout_s)
+        return everyone
 
     def _wait(self, requests: list[Any], kept: object, timeout_s: float) -> None:
         """Wait for what every rank has to take part in."""
@@ -291,6 +323,8 @@ def _leave() -> None:
     _here.calls_mpi = True  # the thread of ours has ended
     for channels in _made:
         channels.read_news()
+        if channels.door is not None and not channels.broken:
+            channels.door.close()  # others may wait for this rank, which waits in MPI_Finalize
     trouble = [channels for channels in _made if channels.broken or channels.gone]
     for channels in trouble:
         channels.send_news(LEAVING)

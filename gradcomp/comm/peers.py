@@ -3,6 +3,7 @@
 Every process has a socket that listens, from which nothing is ever accepted. Connecting to it is up
 to the kernel: it answers for a process that computes, sleeps or is stopped, and refuses at once
 where the process has ended. So no thread has to run, and a busy rank is not taken for a lost one.
+A communicator without a store for its notes has such a socket, too (`door`): it is closed with it.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import os
 import select
 import socket
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gradcomp.comm.addresses import host_identity, listen
+from gradcomp.comm.base import CLOSED
 
 PATIENCE_S = 1.0  # longest wait for a peer's kernel
 BACKLOG = 128  # probes that may wait for ever, as nobody accepts them
@@ -32,28 +35,42 @@ class Peer(NamedTuple):
         address: (host, port) of its socket; None: it has none.
         pid, host: of the process.
         identity: the same for processes that see each other's numbers in /proc.
+        door: port of its communicator's own socket; None: there is none.
     """
 
     address: tuple[str, int] | None
     pid: int
     host: str
     identity: str
+    door: int | None = None
 
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.host}"
 
 
-def here(one_host: bool) -> bytes:
+def here(one_host: bool, door: socket.socket | None = None) -> bytes:
     """Return what `find_lost` of the other ranks has to know of this process.
 
     Args:
         one_host: all ranks are on this host.
+        door: of its communicator.
     """
     try:
         address: Any = _socket(one_host).getsockname()[:2]
     except OSError:  # no address at which peers could find it: it is never named
         address = None
-    return json.dumps([address, os.getpid(), socket.gethostname(), _identity()]).encode()
+    port = None if door is None else door.getsockname()[1]
+    return json.dumps([address, os.getpid(), socket.gethostname(), _identity(), port]).encode()
+
+
+def make_door(one_host: bool) -> socket.socket | None:
+    """Return a socket to close with a communicator; None: there is no address for it."""
+    try:
+        door = listen(one_host, BACKLOG)
+    except OSError:
+        return None
+    _doors.add(door)
+    return door
 
 
 def find_lost(cards: Sequence[bytes], rank: int) -> tuple[int, str] | None:
@@ -67,6 +84,8 @@ def find_lost(cards: Sequence[bytes], rank: int) -> tuple[int, str] | None:
     peers = {n: Peer(*json.loads(card)) for n, card in enumerate(cards) if n != rank}
     try:
         refused, silent = _probe({n: p.address for n, p in peers.items() if p.address is not None})
+        doors = {n: (p.address[0], p.door) for n, p in peers.items() if p.address and p.door}
+        closed = _probe(doors)[0] - refused
     except OSError:  # no more file descriptors
         return None
     stopped = {n for n, p in peers.items() if p.identity == _identity() and _is_stopped(p.pid)}
@@ -75,11 +94,28 @@ def find_lost(cards: Sequence[bytes], rank: int) -> tuple[int, str] | None:
         (stopped, "is stopped (SIGSTOP, or a debugger)"),
         (refused, "has ended: killed, out of memory, or by itself; read its output"),
         (silent, "cannot be reached"),
+        (closed, CLOSED),
     ):
         if found:
             lost = min(found)
             return (lost, f"({peers[lost]}) {what}") if len(found) == 1 else None
     return None
+
+
+def describe(found: tuple[int, str]) -> str:
+    """Return what `find_lost` has returned as words that follow "waits for"."""
+    return f"rank {found[0]} {found[1].replace(') ', '), which ', 1)}"
+
+
+_doors: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _close_doors() -> None:  # in a child, which would keep them open
+    for door in list(_doors):
+        door.close()
+
+
+os.register_at_fork(after_in_child=_close_doors)
 
 
 @functools.cache

@@ -18,7 +18,15 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from gradcomp.comm.base import RankGone, first_line, gave_up, log_wait, lost_in_setup, name_ranks
+from gradcomp.comm.base import (
+    CLOSED,
+    RankGone,
+    first_line,
+    gave_up,
+    log_wait,
+    lost_in_setup,
+    name_ranks,
+)
 from gradcomp.comm.torch_private import leave_store, limit_store, store_is_gone
 from gradcomp.waits import waiting
 
@@ -30,7 +38,6 @@ LOOK_EVERY_S = 1.0
 WRITE_S = 2.0  # longest wait until a note stands in the store
 LATE_S = 0.2  # a store that takes longer is not waited for again
 REASON_LENGTH = 500
-CLOSED = "closed its communicator, or its program ended, while other ranks were waiting for it"
 _LEFT = 1 << 32  # counted for a rank that has given up; arrivals are counted below it
 
 # of seconds to wait; returns (rank, what it did) of a peer that takes part no more
@@ -181,7 +188,7 @@ class Notes:
 
     def look(self, patience_s: float) -> tuple[int, str] | None:
         """Return (rank, what it did) of a peer that has given up; None if unknown in time."""
-        return self._read(patience_s).get("note")
+        return self._found.get("note") or self._read(patience_s).get("note")
 
     def look_for_cause(self, patience_s: float) -> tuple[int, str] | None:
         """As `look`, after a connection broke: a peer that has closed comes first, since others

@@ -14,6 +14,7 @@ import _forks
 import pytest
 
 from gradcomp.comm import peers
+from gradcomp.comm.base import CLOSED
 
 CHILD = """
 import sys, time
@@ -105,6 +106,35 @@ def test_without_file_descriptors_nobody_is_named(start):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert peers.find_lost([mine, card], 0)[0] == 1
+
+
+def test_a_communicator_that_is_closed_is_named_and_not_one_of_several():
+    first, second = (peers.make_door(True) for _ in range(2))
+    everyone = [peers.here(True), peers.here(True, first), peers.here(True, second)]
+    assert peers.find_lost(everyone, 0) is None
+    second.close()
+    rank, what = peers.find_lost(everyone, 0)
+    assert rank == 2 and what == f"(pid {os.getpid()} on {os.uname().nodename}) {CLOSED}"
+    first.close()
+    assert peers.find_lost(everyone, 0) is None
+
+
+def test_a_fork_does_not_keep_a_communicator_open():
+    door = peers.make_door(True)
+    card = peers.here(True, door)
+    reads, writes = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writes, b"forked")
+        time.sleep(30)
+        os._exit(0)
+    try:
+        os.read(reads, 6)
+        door.close()
+        assert peers.find_lost([peers.here(True), card], 0)[0] == 1
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_a_process_without_an_address_is_not_named():

@@ -5,7 +5,6 @@ ranks or on none, resumes anywhere.
 import contextlib
 import copy
 import gc
-import statistics
 import time
 import warnings
 
