@@ -2,13 +2,17 @@
 files that are refused.
 """
 
+import base64
 import io
+import json
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
 from _serving import caught, meet, noise, run, same_bits
 
+import gradcomp
 from gradcomp import OneBit, TernGrad
 from gradcomp.codecs import RngKey
 from gradcomp.comm import LocalCommunicator
@@ -66,6 +70,33 @@ def test_a_restored_server_goes_on_bit_for_bit(over, tmp_path, servers, shard_nb
     differ = [not torch.equal(a, b) for a, b in zip(fresh[0], after[0], strict=True)]
     assert differ[:3] == [True, True, True]  # each kind of state shows
     assert list(tmp_path.iterdir()) == [path]
+
+
+VECTORS = Path(__file__).parents[1] / "vectors"
+THIS = VECTORS / f"states-{'.'.join(gradcomp.__version__.split('.')[:2])}.json"
+FILES = sorted({*VECTORS.glob("states-*.json"), THIS})
+
+
+@pytest.mark.parametrize("vectors", FILES, ids=[file.stem for file in FILES])
+def test_the_file_of_a_version_is_read_and_none_of_its_bits_is_lost(vectors, tmp_path, request):
+    """As tests/entry/test_compatibility.py, which says how files of versions are written."""
+    path, rows = tmp_path / "state", json.loads(vectors.read_text())
+    if request.config.getoption("--write-golden") and vectors == THIS:
+        run(train, 0, 3, str(path), servers=2, shard_nbytes=256)
+        rows["parameter server"] = base64.b64encode(path.read_bytes()).decode()
+        lines = (f"{json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
+        vectors.write_text("{" + ",\n".join(lines) + "}\n")
+    path.write_bytes(base64.b64decode(rows["parameter server"]))
+    states = list(read_states(path, everything))
+    assert {key for key, _, _ in states} == {"meet", "packed", "raw", "weight"}
+    again = tmp_path / "again"
+    write_states(again, ((key, shard, pack_state(state)) for key, shard, state in states))
+    members = [zipfile.ZipFile(file) for file in (path, again)]
+    first, second = ({name: one.read(name) for name in one.namelist()} for one in members)
+    assert first == second
+    after = run(train, 3, 6, None, checkpoint=str(path), servers=1, shard_nbytes=256)[0]
+    fresh = run(train, 3, 6, None, servers=1, shard_nbytes=256)[0]
+    assert not torch.equal(after[0][2], fresh[0][2])  # its values count
 
 
 def save_too_early(client, index, path):
