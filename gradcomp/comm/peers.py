@@ -66,7 +66,9 @@ def here(one_host: bool, door: socket.socket | None = None) -> bytes:
 def make_door(one_host: bool) -> socket.socket | None:
     """Return a socket to close with a communicator; None: there is no address for it."""
     try:
-        door = listen(one_host, BACKLOG)
+        host = _socket(one_host).getsockname()[0]  # looked up once
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        door = socket.create_server((host, 0), family=family, backlog=BACKLOG)
     except OSError:
         return None
     _doors.add(door)
