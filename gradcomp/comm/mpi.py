@@ -292,8 +292,9 @@ class MpiCommunicator(Communicator):
     def _late(self, timeout_s: float, peers: Collection[int]) -> Exception:
         """Return the error of a wait for `peers` that has ended without an answer."""
         channels = self._open()
-        channels.read_news()  # of one that has looked already
-        known = [news for rank, news in channels.gone.items() if rank in peers]
+        channels.read_news()  # of one that has looked already; one that only waited is not blamed
+        gone = channels.gone.items()
+        known = [news for rank, news in gone if rank in peers and news[0] != rank]
         if known:
             return RankGone(known[0][0], what=known[0][1])
         lost = channels.find_lost()

@@ -64,7 +64,7 @@ def decoded(value):
 
 
 def layers():
-    model = nn.Sequential(nn.Linear(24, 16), nn.Linear(16, 4))
+    model = nn.Sequential(nn.Linear(16, 2), nn.Linear(2, 1))
     for parameter in model.parameters():
         nn.init.constant_(parameter, 0.5)
     return model
@@ -109,7 +109,7 @@ class Buffered:
         self.state = DoubleBuffer(self.model, optimizer, codec, comm=comm, min_numel=0)
 
     def step(self, number):
-        x = torch.arange(96.0).view(4, 24) % (3 + number + self.rank)
+        x = torch.arange(64.0).view(4, 16) % (3 + number + self.rank)
         self.state.step(lambda part: self.model(part).sum(), x)
 
 
@@ -130,7 +130,7 @@ class Scaled:
 
     def step(self, number):
         self.optimizer.zero_grad()
-        self.state.scale(self.model(torch.ones(1, 24)).sum()).backward()
+        self.state.scale(self.model(torch.ones(1, 16)).sum()).backward()
         self.state.step(self.optimizer)
         self.state.update()
 
