@@ -123,7 +123,7 @@ class Channels:
     gone: dict[int, tuple[int, str]] = field(default_factory=dict)
     lost: tuple[int, str] | None = None  # the same, found by this rank itself
     cards: list[bytes] = field(default_factory=list)  # of all ranks, for `peers.find_lost`
-    door: socket.socket | None = None
+    listening: socket.socket | None = None  # open until this communicator is closed
     left: set[int] = field(default_factory=set)  # peers that have come to their end
     broken: bool = False
     uses: int = 0  # how many MpiCommunicators have had these channels; tells their messages apart
@@ -218,13 +218,14 @@ class Parent:
             channels.uses += 1
         else:
             channels = self._make(comm, timeout_s)
-        channels.door = peers.make_door(one_host)
-        card = peers.here(one_host, channels.door).ljust(CARD_NBYTES)
+        channels.lost, channels.listening = None, peers.make_socket(one_host)
+        card = peers.here(one_host, channels.listening).ljust(CARD_NBYTES)
         cards = self._gather(comm, np.frombuffer(card, np.uint8), timeout_s)
         channels.cards = [row.tobytes() for row in cards]
         return channels
 
     def _make(self, comm: Any, timeout_s: float) -> Channels:
+        """Return new channels. Collective over `comm`."""
         copies = call(lambda: [comm.Idup() for _ in range(len(Channel) + 2)])
         self._wait([request for _, request in copies], copies, timeout_s)
         comms = [copy for copy, _ in copies]
@@ -238,8 +239,8 @@ class Parent:
 
     def give_back(self, channels: Channels) -> None:
         """Let channels serve again unless something on them has not ended."""
-        if channels.door is not None and not channels.broken:
-            channels.door.close()
+        if channels.listening is not None and not channels.broken:
+            channels.listening.close()
         if left := channels.forget():
             unanswered.append(left)
         elif not channels.broken and not channels.gone:
@@ -323,8 +324,8 @@ def _leave() -> None:
     _here.calls_mpi = True  # the thread of ours has ended
     for channels in _made:
         channels.read_news()
-        if channels.door is not None and not channels.broken:
-            channels.door.close()  # others may wait for this rank, which waits in MPI_Finalize
+        if channels.listening is not None and not channels.broken:
+            channels.listening.close()  # others may wait for this rank, which waits in MPI_Finalize
     trouble = [channels for channels in _made if channels.broken or channels.gone]
     for channels in trouble:
         channels.send_news(LEAVING)

@@ -3,7 +3,8 @@
 Every process has a socket that listens, from which nothing is ever accepted. Connecting to it is up
 to the kernel: it answers for a process that computes, sleeps or is stopped, and refuses at once
 where the process has ended. So no thread has to run, and a busy rank is not taken for a lost one.
-A communicator without a store for its notes has such a socket, too (`door`): it is closed with it.
+A communicator without a store for its notes has such a socket, too (`make_socket`), which is closed
+with it.
 """
 
 from __future__ import annotations
@@ -35,44 +36,44 @@ class Peer(NamedTuple):
         address: (host, port) of its socket; None: it has none.
         pid, host: of the process.
         identity: the same for processes that see each other's numbers in /proc.
-        door: port of its communicator's own socket; None: there is none.
+        port: of its communicator's own socket; None: it has no socket.
     """
 
     address: tuple[str, int] | None
     pid: int
     host: str
     identity: str
-    door: int | None = None
+    port: int | None = None
 
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.host}"
 
 
-def here(one_host: bool, door: socket.socket | None = None) -> bytes:
+def here(one_host: bool, own: socket.socket | None = None) -> bytes:
     """Return what `find_lost` of the other ranks has to know of this process.
 
     Args:
         one_host: all ranks are on this host.
-        door: of its communicator.
+        own: socket of its communicator, from `make_socket`.
     """
     try:
         address: Any = _socket(one_host).getsockname()[:2]
     except OSError:  # no address at which peers could find it: it is never named
         address = None
-    port = None if door is None else door.getsockname()[1]
+    port = None if own is None else own.getsockname()[1]
     return json.dumps([address, os.getpid(), socket.gethostname(), _identity(), port]).encode()
 
 
-def make_door(one_host: bool) -> socket.socket | None:
+def make_socket(one_host: bool) -> socket.socket | None:
     """Return a socket to close with a communicator; None: there is no address for it."""
     try:
         host = _socket(one_host).getsockname()[0]  # looked up once
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        door = socket.create_server((host, 0), family=family, backlog=BACKLOG)
+        made = socket.create_server((host, 0), family=family, backlog=BACKLOG)
     except OSError:
         return None
-    _doors.add(door)
-    return door
+    _open.add(made)
+    return made
 
 
 def find_lost(cards: Sequence[bytes], rank: int) -> tuple[int, str] | None:
@@ -86,8 +87,8 @@ def find_lost(cards: Sequence[bytes], rank: int) -> tuple[int, str] | None:
     peers = {n: Peer(*json.loads(card)) for n, card in enumerate(cards) if n != rank}
     try:
         refused, silent = _probe({n: p.address for n, p in peers.items() if p.address is not None})
-        doors = {n: (p.address[0], p.door) for n, p in peers.items() if p.address and p.door}
-        closed = _probe(doors)[0] - refused
+        ports = {n: (p.address[0], p.port) for n, p in peers.items() if p.address and p.port}
+        closed = _probe(ports)[0] - refused
     except OSError:  # no more file descriptors
         return None
     stopped = {n for n, p in peers.items() if p.identity == _identity() and _is_stopped(p.pid)}
@@ -109,15 +110,15 @@ def describe(found: tuple[int, str]) -> str:
     return f"rank {found[0]} {found[1].replace(') ', '), which ', 1)}"
 
 
-_doors: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
-def _close_doors() -> None:  # in a child, which would keep them open
-    for door in list(_doors):
-        door.close()
+def _close_all() -> None:  # in a child, which would keep them open
+    for made in list(_open):
+        made.close()
 
 
-os.register_at_fork(after_in_child=_close_doors)
+os.register_at_fork(after_in_child=_close_all)
 
 
 @functools.cache

@@ -109,7 +109,7 @@ def test_without_file_descriptors_nobody_is_named(start):
 
 
 def test_a_communicator_that_is_closed_is_named_and_not_one_of_several():
-    first, second = (peers.make_door(True) for _ in range(2))
+    first, second = (peers.make_socket(True) for _ in range(2))
     everyone = [peers.here(True), peers.here(True, first), peers.here(True, second)]
     assert peers.find_lost(everyone, 0) is None
     second.close()
@@ -120,8 +120,8 @@ def test_a_communicator_that_is_closed_is_named_and_not_one_of_several():
 
 
 def test_a_fork_does_not_keep_a_communicator_open():
-    door = peers.make_door(True)
-    card = peers.here(True, door)
+    own = peers.make_socket(True)
+    card = peers.here(True, own)
     reads, writes = os.pipe()
     child = os.fork()
     if child == 0:
@@ -130,7 +130,7 @@ def test_a_fork_does_not_keep_a_communicator_open():
         os._exit(0)
     try:
         os.read(reads, 6)
-        door.close()
+        own.close()
         assert peers.find_lost([peers.here(True), card], 0)[0] == 1
     finally:
         os.kill(child, signal.SIGKILL)
