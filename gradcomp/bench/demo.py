@@ -70,7 +70,7 @@ def read_options(argv: Sequence[str]) -> argparse.Namespace:
     options = {
         "data": (Path, "DIR", data),
         "codecs": ("fp32,ternary,onebit", "A,B", codecs, words(*CODECS)),
-        "steps": (250, "N", "optimizer steps of each training", count),
+        "steps": (180, "N", "optimizer steps of each training", count),
         "ranks": (2, "N", "processes to start on this machine", at_least(2)),
         "batch": (64, "N", "images per step over all ranks", count),
         "lr": (LR, "RATE", "first learning rate; it falls to 0"),
