@@ -164,7 +164,7 @@ $(TOOLS): $(BUILT)
 
 $(STAMP): $(TOOLS)
 	@echo 'installing frameworks and what builds the documentation into $(VENV)'
-	$(call install,$(BIN)/python) 'gradcomp[bench,dev,docs,lightning,accelerate,transformers,ray]' 'peft ; python_version >= "3.11"'
+	$(call install,$(BIN)/python) 'gradcomp[bench,dev,docs,lightning,accelerate,transformers,ray,torchft]' 'peft ; python_version >= "3.11"'
 	@touch $@
 
 mpi: $(MPI_STAMPS)

@@ -60,7 +60,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 # extras; what is ours is documented without them
-autodoc_mock_imports = ["mpi4py", "lightning", "accelerate", "transformers", "ray"]
+autodoc_mock_imports = ["mpi4py", "lightning", "accelerate", "transformers", "ray", "torchft"]
 sys.meta_path.insert(0, MockFinder(autodoc_mock_imports))  # viewcode imports modules, too
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True

@@ -27,7 +27,7 @@ from gradcomp.engine.controls import Controls
 from gradcomp.engine.delayed import DelayedAverages, DelayedSeconds
 from gradcomp.engine.options import Advanced, CommonOptions, takes
 from gradcomp.engine.state import Accepted
-from gradcomp.engine.step import Engine
+from gradcomp.engine.step import Engine, Step
 from gradcomp.engine.watch import Newcomers
 from gradcomp.errors import GradcompError
 from gradcomp.memory.momentum import Momentum
@@ -92,7 +92,7 @@ class GradientAverager(Controls):
         )
         self._sources = [Gradient(name, p) for name, p in self._named]
         codec, options, chosen, guarded = resolve_auto(
-            codec, common, advanced, optimizer, self._sources, _world_size(comm)
+            codec, common, advanced, optimizer, self._sources, self._expected_ranks(comm)
         )
         if optimizer is not None:
             check_optimizer(optimizer, [p for _, p in self._named])
@@ -128,6 +128,10 @@ class GradientAverager(Controls):
             After any other error every ``p.grad`` is NaN.
         """
         self._refuse_pending("average()")
+        self._end(self._begin())
+
+    def _begin(self) -> Step:
+        """Start averaging what stands in ``p.grad``."""
         with self._poisoned_on_failure():
             self._check_gradients()
             self._compare_parameters()
@@ -135,6 +139,11 @@ class GradientAverager(Controls):
             for bucket in self._buckets:
                 bucket.load()
                 step.submit(bucket.flat, bucket.members)
+            return step
+
+    def _end(self, step: Step) -> None:
+        """Wait for the averages and put them into ``p.grad``."""
+        with self._poisoned_on_failure():
             step.finish()
         for bucket in self._buckets:
             bucket.store()
@@ -237,6 +246,10 @@ class GradientAverager(Controls):
                 f"{what} while an exchange that average_delayed() began is under way: call flush()"
                 " first"
             )
+
+    def _expected_ranks(self, comm: Communicator | None) -> int:
+        """Return how many ranks "auto" chooses for."""
+        return _world_size(comm)
 
     def _warn_if_alone(self) -> None:
         """Warn of one rank that averages with nobody, though torch.distributed has several:

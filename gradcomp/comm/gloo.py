@@ -51,8 +51,8 @@ class Groups:
         store: in which these ranks, and no others, meet.
         timeout_s: seconds after which a collective fails by itself, and to wait for ranks that have
             not connected yet.
-        job: the default process group. What goes wrong on some groups of a job is also why others
-            are closed.
+        job: weak reference to the default process group, if they are of one. What goes wrong on
+            some groups of a job is also why others are closed.
         one_host: all ranks are on this host.
     """
 
@@ -62,7 +62,7 @@ class Groups:
         rank: int,
         world_size: int,
         timeout_s: float,
-        job: object,
+        job: weakref.ref[Any] | None,
         *,
         one_host: bool,
     ) -> None:
@@ -71,7 +71,7 @@ class Groups:
         self._made: dict[Channel, Any] = {}
         self._cards: list[bytes] = []  # where the ranks are
         self._lock = threading.Lock()
-        self._job = weakref.ref(job)
+        self._job = job if job is not None else lambda: None
         self.notes = Notes(store, rank)
         self.pending: set[_GlooWork] = set()
         self.broken = ""  # why nothing on these groups can be relied on

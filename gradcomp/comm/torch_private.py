@@ -27,9 +27,9 @@ FALLBACK_TIMEOUT_S = 300.0  # where a process group does not tell its own
 LONGEST_TIMEOUT_S = 1e6  # eleven days; longer ones overflow gloo's clocks
 
 
-def store_at(prefix: str) -> Any:
-    """Return the keys below `prefix` of the store in which the default group's ranks have met."""
-    return store_below(_named(dist.distributed_c10d, "_get_default_store")(), prefix)
+def default_store() -> Any:
+    """Return the store in which the default group's ranks have met."""
+    return _named(dist.distributed_c10d, "_get_default_store")()
 
 
 def store_below(store: Any, prefix: str) -> Any:

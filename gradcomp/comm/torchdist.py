@@ -41,17 +41,38 @@ _CARD = struct.Struct("<d8s16s")
 # rank, world size, whether the communicator is made of the process group
 _RANK = struct.Struct("<IIB")
 
-# how many, by default group
-_meetings: weakref.WeakKeyDictionary[Any, Counter[Any]] = weakref.WeakKeyDictionary()
+
+class _Home:
+    """A store in which ranks meet, each set of them again and again.
+
+    Args:
+        store: of these ranks.
+        rank: of this process in it.
+        job: see `gradcomp.comm.gloo.Groups`.
+    """
+
+    def __init__(self, store: Any, rank: int, job: weakref.ref[Any] | None) -> None:
+        self._store, self.rank, self.job = store, rank, job
+        self._meetings: Counter[Any] = Counter()
+
+    def meeting(self, members: tuple[int, ...], what: str) -> Any:
+        """Return where `members` meet, for the k-th time for this purpose."""
+        self._meetings[members, what] += 1
+        key = f"{'_'.join(map(str, members))}/{what}"
+        digest = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+        prefix = f"gradcomp/{digest}/{self._meetings[members, what]}"
+        return private.store_below(self._store, prefix)
 
 
-def _store(members: tuple[int, ...], what: str) -> Any:
-    """Return where ranks of the default group meet, each for the k-th time for this purpose."""
-    meetings = _meetings.setdefault(dist.group.WORLD, Counter())
-    meetings[members, what] += 1
-    key = f"{'_'.join(map(str, members))}/{what}"
-    digest = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
-    return private.store_at(f"gradcomp/{digest}/{meetings[members, what]}")
+_homes: weakref.WeakKeyDictionary[Any, _Home] = weakref.WeakKeyDictionary()  # by default group
+
+
+def _default_home() -> _Home:
+    world = dist.group.WORLD
+    home = _homes.get(world)
+    if home is None:
+        home = _homes[world] = _Home(private.default_store(), dist.get_rank(), weakref.ref(world))
+    return home
 
 
 @functools.cache  # once
@@ -114,17 +135,33 @@ class TorchCommunicator(Communicator):
             raise ValueError("this process is not a member of the process group")
         own_s = private.group_timeout_s(parent)
         members = tuple(dist.get_process_group_ranks(parent))
-        self._join(members, own_s if timeout_s is None else timeout_s)
+        self._join(_default_home(), members, own_s if timeout_s is None else timeout_s)
         if self.rank == 0 < self.world_size - 1 and own_s > PATIENCE * self.timeout_s:
             _warn(self.timeout_s, own_s)
 
-    def _join(self, members: tuple[int, ...], timeout_s: float) -> None:
+    @classmethod
+    def over(cls, store: Any, rank: int, world_size: int, *, timeout_s: float) -> TorchCommunicator:
+        """Return the communicator of all ranks that call this with a store of their own, which no
+        default process group has to know of.
+
+        Args:
+            store: `torch.distributed.Store` in which these ranks, and no others, meet.
+            rank, world_size: of this process among them.
+            timeout_s: as above.
+
+        Raises:
+            PeerLost, PeerMismatch: as above.
+        """
+        home = _Home(store, rank, None)
+        return cls._of(home, tuple(range(world_size)), timeout_s)
+
+    def _join(self, home: _Home, members: tuple[int, ...], timeout_s: float) -> None:
         """Become the communicator of `members` with the others that do."""
-        self.members, self.timeout_s = members, timeout_s
-        self.rank, self.world_size = members.index(dist.get_rank()), len(members)
+        self._home, self.members, self.timeout_s = home, members, timeout_s
+        self.rank, self.world_size = members.index(home.rank), len(members)
         self._mailbox: Mailbox | None = None
         self._connecting = threading.Lock()  # of the mailbox: one thread may send, another receive
-        store = _store(members, "communicator")
+        store = home.meeting(members, "communicator")
         what, seconds = "called register, or made its communicator", setup_timeout_s(timeout_s)
         host = hashlib.blake2b(host_identity().encode(), digest_size=16).digest()
         mine = _CARD.pack(timeout_s, secrets.token_bytes(8), host)
@@ -136,17 +173,19 @@ class TorchCommunicator(Communicator):
                 wait_until_read(store)
                 raise PeerMismatch("timeout_s", rank, first_s, theirs_s)
         prefix = hashlib.blake2b(b"".join(everyone), digest_size=16).hexdigest()
-        inner, job = private.store_below(store, prefix), dist.group.WORLD
+        inner = private.store_below(store, prefix)
         one_host = all(_CARD.unpack(theirs)[2] == host for theirs in everyone)
-        self._groups = Groups(inner, self.rank, self.world_size, timeout_s, job, one_host=one_host)
+        self._groups = Groups(
+            inner, self.rank, self.world_size, timeout_s, home.job, one_host=one_host
+        )
         self._end = weakref.finalize(self, self._groups.drop)
         if self.world_size > 1:
             self._groups.connect(Channel.FIRST)
 
     @classmethod
-    def _of(cls, members: tuple[int, ...], timeout_s: float) -> TorchCommunicator:
+    def _of(cls, home: _Home, members: tuple[int, ...], timeout_s: float) -> TorchCommunicator:
         comm = object.__new__(cls)
-        comm._join(members, timeout_s)
+        comm._join(home, members, timeout_s)
         return comm
 
     def _start_max(self, values: Tensor, channel: Channel) -> Work:
@@ -162,7 +201,8 @@ class TorchCommunicator(Communicator):
         return self._groups.start(channel, private.start_all_gather, recv, send)
 
     def subset(self, ranks: Sequence[int], timeout_s: float) -> TorchCommunicator:
-        return TorchCommunicator._of(tuple(self.members[rank] for rank in ranks), timeout_s)
+        members = tuple(self.members[rank] for rank in ranks)
+        return TorchCommunicator._of(self._home, members, timeout_s)
 
     def start_send(self, message: Tensor, to: int) -> Work:
         """As `Communicator.start_send`; the first message connects all ranks (collective)."""
@@ -319,12 +359,16 @@ def same_ranks(
     """
     parent = process_group if process_group is not None else dist.group.WORLD
     members = tuple(dist.get_process_group_ranks(parent))
-    native = isinstance(comm, TorchCommunicator) and comm.members == members
+    native = (
+        isinstance(comm, TorchCommunicator)
+        and comm.members == members
+        and comm._home is _default_home()
+    )
     here, seconds = members.index(dist.get_rank()), setup_timeout_s(timeout_s)
     kind = type(comm).__name__
 
     def gather(mine: bytes, what: str) -> tuple[Any, list[bytes]]:
-        store = _store(members, what)
+        store = _default_home().meeting(members, what)
         return store, meet(store, here, len(members), mine, seconds, what)
 
     card = _RANK.pack(comm.rank, comm.world_size, native)

@@ -4,10 +4,9 @@ before its first byte.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gradcomp.codecs import Codec, Identity, resolve
@@ -29,7 +28,7 @@ from gradcomp.memory.store import StateStore
 from gradcomp.memory.transform import keep_states
 from gradcomp.payload.order import storage_order, storage_shape
 from gradcomp.payload.parameters import describe_parameters, warn_of_thin_groups
-from gradcomp.payload.pieces import Slot
+from gradcomp.payload.pieces import ByElements, Slot
 
 # (position of a tensor, its first element in the bucket), in bucket order
 Members = tuple[tuple[int, int], ...]
@@ -101,18 +100,13 @@ class Layouts:
         self.lr_factor = 1.0
         self.take(comm)
         tensors = {index: likes[index] for index in sorted(self.trained)}
-        device = device_of(tensors.values())
+        self._device = device_of(tensors.values())
         try:
             states = keep_states(options.advanced.transform, tensors, self.route.owner_numel)
-            compressed = {
-                p.index: p.numel
-                for p in self.parameters
-                if p.compressed and p.index in self.trained
-            }
             moments = None
             if isinstance(options.precondition, Precondition):
-                moments = SecondMoments(options.precondition, compressed, device)
-            residuals = self._make_residuals(compressed, device)
+                moments = SecondMoments(options.precondition, self._packed, self._device)
+            residuals = self._make_residuals()
             self.store = StateStore(*residuals, states, moments)
         except BaseException:
             self.route.close()
@@ -134,6 +128,25 @@ class Layouts:
         self.comm = comm
         self._exchanges: dict[tuple[Any, ...], Exchange] = {}
         self._changed = False
+
+    def move(self, comm: Communicator) -> None:
+        """Travel over `comm` from now on, among other ranks than before; residuals stay.
+
+        What this rank has left out of means that it owned goes into the residuals of its own
+        gradients, of which a mean takes one part in `comm.world_size`. No sum is lost by it. (Where
+        the codec keeps no such residuals, it is dropped.)
+        """
+        store, before = self.store, ByElements(self.comm.world_size)
+        rank, owned = self.comm.rank, store.owner_residuals
+        self.take(comm)
+        residuals, store.owner_residuals = self._make_residuals()
+        own = store.residuals = residuals if store.residuals is None else store.residuals
+        if owned is None or own is None or not owned.begun or not self.codec.error_feedback:
+            return
+        for index, numel in owned.numels.items():
+            first, _ = before.bounds(self._packed[index], rank)
+            part = own.current(index)[first : first + numel]
+            part.add_(owned.current(index), alpha=comm.world_size)
 
     @property
     def names(self) -> dict[int, str]:
@@ -244,25 +257,25 @@ class Layouts:
 
     # ---- parts -----------------------------------------------------------------------------------
 
-    def _make_residuals(
-        self, compressed: Mapping[int, int], device: torch.device
-    ) -> tuple[Planes | None, Planes | None]:
-        """Return residuals of this rank's gradients and of the means that it owns.
+    @property
+    def _packed(self) -> dict[int, int]:
+        """Elements of the trained tensors that are compressed, by position."""
+        return {
+            p.index: p.numel for p in self.parameters if p.compressed and p.index in self.trained
+        }
 
-        Args:
-            compressed: elements of the compressed tensors, by position.
-            device: of the tensors.
-        """
+    def _make_residuals(self) -> tuple[Planes | None, Planes | None]:
+        """Return residuals of this rank's gradients and of the means that it owns."""
         owner = self.comm.world_size > 1 and owners_feed_back(
             self.strategy.second_phase, self.codec
         )
         if not (self.codec.error_feedback or self._plain.error_feedback or owner):
             return None, None
-        numels = {i: self.route.residual_numel(numel) for i, numel in compressed.items()}
+        numels = {i: self.route.residual_numel(numel) for i, numel in self._packed.items()}
         owned = {index: self.route.owner_numel(numel) for index, numel in numels.items()}
         # planes take memory when they are written first, which a codec without residuals never does
-        residuals = Planes(numels, device=device)
-        return residuals, Planes(owned, device=device) if owner else None
+        residuals = Planes(numels, device=self._device)
+        return residuals, Planes(owned, device=self._device) if owner else None
 
     def _slots(self, members: Members) -> list[Slot]:
         slots, transform = [], self.store.transform

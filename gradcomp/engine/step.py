@@ -11,7 +11,7 @@ import logging
 import math
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -263,6 +263,7 @@ class Engine:
         )
         self.step = 0
         self._longer: LongerSteps | None = None
+        self._rate = ""  # what it does, for `describe`
         self.reports: list[Telemetry] = []
         self.origin: dict[str, object] = {"kind": "gradients"}
         self.replicated: Callable[[], Named] = list
@@ -339,14 +340,15 @@ class Engine:
                 f" AdamW, RMSprop, SplitAdamW), got {type(optimizer).__name__}"
             )
         wanted = options.precondition is not None and options.scale_lr is not False
+        if self._longer is not None:  # of other ranks
+            self._longer.close()
+            self._longer, self._rate, self.layouts.lr_factor = None, "", 1.0
         if not (shortens and wanted) or self.comm.world_size == 1:
             return
-        factor = shortening(self.codec, self.layouts.strategy)
+        factor = self.layouts.lr_factor = shortening(self.codec, self.layouts.strategy)
         if factor != 1.0:
             self._longer = LongerSteps(optimizer, factor, options.warmup_steps)
-            self.layouts.lr_factor = factor
-            self._chosen += "; " if self._chosen else ""
-            self._chosen += f"learning rate of {type(optimizer).__name__} x {factor:.3g} in steps"
+            self._rate = f"learning rate of {type(optimizer).__name__} x {factor:.3g} in steps"
 
     # ---- failures --------------------------------------------------------------------------------
 
@@ -385,18 +387,32 @@ class Engine:
             PeerMismatch: "step"; the failure has left ranks at different steps (see above): all
                 load a checkpoint.
         """
-        self.pipeline.close()
-        self.layouts.route.close()
-        before, self.comm = self.comm, self._lease(self.comm.duplicate(self.timeout_s))
-        before.close()
+        self._leave(self.comm.duplicate(self.timeout_s))
         self.layouts.take(self.comm)
-        self.store.begin_step()
         self._start()
         try:
             self.agree_on({"step": self.step})
         except BaseException as error:
             self.fail(error)
             raise
+
+    def move(self, comm: Communicator) -> None:
+        """Go on among other ranks, from before a step that has failed. Each rank keeps its
+        residuals (`Layouts.move`); the communicator before is closed.
+
+        Ranks that come must have the same second moments and step as the others (`take_shared`).
+        """
+        self._leave(comm)
+        self.layouts.move(self.comm)
+        self._start()
+
+    def _leave(self, comm: Communicator) -> None:
+        """Stop what is under way, and take another communicator."""
+        self.pipeline.close()
+        self.layouts.route.close()
+        before, self.comm = self.comm, self._lease(comm)
+        before.close()
+        self.store.begin_step()
 
     def _noisy_weights(self) -> list[Tensor]:
         """Return the weights that this rank watches while unbiased noise is added to their
@@ -456,6 +472,22 @@ class Engine:
         self.compare_next()
         if self.options.loss_scale is None and accepted.loss_scale != 1.0:
             self.store.change_loss_scale(1.0)  # saved under a loss scaler, resumed without one
+
+    def shared_state(self) -> dict[str, Tensor]:
+        """Return copies of what every rank must hold alike beside the tensors: second moments, by
+        name.
+        """
+        moments = self.store.moments
+        return {} if moments is None else moments.planes.state(self.layouts.names)
+
+    def take_shared(self, moments: Mapping[str, Tensor]) -> None:
+        """Go on from another rank's `shared_state`; ValueError if it does not fit."""
+        names = self.layouts.names
+        if self.store.moments is not None:
+            self.store.moments.planes.check(moments, names)
+            self.store.moments.planes.load(moments, names)
+        elif moments:
+            raise ValueError("the other ranks have precondition=True, this one has not")
 
     def compare_next(self) -> None:
         """Have the next exchange compare a digest of what every rank must hold alike, if it
@@ -553,7 +585,7 @@ class Engine:
 
     def describe(self) -> str:
         """Return one line that says what is on."""
-        return self.layouts.describe() + (f"; {self._chosen}" if self._chosen else "")
+        return "; ".join(filter(None, (self.layouts.describe(), self._chosen, self._rate)))
 
     def close(self, *, keep_comm: bool = False) -> None:
         """Stop the threads and give the communicator back, unless it is kept. Closing twice is

@@ -74,7 +74,7 @@ def test_the_demo_installs_only_what_it_needs(tmp_path):
         out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
         return "\n".join(line for line in out.splitlines() if "pip install" in line)
 
-    heavy = ("lightning", "accelerate", "transformers", "ray", "docs", "dev")
+    heavy = ("lightning", "accelerate", "transformers", "ray", "torchft", "docs", "dev")
     assert "-e '.[bench]'" in installs("demo") and not [
         extra for extra in heavy if extra in installs("demo")
     ]

@@ -208,7 +208,9 @@ print(json.dumps({
     "mpi": any(m.startswith("mpi4py") for m in sys.modules),
     "initialised": torch.distributed.is_initialized(),
     "bench": any(m in sys.modules for m in ("rich", "matplotlib", "sklearn")),
-    "frameworks": any(m in sys.modules for m in ("lightning", "accelerate", "transformers", "ray")),
+    "frameworks": any(
+        m in sys.modules for m in ("lightning", "accelerate", "transformers", "ray", "torchft")
+    ),
 }))
 """
     # this process has imported gradcomp, so what an import would set must not be inherited

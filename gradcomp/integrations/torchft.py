@@ -1,0 +1,372 @@
+"""Compressed averages between the replica groups of a torchft `Manager`: groups leave and come
+back while the others train on.
+
+    averager = gradcomp.integrations.torchft.ManagedAverager(
+        manager, model, "ternary", optimizer=optimizer)
+    optimizer = torchft.OptimizerWrapper(manager, optimizer)
+    ...
+    optimizer.zero_grad()  # asks for a quorum
+    loss.backward()
+    averager.average()
+    optimizer.step()  # if the step counts
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from gradcomp.averager import GradientAverager
+from gradcomp.codecs import Codec
+from gradcomp.comm.base import Communicator
+from gradcomp.comm.local import LocalCommunicator
+from gradcomp.comm.torchdist import TorchCommunicator
+from gradcomp.engine.options import Advanced, CommonOptions, takes
+from gradcomp.engine.step import Step
+from gradcomp.errors import CorruptPayload, GradcompError, PeerLost, PeerMismatch
+from gradcomp.integrations.versions import imported
+from gradcomp.integrations.watch import Watch
+
+with imported("torchft"):
+    from torchft import local_sgd
+    from torchft.local_sgd import extract_local_tensor
+    from torchft.manager import Manager
+    from torchft.optim import OptimizerWrapper
+    from torchft.process_group import create_store_client
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+logger = logging.getLogger("gradcomp")
+
+KEY = "gradcomp"  # of what a group that comes gets, among a manager's states
+
+
+class Averaging:
+    """Averages that are under way, as `ManagedAverager.start` returns them.
+
+    Args:
+        averager: who has begun them.
+        begun: the step; None where the manager knows of an error.
+    """
+
+    def __init__(self, averager: ManagedAverager, begun: Step | None) -> None:
+        self._averager, self._begun = averager, begun
+
+    def wait(self) -> None:
+        """Put them into ``p.grad``; a second call does nothing. Errors as of
+        `ManagedAverager.average`.
+        """
+        begun, self._begun = self._begun, None
+        self._averager._finish(begun)
+
+
+class ManagedAverager(GradientAverager):
+    """A `gradcomp.GradientAverager` whose ranks are the replica groups of a torchft manager.
+
+    Call `average` between ``loss.backward()`` and ``optimizer.step()`` of torchft's
+    `OptimizerWrapper`, in every step. Gradients and residuals change only in steps that count
+    (``manager.should_commit()``). A group that stays keeps its residuals; one that comes gets the
+    others' second moments (`precondition`) with the model, and starts without residuals. The
+    residuals of a group that is lost are lost with it.
+
+    Where a replica group has several ranks, each of them makes an averager, which averages with the
+    same rank of the other groups: of a sharded model (FSDP2) it averages the local shards.
+
+    Args:
+        manager: whose quorum has not begun yet.
+        named_parameters, codec, bucket_cap_mb, advanced, common: as of
+            `gradcomp.GradientAverager`; ``timeout_s`` is the manager's timeout unless it is given.
+        optimizer: the optimizer of these parameters, or torchft's wrapper of it.
+        name: tells averagers of one manager apart.
+        checked: whether a step of an optimizer of these parameters without `average` before it is
+            an error.
+
+    Raises:
+        ValueError: an option that needs the same ranks in every step: `grad_scaler`,
+            ``exchange="hierarchical"``, a transform (`gradcomp.optim.OneBitAdam`); a manager that
+            has begun, or has an averager already.
+    """
+
+    @takes(CommonOptions)
+    def __init__(
+        self,
+        manager: Manager,
+        named_parameters: nn.Module | Iterable[tuple[str, nn.Parameter]],
+        codec: Codec | str = "auto",
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        bucket_cap_mb: float = 25.0,
+        name: str = "",
+        checked: bool = True,
+        advanced: Advanced | None = None,
+        **common: Unpack[CommonOptions],
+    ) -> None:
+        self._key = f"{KEY} {name}".strip()
+        if manager._quorum_future is not None:
+            raise ValueError("this manager has had a quorum: make the averager before the first")
+        if self._key in manager._user_state_dicts:
+            raise ValueError(f"this manager has an averager {name!r} already: give it a name")
+        self._manager = manager
+        self._optimizer = optimizer.optim if isinstance(optimizer, OptimizerWrapper) else optimizer
+        if common.get("timeout_s") is None:
+            common["timeout_s"] = manager._timeout.total_seconds()
+        super().__init__(
+            named_parameters,
+            codec,
+            optimizer=self._optimizer,
+            comm=LocalCommunicator.group(1)[0],  # until the first quorum
+            bucket_cap_mb=bucket_cap_mb,
+            advanced=advanced,
+            **common,
+        )
+        try:
+            self._refuse_fixed_ranks()
+        except ValueError:
+            super().close()
+            raise
+        self._compared = True  # weights of groups that come are replaced later in the step
+        self._quorum: Communicator | None = None  # of a quorum that has no step yet
+        self._averaged: int | None = None  # the step of which `average` has ended
+        self._has_trained = self._has_healed = False
+        self._calls = 0
+        self._configure = manager._pg.configure
+        manager._pg.configure = _configure(weakref.ref(self), self._configure)
+        manager.register_state_dict_fn(self._key, self._heal, self._healthy)
+        self._watch = Watch(
+            (p for _, p in self._named),
+            lambda: self._calls,
+            lambda: "call averager.average() after loss.backward(), in every step",
+            automatic=checked,
+        )
+
+    def average(self) -> None:
+        """Replace every ``p.grad`` by its average over the groups of the quorum.
+
+        Where a group is lost, or a message is damaged, the manager hears of it, the step does not
+        count (``manager.should_commit()`` is false) and the next quorum goes on without the group.
+        Nothing happens if the manager knows of an error already.
+
+        Raises:
+            PeerMismatch: this group has just come, and has other settings or another model than the
+                others, which go on.
+            UnsupportedTensor, GradcompError: as `GradientAverager.average`.
+        """
+        self.start().wait()
+
+    def start(self) -> Averaging:
+        """Begin what `average` does, with its errors; ``wait()`` of the result ends it."""
+        manager, begun = self._manager, None
+        self._calls += 1
+        manager.wait_quorum()
+        number = manager.current_step()
+        if manager.errored() is None:
+            self._settle()
+            with self._reports(number):
+                self._join_quorum()
+                self._heal_early()
+                self._engine.step = number
+                self._share()
+                begun = self._begin()
+        return Averaging(self, begun)
+
+    def _finish(self, begun: Step | None) -> None:
+        if begun is not None:
+            with self._reports(begun.number):
+                self._end(begun)
+                self._averaged, self._has_trained = begun.number, True
+
+    @contextlib.contextmanager
+    def _reports(self, step: int) -> Iterator[None]:
+        """Report to the manager that a step has failed here."""
+        try:
+            yield
+        except (PeerLost, PeerMismatch, CorruptPayload) as error:
+            if isinstance(error, PeerMismatch) and not self._has_trained:
+                raise
+            logger.warning("gradcomp: step %d does not count and is made again: %s", step, error)
+            self._manager.report_error(error)
+
+    def average_delayed(self) -> bool:
+        """Not with a manager: an average would be of a step that has counted without it."""
+        raise GradcompError("average_delayed() and steps that may not count exclude each other")
+
+    def close(self) -> None:
+        """Stop the threads and close the connections; the manager stays."""
+        self._watch.close()
+        self._manager._pg.configure = self._configure
+        for registered in (self._manager._user_state_dicts, self._manager._load_state_dict_fns):
+            registered.pop(self._key, None)
+        if self._quorum is not None:
+            self._quorum.close()
+        super().close()
+
+    # ---- quorums ---------------------------------------------------------------------------------
+
+    def _connect(self, address: str, rank: int, world_size: int) -> None:
+        """Connect with the groups of a quorum; on the manager's thread, no step is under way."""
+        if self._quorum is not None:
+            self._quorum.close()
+            self._quorum = None
+        if world_size == 1:
+            self._quorum = LocalCommunicator.group(1)[0]
+            return
+        timeout_s = self._engine.timeout_s
+        store = create_store_client(f"{address}/{self._key}", self._manager._connect_timeout)
+        self._quorum = TorchCommunicator.over(store, rank, world_size, timeout_s=timeout_s)
+
+    def _join_quorum(self) -> None:
+        """Go on among the groups of the latest quorum."""
+        if self._quorum is None:
+            return
+        comm, self._quorum = self._quorum, None
+        self._engine.move(comm)
+        self._engine.scale_lr_of(self._optimizer)
+        if comm.rank == 0:
+            logger.info(self.describe())
+
+    def _share(self) -> None:
+        """Have the mean over all groups be that over those that take part, torchft's
+        ``num_participants()``: others, spares say, send zeros.
+        """
+        manager, world_size = self._manager, self._engine.comm.world_size
+        takes_part = manager.is_participating()
+        share = world_size / max(1, manager.num_participants()) if takes_part else 0.0
+        for _, parameter in self._named:
+            if parameter.grad is not None and share != 1.0:
+                parameter.grad.mul_(share) if share else parameter.grad.zero_()
+
+    # ---- states ----------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Undo what the last `average` has left in memory, if its step did not count."""
+        if self._averaged is not None and self._averaged == self._manager.current_step():
+            self._engine.discard_step()
+        self._averaged = None
+
+    def _healthy(self) -> dict[str, Any]:
+        """Return what a group that comes needs; on the manager's thread, between steps."""
+        self._settle()
+        return self._engine.shared_state()
+
+    def _heal(self, state: dict[str, Any]) -> None:
+        """Take what a healthy group has sent."""
+        if self._has_healed:
+            self._has_healed = False
+            return
+        self._settle()
+        self._engine.take_shared(state)
+
+    def _heal_early(self) -> None:
+        """Take it before the step: with ``use_async_quorum=True`` the manager has it taken after,
+        but codes are in units of second moments.
+        """
+        manager = self._manager
+        if manager._healing and manager._pending_state_dict is not None:
+            self._heal(manager._pending_state_dict["user"][self._key])
+            self._has_healed = True
+
+    # ---- parts of the averager -------------------------------------------------------------------
+
+    def _refuse_fixed_ranks(self) -> None:
+        options = self._engine.options
+        given = {
+            "grad_scaler": options.grad_scaler is not None,
+            "exchange='hierarchical'": options.exchange == "hierarchical",
+            "advanced nodes": options.advanced.nodes is not None,
+            "a transform (OneBitAdam, ZeroOneAdam)": options.advanced.transform is not None,
+        }
+        for name, found in given.items():
+            if found:
+                raise ValueError(f"{name} needs the same ranks in every step: not with torchft")
+
+    def _expected_ranks(self, comm: Communicator | None) -> int:
+        return max(2, int(self._manager._min_replica_size))
+
+    def _warn_if_alone(self) -> None:
+        """Every averager of groups is alone until its first quorum."""
+
+    def _advise(self, chosen: str, optimizer: Any) -> None:
+        """Nothing yet: the first quorum says who logs."""
+
+
+class DiLoCo(local_sgd.DiLoCo):  # type: ignore[misc]
+    """torchft's `DiLoCo`, whose groups exchange pseudo-gradients compressed, with residuals.
+
+    Arguments are torchft's, without `should_quantize`, `use_bucketization` and its own
+    ``bucket_cap_mb``; the manager needs ``use_async_quorum=False``.
+
+    Args:
+        manager, model_fragments, inner_optimizer, outer_optimizer, sync_every, more: torchft's.
+        codec: codec or name; "auto" is `Block(4)`.
+        options: of `ManagedAverager`, by keyword.
+
+    Attributes:
+        averagers: one a fragment, with ``stats``.
+    """
+
+    def __init__(
+        self,
+        manager: Manager,
+        model_fragments: list[nn.Module],
+        inner_optimizer: torch.optim.Optimizer,
+        outer_optimizer: torch.optim.Optimizer | list[torch.optim.Optimizer],
+        sync_every: int,
+        *,
+        codec: Codec | str,
+        options: Mapping[str, Any] | None = None,
+        **more: Any,
+    ) -> None:
+        super().__init__(
+            manager, model_fragments, inner_optimizer, outer_optimizer, sync_every, **more
+        )
+        self.averagers: list[ManagedAverager] = []
+        for number, fragment in enumerate(self._fragments):
+            changed = [
+                (name, nn.Parameter(torch.empty_like(extract_local_tensor(p.data))))
+                for name, p in fragment._model_fragment.named_parameters()
+            ]
+            self.averagers.append(
+                ManagedAverager(
+                    manager,
+                    changed,
+                    codec,
+                    name=f"fragment {number}",
+                    checked=False,
+                    **(options or {}),
+                )
+            )
+            fragment._average_grads = partial(_average, fragment, changed, self.averagers[-1])
+
+    def close(self) -> None:
+        """Close the averagers."""
+        for averager in self.averagers:
+            averager.close()
+
+
+def _average(
+    fragment: Any, changed: list[tuple[str, nn.Parameter]], averager: ManagedAverager
+) -> None:
+    """Begin to average a fragment's pseudo-gradients."""
+    for name, parameter in changed:
+        parameter.grad = fragment._grads[name]
+    fragment._allreduce_work.append(averager.start())
+
+
+def _configure(owner: weakref.ref[ManagedAverager], configure: Any) -> Any:
+    """Return a `ProcessGroup.configure` that connects an averager, too, while that lives."""
+
+    def wrapped(address: str, replica_id: str, rank: int, world_size: int, *more: Any) -> None:
+        configure(address, replica_id, rank, world_size, *more)
+        averager = owner()
+        if averager is not None:
+            averager._connect(address, rank, world_size)
+
+    return wrapped

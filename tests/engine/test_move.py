@@ -1,0 +1,97 @@
+"""Ranks that go on among others: what each of them has left out so far is sent later, by itself."""
+
+import functools
+
+import pytest
+import torch
+from _averaging import Run
+from _ranks import run_local
+
+from gradcomp import Block, OneBit, Ternary
+from gradcomp.comm.local import LocalCommunicator
+from gradcomp.payload.pieces import ByElements
+
+SHAPES = {"w": (64, 40), "odd": (7, 211)}
+CODECS = {
+    "onebit": OneBit(residual_decay=1.0),
+    "ternary": Ternary(residual_decay=1.0),
+    "block2": Block(2, residual_decay=1.0),
+}
+
+
+def owed(engine, ranks):
+    """Return what averages of so many ranks lack of this one, by name, float64."""
+    store, names = engine.store, engine.layouts.names
+    missing = {name: t.double() / ranks for name, t in store.residuals.state(names).items()}
+    if store.owner_residuals is not None and store.owner_residuals.begun:
+        bounds = ByElements(engine.comm.world_size).bounds
+        for name, part in store.owner_residuals.state(names).items():
+            first, last = bounds(missing[name].numel(), engine.comm.rank)
+            missing[name][first:last] += part
+    return missing
+
+
+def work(comm, others, codec, exchange):
+    """Take steps as one of all ranks, then, all but the last, as one of the others."""
+    run = Run(comm, codec, SHAPES, exchange=exchange)
+    engine, stay = run.averager._engine, len(others)
+    run.steps(3)
+    before = owed(engine, stay)
+    if comm.rank == stay:
+        return None
+    engine.move(others[comm.rank])
+    after, averages = owed(engine, stay), run.steps(3, 7)
+    given = [
+        {name: run.gradient(name, shape, step, comm.rank) for name, shape in SHAPES.items()}
+        for step in range(3, 7)
+    ]
+    left = owed(engine, stay)
+    run.averager.close()
+    return before, after, averages, given, left
+
+
+def total(steps, name):
+    return sum(step[name].double().flatten() for step in steps)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(
+    ("world", "exchange"), [(4, "reduce_scatter"), (3, "all_gather"), (3, "reduce_scatter")]
+)
+def test_no_sum_is_lost_where_a_rank_leaves(world, exchange, codec):
+    """Averages and what is owed in the end are the gradients since then and what was owed before,
+    by the ranks that stay.
+    """
+    stay = world - 1
+    others = LocalCommunicator.group(stay)
+    call = functools.partial(work, others=others, codec=CODECS[codec], exchange=exchange)
+    before, after, averages, given, left = zip(*run_local(world, call)[:stay], strict=True)
+    for name in SHAPES:
+        assert total(before, name).abs().sum() > 0
+        torch.testing.assert_close(total(after, name), total(before, name), rtol=0, atol=1e-5)
+        wanted = total(before, name) + sum(total(steps, name) for steps in given) / stay
+        found = total(averages[0], name) + total(left, name)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
+
+
+def alone_and_back(comm, again):
+    run = Run(comm, OneBit(residual_decay=1.0), SHAPES)
+    engine = run.averager._engine
+    run.steps(2)
+    engine.move(LocalCommunicator.group(1)[0])
+    left = owed(engine, 1)
+    averages = run.step(2)
+    for name, shape in SHAPES.items():
+        wanted = run.gradient(name, shape, 2, comm.rank).double().flatten() + left[name]
+        torch.testing.assert_close(averages[name].double().flatten(), wanted, rtol=0, atol=1e-5)
+        assert not owed(engine, 1)[name].any()
+    engine.move(again[comm.rank])
+    out = run.steps(3, 5)
+    run.averager.close()
+    return out
+
+
+def test_a_rank_goes_on_alone_and_comes_back():
+    found = run_local(2, functools.partial(alone_and_back, again=LocalCommunicator.group(2)))
+    for one, other in zip(*found, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in SHAPES)

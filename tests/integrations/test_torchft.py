@@ -1,0 +1,296 @@
+"""Replica groups of torchft that come and go, with compressed averages: a lost group costs the
+others one step at most, and all groups end with the same bits.
+"""
+
+import json
+import re
+import signal
+import threading
+from pathlib import Path
+
+import _forks
+import pytest
+import torch
+from gradcomp.launch.ports import free_port
+
+from gradcomp import GradcompError
+from gradcomp.optim import OneBitAdam
+
+pytestmark = [pytest.mark.extras, pytest.mark.slow]
+
+HERE = Path(__file__).parent
+PATIENCE_S = 120
+STEPS = 24
+
+
+class Group:
+    """A process of a replica group; what it prints is read as it comes."""
+
+    def __init__(self, folder, address, **more):
+        self.out = Path(folder, f"{more['group']}-{more.get('rank', 0)}.pt")
+        words = json.dumps({**more, "lighthouse": address, "out": str(self.out)})
+        self.program = _forks.Program(HERE / "_replicas.py", words)
+        self.lines, self._came = [], threading.Condition()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self):
+        for line in self.program.stdout:
+            with self._came:
+                self.lines.append(line.strip())
+                self._came.notify_all()
+
+    def said(self, pattern):
+        """Wait for a line that the pattern matches."""
+        with self._came:
+            found = self._came.wait_for(
+                lambda: next((m for l in self.lines if (m := re.match(pattern, l))), None),
+                PATIENCE_S,
+            )
+        assert found, (pattern, self.text())
+        return found
+
+    def text(self):
+        self.program._errors.seek(0)
+        return "\n".join([*self.lines[-30:], self.program._errors.read()[-6000:]])
+
+    def result(self):
+        """Return what the program said at its end, and the bits that it has."""
+        done = json.loads(self.said(r"done (.*)")[1])
+        assert self.program.wait(PATIENCE_S) == 0, self.text()
+        return done, torch.load(self.out, weights_only=False)
+
+
+@pytest.fixture
+def start(tmp_path, request):
+    """Return a function that starts a group, below one lighthouse that wants one group, or as many
+    as its parameter says.
+    """
+    torchft = pytest.importorskip("torchft._torchft")
+    lighthouse = torchft.LighthouseServer(
+        bind="[::]:0",
+        min_replicas=getattr(request, "param", 1),
+        join_timeout_ms=1000,
+        heartbeat_timeout_ms=1000,
+    )
+    started = []
+
+    def one(group, **more):
+        started.append(Group(tmp_path, lighthouse.address(), group=group, **more))
+        return started[-1]
+
+    yield one
+    for group in started:
+        group.program.kill()
+        group.program.wait()
+    lighthouse.shutdown()
+
+
+def same_bits(results):
+    """Raise unless weights, the optimizer's state and second moments are the same bits."""
+    first = results[0]
+    for other in results[1:]:
+        for part in first.keys() - {"inner"}:
+            assert first[part].keys() == other[part].keys()
+            for name, tensor in first[part].items():
+                assert torch.equal(tensor, other[part][name]), (part, name)
+        for key, values in first["inner"].items():
+            for name, value in values.items():
+                assert torch.equal(value, other["inner"][key][name]), name
+
+
+MORE = {"steps": 60, "pause_s": 0.05, "options": {"precondition": True}}
+LONG = pytest.mark.long
+FAULTS = "die", "die first", "die second", "break first", "refuse"
+
+
+def lose_and_find(start, fault, **more):
+    """Have a fault in group 2 of 3, start the group again where it has died, and look at the end
+    whether all have the same bits.
+    """
+    groups = [start(g, faults={8: fault} if g == 2 else {}, **more) for g in range(3)]
+    if fault.startswith("die"):
+        groups[2].said("die")
+        groups[2].program.wait(PATIENCE_S)
+        groups[2] = start(2, **more)
+    results = [group.result() for group in groups]
+    same_bits([bits for _, bits in results])
+    for done, _ in results[:2]:
+        # one, and the next if a quorum was asked for before the lighthouse knew
+        assert len(done["lost"]) <= 1 + fault.startswith("die"), results
+    assert results[2][0]["groups"][-1] == 3, "it takes part again"
+    return results
+
+
+@pytest.mark.parametrize("trials", [1, pytest.param(10, marks=LONG)])
+@pytest.mark.parametrize(
+    ("fault", "sync"),
+    [
+        pytest.param(fault, sync, marks=[LONG] * ((fault, sync) not in {("die first", False)}))
+        for fault in FAULTS
+        for sync in (True, False)
+    ],
+)
+def test_a_fault_costs_the_others_a_step_at_most(start, fault, sync, trials):
+    for _ in range(trials):
+        lose_and_find(start, fault, sync=sync, **MORE)
+
+
+@pytest.mark.parametrize(
+    ("codec", "optimizer"),
+    [
+        ("onebit", "sgd"),
+        ("terngrad", "sgd"),
+        ("auto", "adam"),
+        ("block4", "adam"),
+    ],
+)
+@pytest.mark.long
+def test_any_codec_goes_on(start, codec, optimizer):
+    lose_and_find(start, "die first", codec=codec, optimizer=optimizer, steps=60, pause_s=0.05)
+
+
+def test_a_group_that_comes_late_takes_part(start):
+    groups = [start(g, **MORE) for g in range(2)]
+    groups[0].said("step 8 ")
+    groups.append(start(2, **MORE))
+    results = [group.result() for group in groups]
+    same_bits([bits for _, bits in results])
+    assert not any(done["lost"] for done, _ in results)
+    assert results[2][0]["groups"][-1] == 3
+
+
+@pytest.mark.long
+def test_a_group_that_was_frozen_comes_back(start):
+    """Longer than the others wait for it: they go on without it, and it gets what they have."""
+    more = {**MORE, "timeout_s": 3}
+    groups = [start(g, faults={8: "freeze"} if g == 2 else {}, **more) for g in range(3)]
+    groups[2].said("freeze")
+    groups[0].said("step 14 ")
+    groups[2].program.send_signal(signal.SIGCONT)
+    results = [group.result() for group in groups]
+    same_bits([bits for _, bits in results])
+    assert results[2][0]["groups"][-1] == 3
+
+
+def test_a_group_with_another_codec_is_told_and_the_others_go_on(start):
+    groups = [start(g, **MORE) for g in range(2)]
+    groups[0].said("step 8 ")
+    odd = start(2, **MORE, codec="other")
+    assert odd.program.wait(PATIENCE_S) == 1
+    said = odd.text()
+    assert "PeerMismatch: codec: rank " in said and "OneBit" in said and "Ternary" in said, said
+    results = [group.result() for group in groups]
+    same_bits([bits for _, bits in results])
+    assert "PeerMismatch" not in groups[0].text() or "does not count" in groups[0].text()
+
+
+@pytest.mark.long
+def test_groups_of_two_ranks(start):
+    """A rank averages with those of its number; one that dies takes its group along."""
+    ports = [free_port() for _ in range(3)]
+
+    def group(number, faults=()):
+        more = {**MORE, "ranks": 2, "port": ports[number], "sync": True}
+        return [start(number, rank=r, faults=dict(faults) if r else {}, **more) for r in (0, 1)]
+
+    groups = [group(0), group(1, {8: "die first"})]
+    groups[1][1].said("die")
+    groups[1][0].program.kill()
+    for one in groups[1]:
+        one.program.wait(PATIENCE_S)
+    groups[1] = group(1)
+    for rank in (0, 1):
+        same_bits([group[rank].result()[1] for group in groups])
+
+
+@pytest.mark.parametrize("start", [2], indirect=True)
+def test_too_few_groups_end_the_wait_for_a_quorum(start):
+    """By torchft's error, after its `quorum_timeout`."""
+    alone = start(0, least=2, quorum_s=3.0)
+    assert alone.program.wait(PATIENCE_S) == 1
+    assert "imeout" in alone.text() or "imed out" in alone.text(), alone.text()
+
+
+@pytest.mark.parametrize(
+    ("fragments", "fault"),
+    [
+        pytest.param(n, fault, marks=[LONG] * ((n, fault) != (2, "die first")))
+        for n in (1, 2)
+        for fault in FAULTS
+    ],
+)
+def test_local_steps_lose_a_sync_at_most(start, fragments, fault):
+    """torchft's DiLoCo and its fragments with a delay; what all hold alike are anchors and outer
+    state.
+    """
+    lose_and_find(start, fault, sync=True, fragments=fragments, steps=40, pause_s=0.02)
+
+
+# ---- in this process
+
+
+@pytest.fixture
+def manager():
+    torchft = pytest.importorskip("torchft")
+    lighthouse = torchft._torchft.LighthouseServer(bind="[::]:0", min_replicas=1)
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    made = torchft.Manager(
+        pg=torchft.ProcessGroupGloo(),
+        load_state_dict=lambda state: None,
+        state_dict=dict,
+        min_replica_size=1,
+        use_async_quorum=False,
+        store_addr="localhost",
+        store_port=store.port,
+        rank=0,
+        world_size=1,
+        lighthouse_addr=lighthouse.address(),
+    )
+    yield made
+    made.shutdown(wait=False)
+    lighthouse.shutdown()
+
+
+def averager_of(*args, **options):
+    from gradcomp.integrations.torchft import ManagedAverager
+
+    return ManagedAverager(*args, **options)
+
+
+def test_what_needs_the_same_ranks_is_refused(manager):
+    model = torch.nn.Linear(8, 8)
+    refused = {
+        "exchange='hierarchical'": {"exchange": "hierarchical"},
+        "grad_scaler": {"grad_scaler": torch.amp.GradScaler("cpu")},
+        "a transform": {"optimizer": OneBitAdam(model.parameters(), freeze_step=1)},
+    }
+    for what, options in refused.items():
+        with pytest.raises(ValueError, match=f"{what}.* needs the same ranks in every step"):
+            averager_of(manager, model, "ternary", **options)
+    with averager_of(manager, model, "ternary") as averager:
+        with pytest.raises(ValueError, match="has an averager '' already: give it a name"):
+            averager_of(manager, model, "ternary")
+        with pytest.raises(GradcompError, match="exclude each other"):
+            averager.average_delayed()
+    averager_of(manager, model, "ternary").close()
+    manager.start_quorum()
+    with pytest.raises(ValueError, match="make the averager before the first"):
+        averager_of(manager, model, "ternary")
+
+
+def test_a_step_without_averages_is_an_error(manager):
+    import torchft
+
+    model = torch.nn.Linear(8, 8)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with averager_of(manager, model, "ternary", optimizer=torchft.Optimizer(manager, inner)) as one:
+        managed = torchft.Optimizer(manager, inner)
+        managed.zero_grad()
+        model(torch.ones(8)).sum().backward()
+        with pytest.raises(GradcompError, match=r"call averager.average\(\) after"):
+            managed.step()
+        managed.zero_grad()
+        model(torch.ones(8)).sum().backward()
+        one.average()
+        managed.step()
+        assert manager.current_step() == 2
