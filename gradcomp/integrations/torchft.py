@@ -137,8 +137,7 @@ class ManagedAverager(GradientAverager):
         self._averaged: int | None = None  # the step of which `average` has ended
         self._has_trained = self._has_healed = False
         self._calls = 0
-        self._configure = manager._pg.configure
-        manager._pg.configure = _configure(weakref.ref(self), self._configure)
+        manager._pg.configure = _configure(weakref.ref(self), manager._pg.configure)
         manager.register_state_dict_fn(self._key, self._heal, self._healthy)
         self._watch = Watch(
             (p for _, p in self._named),
@@ -199,9 +198,8 @@ class ManagedAverager(GradientAverager):
         raise GradcompError("average_delayed() and steps that may not count exclude each other")
 
     def close(self) -> None:
-        """Stop the threads and close the connections; the manager stays."""
+        """Stop the threads and close the connections; the manager stays, and may get another."""
         self._watch.close()
-        self._manager._pg.configure = self._configure
         for registered in (self._manager._user_state_dicts, self._manager._load_state_dict_fns):
             registered.pop(self._key, None)
         if self._quorum is not None:
@@ -361,12 +359,12 @@ def _average(
 
 
 def _configure(owner: weakref.ref[ManagedAverager], configure: Any) -> Any:
-    """Return a `ProcessGroup.configure` that connects an averager, too, while that lives."""
+    """Return a `ProcessGroup.configure` that connects an averager, too, until it is closed."""
 
     def wrapped(address: str, replica_id: str, rank: int, world_size: int, *more: Any) -> None:
         configure(address, replica_id, rank, world_size, *more)
         averager = owner()
-        if averager is not None:
+        if averager is not None and not averager._engine.closed:
             averager._connect(address, rank, world_size)
 
     return wrapped

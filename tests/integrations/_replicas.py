@@ -1,7 +1,8 @@
 """One rank of a replica group under torchft, which trains a small model with a
 `ManagedAverager` and has faults at given steps.
 
-Its argument is JSON; it prints a line a step, and what happened at the end.
+Its argument is JSON; it prints a line a step, and what happened at the end: after `steps` steps,
+when `until` groups are there.
 """
 
 import datetime
@@ -11,7 +12,6 @@ import logging
 import os
 import signal
 import sys
-import time
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from gradcomp.comm.torchdist import TorchCommunicator
 from gradcomp.integrations.torchft import DiLoCo, ManagedAverager
 
 faulthandler.register(signal.SIGUSR1)
-STEPS, BATCH = 24, 12
+BATCH = 12
 ADAM = {"adam": torch.optim.AdamW, "sgd": torch.optim.SGD}
 CODECS = {"other": gradcomp.OneBit(), "terngrad": gradcomp.TernGrad(seed=1)}
 
@@ -90,9 +90,9 @@ def main(
     sync=False,
     timeout_s=5.0,
     out="",
-    steps=STEPS,
+    steps=16,
     options=(),
-    pause_s=0.0,
+    until=1,
     fragments=0,
     quorum_s=20.0,
 ):
@@ -144,7 +144,7 @@ def main(
         averager = ManagedAverager(manager, model, codec, optimizer=inner, **options)
     loop = train_rarely if fragments else train
     parts = manager, model, inner, averager, happens
-    ended = loop(*parts, rank=rank, steps=steps, pause_s=pause_s)
+    ended = loop(*parts, rank=rank, steps=steps, least=until)
     weights = {name: p.detach() for name, p in model.named_parameters()}
     found = {"model": weights, "inner": inner.state_dict()["state"]}
     if fragments:
@@ -173,9 +173,10 @@ def batch_of(rank, number, mine, count):
     return x, x.sum(1, keepdim=True).sin()
 
 
-def train(manager, model, inner, averager, happens, *, rank, steps, pause_s):
+def train(manager, model, inner, averager, happens, *, rank, steps, least):
     managed, lost, groups = Optimizer(manager, inner), [], []
-    while (step := manager.current_step()) < steps:
+    count = 0
+    while (step := manager.current_step()) < steps or count < least:
         managed.zero_grad()
         mine, count = manager.participating_rank() or 0, max(1, manager.num_participants())
         at = manager.current_step()
@@ -184,7 +185,6 @@ def train(manager, model, inner, averager, happens, *, rank, steps, pause_s):
         happens.now()
         averager.average()
         managed.step()
-        time.sleep(pause_s)
         if manager.current_step() > at:
             groups.append(count)
             print("step", at, "groups", count, flush=True)
@@ -193,10 +193,10 @@ def train(manager, model, inner, averager, happens, *, rank, steps, pause_s):
     return {"lost": lost, "groups": groups}
 
 
-def train_rarely(manager, model, inner, diloco, happens, *, rank, steps, pause_s):
+def train_rarely(manager, model, inner, diloco, happens, *, rank, steps, least):
     lost, groups, number = [], [], 0
     with diloco:
-        while (step := manager.current_step()) < steps:
+        while (step := manager.current_step()) < steps or groups[-1:] < [least]:
             number += 1
             x, y = batch_of(rank, number, 0, 1)
             inner.zero_grad()
@@ -204,7 +204,6 @@ def train_rarely(manager, model, inner, diloco, happens, *, rank, steps, pause_s
             if diloco._local_step == diloco._sync_every - diloco._fragment_sync_delay - 1:
                 happens.now()
             inner.step()
-            time.sleep(pause_s)
             if diloco._local_step == 0:
                 at = manager.current_step()
                 lost += [step] * (at == step)

@@ -3,14 +3,19 @@ others one step at most, and all groups end with the same bits.
 """
 
 import json
+import os
 import re
 import signal
+import subprocess
 import threading
 from pathlib import Path
+from statistics import mean, stdev
 
 import _forks
 import pytest
 import torch
+from _averaging import Run
+from _ranks import run_local
 from gradcomp.launch.ports import free_port
 
 from gradcomp import GradcompError
@@ -19,8 +24,8 @@ from gradcomp.optim import OneBitAdam
 pytestmark = [pytest.mark.extras, pytest.mark.slow]
 
 HERE = Path(__file__).parent
+EXAMPLE = HERE.parents[1] / "examples/torchft_digits.py"
 PATIENCE_S = 120
-STEPS = 24
 
 
 class Group:
@@ -98,7 +103,7 @@ def same_bits(results):
                 assert torch.equal(value, other["inner"][key][name]), name
 
 
-MORE = {"steps": 60, "pause_s": 0.05, "options": {"precondition": True}}
+MORE = {"until": 3, "options": {"precondition": True}}
 LONG = pytest.mark.long
 FAULTS = "die", "die first", "die second", "break first", "refuse"
 
@@ -146,7 +151,7 @@ def test_a_fault_costs_the_others_a_step_at_most(start, fault, sync, trials):
 )
 @pytest.mark.long
 def test_any_codec_goes_on(start, codec, optimizer):
-    lose_and_find(start, "die first", codec=codec, optimizer=optimizer, steps=60, pause_s=0.05)
+    lose_and_find(start, "die first", codec=codec, optimizer=optimizer, until=3)
 
 
 def test_a_group_that_comes_late_takes_part(start):
@@ -173,7 +178,7 @@ def test_a_group_that_was_frozen_comes_back(start):
 
 
 def test_a_group_with_another_codec_is_told_and_the_others_go_on(start):
-    groups = [start(g, **MORE) for g in range(2)]
+    groups = [start(g, **MORE | {"until": 2, "steps": 100}) for g in range(2)]
     groups[0].said("step 8 ")
     odd = start(2, **MORE, codec="other")
     assert odd.program.wait(PATIENCE_S) == 1
@@ -190,7 +195,7 @@ def test_groups_of_two_ranks(start):
     ports = [free_port() for _ in range(3)]
 
     def group(number, faults=()):
-        more = {**MORE, "ranks": 2, "port": ports[number], "sync": True}
+        more = {**MORE, "until": 2, "ranks": 2, "port": ports[number], "sync": True}
         return [start(number, rank=r, faults=dict(faults) if r else {}, **more) for r in (0, 1)]
 
     groups = [group(0), group(1, {8: "die first"})]
@@ -223,7 +228,57 @@ def test_local_steps_lose_a_sync_at_most(start, fragments, fault):
     """torchft's DiLoCo and its fragments with a delay; what all hold alike are anchors and outer
     state.
     """
-    lose_and_find(start, fault, sync=True, fragments=fragments, steps=40, pause_s=0.02)
+    lose_and_find(start, fault, sync=True, fragments=fragments, until=3)
+
+
+def accuracy_of(address, seed, *, disturbed):
+    """Return the accuracy of `examples/torchft_digits.py`: three groups, of which one is killed
+    after step 80 and started again.
+    """
+    environment = os.environ | {"TORCHFT_LIGHTHOUSE": address, "OMP_NUM_THREADS": "1"}
+
+    def group(number):
+        return subprocess.Popen(
+            [*_forks.python(), EXAMPLE, "--group", str(number), "--seed", str(seed)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    groups = [group(number) for number in range(3)]
+    try:
+        while disturbed and "step 80 " not in groups[2].stdout.readline():
+            assert groups[2].poll() is None
+        if disturbed:
+            groups[2].kill()
+            groups[2].wait()
+            groups[2] = group(2)
+        found = [one.communicate(timeout=600)[0] for one in groups]
+    finally:
+        for one in groups:
+            one.kill()
+    assert all("with 3 groups" in text for text in found), "all have taken part in the end"
+    (accuracy,) = {re.search(r"test accuracy ([\d.]+) %", text)[1] for text in found}
+    return float(accuracy)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+def test_a_lost_and_a_new_group_cost_no_accuracy():
+    torchft = pytest.importorskip("torchft._torchft")
+    found = {}
+    for disturbed in (False, True):
+        for seed in range(3):
+            lighthouse = torchft.LighthouseServer(
+                bind="[::]:0", min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=1000
+            )
+            found[disturbed, seed] = accuracy_of(lighthouse.address(), seed, disturbed=disturbed)
+            lighthouse.shutdown()
+    print(found)
+    whole, parts = ([found[kind, seed] for seed in range(3)] for kind in (False, True))
+    spread = max(stdev(whole), 0.5)  # one image of 450 is 0.22 %
+    assert mean(parts) > mean(whole) - spread
 
 
 # ---- in this process
@@ -294,3 +349,23 @@ def test_a_step_without_averages_is_an_error(manager):
         one.average()
         managed.step()
         assert manager.current_step() == 2
+
+
+def test_states_of_all_groups_are_loaded_before_the_first_quorum(manager):
+    def train(comm):
+        run = Run(comm, "onebit", {"w": (64, 40)})
+        run.steps(3)
+        return run.averager.state_dict()
+
+    states = run_local(3, train)
+    model = {"w": torch.nn.Parameter(torch.zeros(64, 40))}
+    with averager_of(manager, model.items(), "onebit", min_numel=0) as averager:
+        with pytest.raises(ValueError, match="values of rank 1 are missing|list of the states"):
+            averager.load_state_dict(states[0])
+        averager.load_state_dict(states)
+        wanted = sum(one["ranks"][str(r)]["residual"]["w"] for r, one in enumerate(states)) / 3
+        owned = [one["ranks"][str(r)]["owner_residual"] for r, one in enumerate(states)]
+        if owned[0]:
+            wanted = wanted + torch.cat([one["w"] for one in owned])
+        found = averager._engine.store.residuals.current(0)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
