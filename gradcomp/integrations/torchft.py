@@ -83,7 +83,8 @@ class ManagedAverager(GradientAverager):
     Args:
         manager: whose quorum has not begun yet.
         named_parameters, codec, bucket_cap_mb, advanced, common: as of
-            `gradcomp.GradientAverager`; ``timeout_s`` is the manager's timeout unless it is given.
+            `gradcomp.GradientAverager`; ``timeout_s`` is the manager's timeout and ``atomic_steps``
+            True unless they are given.
         optimizer: the optimizer of these parameters, or torchft's wrapper of it.
         name: tells averagers of one manager apart.
         checked: whether a step of an optimizer of these parameters without `average` before it is
@@ -118,6 +119,7 @@ class ManagedAverager(GradientAverager):
         self._optimizer = optimizer.optim if isinstance(optimizer, OptimizerWrapper) else optimizer
         if common.get("timeout_s") is None:
             common["timeout_s"] = manager._timeout.total_seconds()
+        common.setdefault("atomic_steps", True)  # a group that is behind copies the whole model
         super().__init__(
             named_parameters,
             codec,

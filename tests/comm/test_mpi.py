@@ -90,7 +90,9 @@ def all_sent(kind):
     return [with_communicator(kind, sent, CODECS[name], exchange) for name, exchange in CASES]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "world", [*(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 4)), 3]
+)
 def test_the_same_bytes_go_out_over_gloo_and_mpi(pools, flavour, world):
     """Ranks send different bytes, so the hash sees them."""
     seen = [pools(kind, world, all_sent, kind) for kind in ("gloo", flavour)]

@@ -7,7 +7,8 @@ import torch
 from _averaging import Run
 from _ranks import run_local
 
-from gradcomp import Block, OneBit, Ternary
+from gradcomp import Block, OneBit, PeerLost, Ternary
+from gradcomp.comm.base import Channel
 from gradcomp.comm.local import LocalCommunicator
 from gradcomp.payload.pieces import ByElements
 
@@ -31,14 +32,41 @@ def owed(engine, ranks):
     return missing
 
 
-def work(comm, others, codec, exchange):
+class Gone(Exception):
+    """The rank that leaves has ended."""
+
+
+def leave_at(phase, comm):
+    """Have a rank end where it starts a phase of a step."""
+    calls, start = [], {"first": "_start_all_to_all"}.get(phase, "_start_all_gather")
+    before = getattr(comm, start)
+
+    def ends(*args):
+        if args[-1] is not Channel.SCALE:
+            calls.append(args)
+        if len(calls) == 1 + (phase == "outcome"):
+            comm.abort()
+            raise Gone
+        return before(*args)
+
+    setattr(comm, start, ends)
+
+
+def work(comm, others, codec, exchange, phase):
     """Take steps as one of all ranks, then, all but the last, as one of the others."""
-    run = Run(comm, codec, SHAPES, exchange=exchange)
+    run = Run(comm, codec, SHAPES, exchange=exchange, atomic_steps=True)
     engine, stay = run.averager._engine, len(others)
     run.steps(3)
     before = owed(engine, stay)
     if comm.rank == stay:
+        if phase:
+            leave_at(phase, comm)
+            with pytest.raises(Gone):
+                run.step(3)
         return None
+    if phase:
+        with pytest.raises(PeerLost, match="rank"):
+            run.step(3)
     engine.move(others[comm.rank])
     after, averages = owed(engine, stay), run.steps(3, 7)
     given = [
@@ -56,15 +84,25 @@ def total(steps, name):
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize(
-    ("world", "exchange"), [(4, "reduce_scatter"), (3, "all_gather"), (3, "reduce_scatter")]
+    ("world", "exchange", "phase"),
+    [
+        (4, "reduce_scatter", ""),
+        (4, "reduce_scatter", "first"),
+        (4, "reduce_scatter", "second"),
+        (4, "reduce_scatter", "outcome"),
+        (3, "all_gather", ""),
+        (3, "all_gather", "gather"),
+        (3, "all_gather", "outcome"),
+    ],
 )
-def test_no_sum_is_lost_where_a_rank_leaves(world, exchange, codec):
+def test_no_sum_is_lost_where_a_rank_leaves(world, exchange, phase, codec):
     """Averages and what is owed in the end are the gradients since then and what was owed before,
-    by the ranks that stay.
+    by the ranks that stay. A step in which one is lost is made again.
     """
     stay = world - 1
     others = LocalCommunicator.group(stay)
     call = functools.partial(work, others=others, codec=CODECS[codec], exchange=exchange)
+    call = functools.partial(call, phase=phase)
     before, after, averages, given, left = zip(*run_local(world, call)[:stay], strict=True)
     for name in SHAPES:
         assert total(before, name).abs().sum() > 0

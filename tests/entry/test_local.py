@@ -635,7 +635,7 @@ def test_values_that_no_state_has_are_refused_before_anything_is_written(path, v
     "options",
     [
         {"fragments": 2},
-        {"warmup_steps": 12, "fragment_sync_delay": 0},
+        pytest.param({"warmup_steps": 12, "fragment_sync_delay": 0}, marks=pytest.mark.long),
         {"outer_optimizer": lambda ps: torch.optim.AdamW(ps, lr=0.1), "fragment_sync_delay": 1},
     ],
 )

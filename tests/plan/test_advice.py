@@ -487,7 +487,9 @@ def perceptron(comm, codec, lr, steps):
     return sum(losses[-20:]) / 20
 
 
-@pytest.mark.parametrize("rate", [0.02, 0.05, 0.1])
+@pytest.mark.parametrize(
+    "rate", [*(pytest.param(r, marks=pytest.mark.long) for r in (0.02, 0.05)), 0.1]
+)
 def test_ternary_trains_where_fp32_does_and_a_diverging_terngrad_warns(rate):
     """At 0.1 the stochastic codec came to 9 where fp32 came to 1, without a word."""
     losses, warned = {}, {}
