@@ -34,6 +34,9 @@ LOOK_S = 0.2  # longest wait for the store to say so
 NOTE_S = 2.0  # from then on peers can read what this rank waits for
 GRACE_S = 0.1  # what a peer sent before it gave up may still arrive
 CONNECT_S = 60.0  # longest wait for ranks that are all there
+# pauses between looks for who has broken a connection: a process that ends closes its sockets one by
+# one, and those of peers may be the first
+ENDING_S = (0.05, 0.2, 0.5)
 OWN_DESCRIPTORS = 4  # of a gloo group, beside a socket for each peer
 DATA = (Channel.SCALE, Channel.FIRST, Channel.SECOND)
 
@@ -272,6 +275,10 @@ class _GlooWork(Work):
             raise ConnectionError(f"this rank has given up: {groups.broken}") from error
         if ended or last:
             lost = groups.find_lost()
+            for pause_s in () if late else ENDING_S:
+                if lost is None:
+                    time.sleep(pause_s)
+                    lost = groups.find_lost()
             if lost is not None:
                 groups.lose(str(lost))
                 raise lost from error

@@ -1,0 +1,81 @@
+"""Every fault in every phase of a step, over every transport: each survivor ends by PeerLost, soon,
+and it names the rank that was lost and no survivor.
+
+docs/explanation/reliability.md says what comes of it.
+"""
+
+import re
+import subprocess
+
+import pytest
+from _cells import FAULTS, PLACES
+from _ranks import mpi_environment, mpi_python, output_of
+from gradcomp.launch.ports import free_port
+from test_faults import HERE, TIMEOUT_S, started
+
+pytestmark = pytest.mark.long
+WORLD, LAST = 3, 2
+# what survivors say of the last rank
+SAID = {
+    "killed": r"rank 2 \(pid \d+ on \S+\) has ended",
+    "frozen": r"rank 2 \(pid \d+ on \S+\) is stopped",
+    "raises": r"rank 2 (gave up because of LookupError: no more data|{ended})",
+    "exits": r"rank 2 (gave up because of SystemExit|{ended})",
+    "interrupted": r"rank 2 (gave up because of KeyboardInterrupt|{ended})",
+    "out of memory": r"rank 2 (gave up because of \w+Error.*memory|{ended})",
+}
+
+
+def look_at(fault, out, errors):
+    """Raise unless a survivor has said who was lost, soon; return its words."""
+    found = re.search(r"PeerLost step=[34] seconds=([\d.]+) (.*)", out)
+    assert found, out + errors
+    assert float(found[1]) < TIMEOUT_S + 5, out
+    said = SAID[fault].replace("{ended}", r"closed|\(pid \d+ on \S+\) has ended")
+    assert re.search(said, found[2]), found[2]
+    assert not re.search(r"rank [01] (?!waits)", found[2]), found[2]
+    return found[2]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("phase", PLACES)
+def test_over_gloo(tmp_path, phase, fault):
+    more = phase, fault, TIMEOUT_S, tmp_path / "saved"
+    with started("_cells.py", free_port(), WORLD, *more, world=WORLD) as ranks:
+        for rank in range(LAST):
+            try:
+                out, errors = ranks[rank].communicate(timeout=60)
+            except subprocess.TimeoutExpired:
+                pytest.fail(f"rank {rank} hangs")
+            look_at(fault, out, errors)
+            assert ranks[rank].returncode == 1, errors
+
+
+FIRST = r"gradcomp\.launch: rank 2 \(pid \d+ on \S+\) failed first: "
+# what the launcher says at the end; over MPI it ends the survivors of a rank that has ended
+LAST_LINE = {
+    "killed": "killed by signal 9",
+    "raises": "exit status 1",
+    "exits": "exit status [13]",
+    "interrupted": "(exit status (130|1)|killed by signal 2)",
+    "out of memory": "exit status 1",
+}
+
+
+@pytest.mark.every_row
+@pytest.mark.parametrize("flavour", ["mpich", "openmpi"])
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("phase", PLACES)
+def test_over_mpi(tmp_path, phase, fault, flavour):
+    command = [mpi_python(flavour), "-m", "gradcomp.launch", "-n", WORLD, "--grace", 20]
+    program = [HERE / "_cells.py", free_port(), "mpi", WORLD, phase, fault, TIMEOUT_S]
+    done = output_of(*command, *program, tmp_path / "saved", env=mpi_environment())
+    assert done.returncode not in (0, 124), done
+    if fault != "frozen":
+        assert re.search(FIRST + LAST_LINE[fault], done.stderr), done
+        return
+    said = [line for line in done.stdout.splitlines() if line.startswith("PeerLost")]
+    said = [line for line in said if ": no answer from a peer" not in line]  # of the one that woke
+    assert said, done
+    for line in said:
+        look_at(fault, line, done.stderr)
