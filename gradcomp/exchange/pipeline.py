@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import logging
 import queue
+import sys
 import threading
 import time
 import weakref
@@ -50,7 +51,8 @@ def _close_all() -> None:
     C++ later would abort it.
     """
     for pipeline in list(_running):
-        pipeline.close()
+        # peers that wait hear of the exception that nobody caught
+        pipeline.close(error=getattr(sys, "last_value", None))
 
 
 class Pipeline:
@@ -146,13 +148,13 @@ class Pipeline:
         for task in pending:
             self._finish(task, self.error)
 
-    def close(self, timeout_s: float = 5.0) -> None:
-        """End what is pending, stop the threads; one that is stuck in a collective is left
-        behind (it is a daemon).
+    def close(self, timeout_s: float = 5.0, error: BaseException | None = None) -> None:
+        """End what is pending, with `error` if there is one, and stop the threads; one that is
+        stuck in a collective is left behind (it is a daemon).
         """
         _running.discard(self)
         self.closed = True
-        closed = RuntimeError("gradcomp: this state is closed")
+        closed = error or RuntimeError("gradcomp: this state is closed")
         if self._pending:
             self.fail(closed)
         elif self.error is None:
