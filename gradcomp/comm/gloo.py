@@ -34,8 +34,8 @@ LOOK_S = 0.2  # longest wait for the store to say so
 NOTE_S = 2.0  # from then on peers can read what this rank waits for
 GRACE_S = 0.1  # what a peer sent before it gave up may still arrive
 CONNECT_S = 60.0  # longest wait for ranks that are all there
-# pauses between looks for who has broken a connection: a process that ends closes its sockets one by
-# one, and those of peers may be the first
+# pauses between looks for who has broken a connection: a process that ends closes its sockets one
+# by one, and those of its peers may come first
 ENDING_S = (0.05, 0.2, 0.5)
 OWN_DESCRIPTORS = 4  # of a gloo group, beside a socket for each peer
 DATA = (Channel.SCALE, Channel.FIRST, Channel.SECOND)

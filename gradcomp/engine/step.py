@@ -480,20 +480,22 @@ class Engine:
         moments = self.store.moments
         return {} if moments is None else moments.planes.state(self.layouts.names)
 
-    def take_shared(self, moments: Mapping[str, Tensor]) -> None:
+    def take_shared(self, moments: Mapping[str, Tensor], *, keeps_residuals: bool) -> None:
         """Go on from another rank's `shared_state`; ValueError if it does not fit."""
-        names = self.layouts.names
-        if self.store.moments is not None:
-            self.store.moments.planes.check(moments, names)
-            self.store.moments.planes.load(moments, names)
+        store, names = self.store, self.layouts.names
+        if store.moments is not None:
+            store.moments.planes.check(moments, names)
+            store.moments.planes.load(moments, names)
         elif moments:
             raise ValueError("the other ranks have precondition=True, this one has not")
+        if store.residuals is not None and not keeps_residuals:
+            store.residuals.replace({})
 
-    def compare_next(self) -> None:
+    def compare_next(self, *, wanted: bool = True) -> None:
         """Have the next exchange compare a digest of what every rank must hold alike, if it
-        `compares_state`.
+        `compares_state`; or not, if that is not `wanted`.
         """
-        self._unseen = True
+        self._unseen = wanted
 
     def check_replicas(self) -> None:
         """Compare a hash of all `named` tensors, of `replicated` and of second moments, over the

@@ -29,8 +29,10 @@ from gradcomp.comm.base import Communicator
 from gradcomp.comm.local import LocalCommunicator
 from gradcomp.comm.torchdist import TorchCommunicator
 from gradcomp.engine.options import Advanced, CommonOptions, takes
+from gradcomp.engine.state import Accepted
 from gradcomp.engine.step import Step
 from gradcomp.errors import CorruptPayload, GradcompError, PeerLost, PeerMismatch
+from gradcomp.exchange.agree import digests
 from gradcomp.integrations.versions import imported
 from gradcomp.integrations.watch import Watch
 
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("gradcomp")
 
 KEY = "gradcomp"  # of what a group that comes gets, among a manager's states
+# mismatches after which a group that has just come takes itself for the one that has other settings
+PATIENCE = 3
 
 
 class Averaging:
@@ -111,6 +115,7 @@ class ManagedAverager(GradientAverager):
         **common: Unpack[CommonOptions],
     ) -> None:
         self._key = f"{KEY} {name}".strip()
+        self._number = sum(key.startswith(KEY) for key in manager._user_state_dicts)
         if manager._quorum_future is not None:
             raise ValueError("this manager has had a quorum: make the averager before the first")
         if self._key in manager._user_state_dicts:
@@ -138,9 +143,16 @@ class ManagedAverager(GradientAverager):
         self._quorum: Communicator | None = None  # of a quorum that has no step yet
         self._averaged: int | None = None  # the step of which `average` has ended
         self._has_trained = self._has_healed = False
-        self._calls = 0
+        self._refused: PeerMismatch | None = None  # by the other groups, while connecting
+        self._is_odd, self._mismatches, self._calls = True, 0, 0
         manager._pg.configure = _configure(weakref.ref(self), manager._pg.configure)
-        manager.register_state_dict_fn(self._key, self._heal, self._healthy)
+        heal, healthy = weakref.WeakMethod(self._heal), weakref.WeakMethod(self._healthy)
+        manager.register_state_dict_fn(
+            self._key,
+            lambda state: (heal() or bool)(state),
+            lambda: (healthy() or dict)(),
+        )
+        weakref.finalize(self, _forget, manager, self._key)
         self._watch = Watch(
             (p for _, p in self._named),
             lambda: self._calls,
@@ -167,10 +179,14 @@ class ManagedAverager(GradientAverager):
         manager, begun = self._manager, None
         self._calls += 1
         manager.wait_quorum()
-        number = manager.current_step()
-        if manager.errored() is None:
-            self._settle()
-            with self._reports(number):
+        number, error = manager.current_step(), manager.errored()
+        self._settle()
+        with self._reports(number):
+            if self._refused is not None:
+                raise self._refused
+            if error is not None:  # the others need not wait for this group
+                (self._quorum or self._engine.comm).abort(str(error.original_exception)[:200])
+            else:
                 self._join_quorum()
                 self._heal_early()
                 self._engine.step = number
@@ -190,22 +206,40 @@ class ManagedAverager(GradientAverager):
         try:
             yield
         except (PeerLost, PeerMismatch, CorruptPayload) as error:
-            if isinstance(error, PeerMismatch) and not self._has_trained:
+            self._manager.report_error(error)
+            self._mismatches += isinstance(error, PeerMismatch)
+            told = self._is_odd or self._mismatches >= PATIENCE
+            if isinstance(error, PeerMismatch) and not self._has_trained and told:
                 raise
             logger.warning("gradcomp: step %d does not count and is made again: %s", step, error)
+        except Exception as error:
             self._manager.report_error(error)
+            raise
 
     def average_delayed(self) -> bool:
         """Not with a manager: an average would be of a step that has counted without it."""
         raise GradcompError("average_delayed() and steps that may not count exclude each other")
 
+    def state_dict(self) -> dict[str, Any]:
+        """As `Controls.state_dict`, without a step that did not count."""
+        if self._averaged is not None and self._averaged == self._manager.current_step():
+            self._settle()
+            self._engine.step = self._manager.current_step()
+        return super().state_dict()
+
+    def _take(self, accepted: Accepted) -> None:
+        super()._take(accepted)
+        self._engine.compare_next(wanted=False)  # the manager decides who copies whom
+
     def close(self) -> None:
-        """Stop the threads and close the connections; the manager stays, and may get another."""
+        """Stop the threads and close the connections; the manager stays."""
+        with contextlib.suppress(Exception):  # of the manager's own thread
+            self._manager.wait_quorum()
         self._watch.close()
-        for registered in (self._manager._user_state_dicts, self._manager._load_state_dict_fns):
-            registered.pop(self._key, None)
+        _forget(self._manager, self._key)
         if self._quorum is not None:
             self._quorum.close()
+            self._quorum = None
         super().close()
 
     # ---- quorums ---------------------------------------------------------------------------------
@@ -219,8 +253,33 @@ class ManagedAverager(GradientAverager):
             self._quorum = LocalCommunicator.group(1)[0]
             return
         timeout_s = self._engine.timeout_s
-        store = create_store_client(f"{address}/{self._key}", self._manager._connect_timeout)
-        self._quorum = TorchCommunicator.over(store, rank, world_size, timeout_s=timeout_s)
+        path = f"{address}/{KEY}/{self._number}"
+        store = create_store_client(path, self._manager._connect_timeout)
+        mine = self._settings()
+        store.set(f"settings {rank}", f"{'old' if self._has_trained else 'new'} {mine}")
+        self._refused = None
+        try:
+            self._quorum = TorchCommunicator.over(store, rank, world_size, timeout_s=timeout_s)
+        except PeerMismatch as error:
+            self._refused = error
+            raise
+        finally:
+            if self._quorum is not None or self._refused is not None:  # all have come
+                found = [store.get(f"settings {r}").decode() for r in range(world_size)]
+                old = [one.split()[1] for one in found if one.startswith("old")]
+                self._is_odd = not old or mine not in old
+
+    def _settings(self) -> str:
+        """Return a digest of what all groups must have alike."""
+        engine = self._engine
+        sources = [(s.name, tuple(s.like.shape), s.like.dtype, s.trained) for s in engine.sources]
+        settings = {
+            "codec": repr(engine.codec),
+            "options": engine.options.compared(),
+            "parameters": sources,
+            "timeout_s": engine.timeout_s,
+        }
+        return digests(list(settings.items())).hex()
 
     def _join_quorum(self) -> None:
         """Go on among the groups of the latest quorum."""
@@ -262,7 +321,7 @@ class ManagedAverager(GradientAverager):
             self._has_healed = False
             return
         self._settle()
-        self._engine.take_shared(state)
+        self._engine.take_shared(state, keeps_residuals=self._has_trained)
 
     def _heal_early(self) -> None:
         """Take it before the step: with ``use_async_quorum=True`` the manager has it taken after,
@@ -358,6 +417,12 @@ def _average(
     for name, parameter in changed:
         parameter.grad = fragment._grads[name]
     fragment._allreduce_work.append(averager.start())
+
+
+def _forget(manager: Manager, key: str) -> None:
+    """Have a manager know of an averager no more."""
+    for registered in (manager._user_state_dicts, manager._load_state_dict_fns):
+        registered.pop(key, None)
 
 
 def _configure(owner: weakref.ref[ManagedAverager], configure: Any) -> Any:

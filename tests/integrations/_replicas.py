@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -47,7 +48,8 @@ class Faults:
 
     def now(self):
         """Let happen what happens before an exchange; the rest waits for its phase."""
-        self._at = self._faults.pop(self._manager.current_step(), "")
+        due = [step for step in self._faults if step <= self._manager.current_step()]
+        self._at = self._faults.pop(due[0]) if due else ""
         if self._at == "refuse":
             self._manager.report_error(RuntimeError("this group does not want this step"))
         elif self._at == "fail":
@@ -95,6 +97,9 @@ def main(
     until=1,
     fragments=0,
     quorum_s=20.0,
+    gate="",
+    name="",
+    state=(),
 ):
     logging.getLogger("gradcomp").addHandler(logging.StreamHandler(sys.stdout))
     logging.getLogger("gradcomp").setLevel(logging.WARNING)
@@ -141,7 +146,12 @@ def main(
             fragment_sync_delay=fragments - 1,
         )
     else:
-        averager = ManagedAverager(manager, model, codec, optimizer=inner, **options)
+        averager = ManagedAverager(manager, model, codec, optimizer=inner, name=name, **options)
+        if state:
+            averager.load_state_dict([torch.load(file) for file in state])
+    print("ready", flush=True)
+    while gate and not os.path.exists(gate):  # the others are not ready
+        time.sleep(0.01)
     loop = train_rarely if fragments else train
     parts = manager, model, inner, averager, happens
     ended = loop(*parts, rank=rank, steps=steps, least=until)
@@ -153,6 +163,7 @@ def main(
         found = {"model": flat(kept), "inner": dict(enumerate(map(flat, outer)))}
     else:
         found["moments"] = averager._engine.shared_state()
+        torch.save(averager.state_dict(), f"{out}.state")
     torch.save(found, out)
     print("done", json.dumps(ended), flush=True)
     averager.close()

@@ -2,6 +2,7 @@
 others one step at most, and all groups end with the same bits.
 """
 
+import gc
 import json
 import os
 import re
@@ -18,7 +19,7 @@ from _averaging import Run
 from _ranks import run_local
 from gradcomp.launch.ports import free_port
 
-from gradcomp import GradcompError
+from gradcomp import GradcompError, UnsupportedTensor
 from gradcomp.optim import OneBitAdam
 
 pytestmark = [pytest.mark.extras, pytest.mark.slow]
@@ -83,6 +84,7 @@ def start(tmp_path, request):
         started.append(Group(tmp_path, lighthouse.address(), group=group, **more))
         return started[-1]
 
+    one.folder = tmp_path
     yield one
     for group in started:
         group.program.kill()
@@ -108,11 +110,21 @@ LONG = pytest.mark.long
 FAULTS = "die", "die first", "die second", "break first", "refuse"
 
 
+def together(start, faults, **more):
+    """Start groups that begin when all are there, with their faults."""
+    gate = start.folder / "gate"
+    groups = [start(g, faults=one, gate=str(gate), **more) for g, one in enumerate(faults)]
+    for group in groups:
+        group.said("ready")
+    gate.touch()
+    return groups
+
+
 def lose_and_find(start, fault, **more):
     """Have a fault in group 2 of 3, start the group again where it has died, and look at the end
     whether all have the same bits.
     """
-    groups = [start(g, faults={8: fault} if g == 2 else {}, **more) for g in range(3)]
+    groups = together(start, [{8: fault} if g == 2 else {} for g in range(3)], **more)
     if fault.startswith("die"):
         groups[2].said("die")
         groups[2].program.wait(PATIENCE_S)
@@ -168,7 +180,7 @@ def test_a_group_that_comes_late_takes_part(start):
 def test_a_group_that_was_frozen_comes_back(start):
     """Longer than the others wait for it: they go on without it, and it gets what they have."""
     more = {**MORE, "timeout_s": 3}
-    groups = [start(g, faults={8: "freeze"} if g == 2 else {}, **more) for g in range(3)]
+    groups = together(start, [{}, {}, {8: "freeze"}], **more)
     groups[2].said("freeze")
     groups[0].said("step 14 ")
     groups[2].program.send_signal(signal.SIGCONT)
@@ -177,16 +189,52 @@ def test_a_group_that_was_frozen_comes_back(start):
     assert results[2][0]["groups"][-1] == 3
 
 
-def test_a_group_with_another_codec_is_told_and_the_others_go_on(start):
-    groups = [start(g, **MORE | {"until": 2, "steps": 100}) for g in range(2)]
+@pytest.mark.parametrize(
+    ("odd", "words", "sync"),
+    [
+        (
+            {"codec": "other"},
+            r"PeerMismatch: codec: rank .*(OneBit.*Ternary|Ternary.*OneBit)",
+            False,
+        ),
+        pytest.param({"codec": "other"}, "PeerMismatch: codec: ", True, marks=LONG),
+        pytest.param({"timeout_s": 4.0}, "PeerMismatch: timeout_s: rank", False, marks=LONG),
+        pytest.param({"name": "mine"}, "KeyError: 'gradcomp mine'", False, marks=LONG),
+        pytest.param({"name": "mine"}, "KeyError: 'gradcomp mine'", True, marks=LONG),
+    ],
+)
+def test_a_group_with_other_settings_is_told_and_the_others_go_on(start, odd, words, sync):
+    """Also one that comes with it and has the right ones."""
+    more = {**MORE, "steps": 100, "sync": sync}
+    groups = [start(0, **more), start(1, **more)]
     groups[0].said("step 8 ")
-    odd = start(2, **MORE, codec="other")
-    assert odd.program.wait(PATIENCE_S) == 1
-    said = odd.text()
-    assert "PeerMismatch: codec: rank " in said and "OneBit" in said and "Ternary" in said, said
+    wrong = start(3, **more | odd)
+    groups.append(start(2, **more))
+    assert wrong.program.wait(PATIENCE_S) == 1
+    assert re.search(words, wrong.text()), wrong.text()
+    same_bits([group.result()[1] for group in groups])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_group_that_has_loaded_a_checkpoint_takes_part(start, sync):
+    """As a script does that is started again."""
+    more = {**MORE, "steps": 60, "sync": sync}
+    first = [start(g, **more | {"steps": 8}) for g in range(3)]
+    for group in first:
+        group.result()
+    files = [f"{group.out}.state" for group in first]
+    groups = [start(g, **more) for g in range(2)]
+    groups[0].said("step 8 ")
+    groups.append(start(2, state=files, **more))
     results = [group.result() for group in groups]
     same_bits([bits for _, bits in results])
-    assert "PeerMismatch" not in groups[0].text() or "does not count" in groups[0].text()
+    assert not any(done["lost"] for done, _ in results[:2])
+
+
+@pytest.mark.long
+def test_nobody_waits_for_a_group_that_does_not_want_a_step(start):
+    lose_and_find(start, "refuse", timeout_s=2 * PATIENCE_S, **MORE)
 
 
 @pytest.mark.long
@@ -349,6 +397,45 @@ def test_a_step_without_averages_is_an_error(manager):
         one.average()
         managed.step()
         assert manager.current_step() == 2
+
+
+def test_a_step_that_did_not_count_is_in_no_state(manager):
+    import torchft
+
+    model = {"w": torch.nn.Parameter(torch.zeros(64, 40))}
+    inner = torch.optim.SGD(model.values(), lr=0.1)
+    with averager_of(manager, model.items(), "onebit", min_numel=0) as averager:
+        managed = torchft.Optimizer(manager, inner)
+        for number in range(3):
+            managed.zero_grad()
+            model["w"].grad = torch.ones(64, 40)
+            averager.average()
+            if number == 2:
+                manager.report_error(RuntimeError("not this one"))
+            managed.step()
+        assert averager.state_dict()["step"] == manager.current_step() == 2
+        # another kind of error: the step does not count for its NaN gradients
+        managed.zero_grad()
+        model["w"].grad = torch.sparse_coo_tensor(size=(64, 40))
+        with pytest.raises(UnsupportedTensor, match="sparse"):
+            averager.average()
+        managed.step()
+        assert manager.current_step() == 2 and not model["w"].isnan().any()
+
+
+def test_a_dropped_averager_is_gone(manager):
+    import torchft
+
+    model = torch.nn.Linear(8, 8)
+    averager = averager_of(manager, model, "onebit")
+    assert "gradcomp" in manager._user_state_dicts
+    del averager
+    gc.collect()
+    assert "gradcomp" not in manager._user_state_dicts
+    managed = torchft.Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.1))
+    managed.zero_grad()
+    managed.step()
+    assert manager.current_step() == 1
 
 
 def test_states_of_all_groups_are_loaded_before_the_first_quorum(manager):

@@ -71,9 +71,8 @@ def test_over_mpi(tmp_path, phase, fault, flavour):
     program = [HERE / "_cells.py", free_port(), "mpi", WORLD, phase, fault, TIMEOUT_S]
     done = output_of(*command, *program, tmp_path / "saved", env=mpi_environment())
     assert done.returncode not in (0, 124), done
-    if fault != "frozen":
-        assert re.search(FIRST + LAST_LINE[fault], done.stderr), done
-        return
+    if fault != "frozen" and re.search(FIRST + LAST_LINE[fault], done.stderr):
+        return  # in a checkpoint, where ranks meet over gloo, survivors may be the first to say it
     said = [line for line in done.stdout.splitlines() if line.startswith("PeerLost")]
     said = [line for line in said if ": no answer from a peer" not in line]  # of the one that woke
     assert said, done
