@@ -13,7 +13,7 @@ import os
 import re
 from pathlib import Path
 
-FOLDER, PROC = Path("/dev/shm"), Path("/proc")
+FOLDER, PROC = Path("/dev/shm"), Path("/proc")  # noqa: S108 - where MPIs leave files
 NAMES = re.compile(r"(mpich_shm_|sm_segment\.|vader_segment\.).+")  # MPICH; Open MPI 5; 4
 # The host's own namespaces (include/linux/proc_ns.h). A container with the host's IPC namespace
 # shares its /dev/shm; with another PID namespace it does not see the host's processes.

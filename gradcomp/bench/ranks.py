@@ -307,7 +307,8 @@ def _emit(message: Any) -> None:
 
 
 def _unpack(words: str) -> Any:
-    return pickle.loads(base64.b64decode(words))
+    # what a rank that this program has started prints
+    return pickle.loads(base64.b64decode(words))  # noqa: S301
 
 
 def warm_context(*modules: str) -> Any:

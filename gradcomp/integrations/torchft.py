@@ -152,7 +152,7 @@ class ManagedAverager(GradientAverager):
             lambda state: (heal() or bool)(state),
             lambda: (healthy() or dict)(),
         )
-        weakref.finalize(self, _forget, manager, self._key)
+        self._forget = weakref.finalize(self, _forget, manager, self._key)
         self._watch = Watch(
             (p for _, p in self._named),
             lambda: self._calls,
@@ -236,7 +236,7 @@ class ManagedAverager(GradientAverager):
         with contextlib.suppress(Exception):  # of the manager's own thread
             self._manager.wait_quorum()
         self._watch.close()
-        _forget(self._manager, self._key)
+        self._forget()
         if self._quorum is not None:
             self._quorum.close()
             self._quorum = None
@@ -246,6 +246,7 @@ class ManagedAverager(GradientAverager):
 
     def _connect(self, address: str, rank: int, world_size: int) -> None:
         """Connect with the groups of a quorum; on the manager's thread, no step is under way."""
+        self._refused = None
         if self._quorum is not None:
             self._quorum.close()
             self._quorum = None
@@ -257,7 +258,6 @@ class ManagedAverager(GradientAverager):
         store = create_store_client(path, self._manager._connect_timeout)
         mine = self._settings()
         store.set(f"settings {rank}", f"{'old' if self._has_trained else 'new'} {mine}")
-        self._refused = None
         try:
             self._quorum = TorchCommunicator.over(store, rank, world_size, timeout_s=timeout_s)
         except PeerMismatch as error:

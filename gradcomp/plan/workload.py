@@ -146,7 +146,7 @@ class Stragglers:
             same = [[factor for _, factor in groups]] * (4 if double_buffering else 1)
             return same, [n for n, _ in groups]
         if double_buffering:
-            drawn, shuffled = [], random.Random(0)
+            drawn, shuffled = [], random.Random(0)  # noqa: S311 - a shuffle
             for factor in (f for n, f in groups for _ in range(min(n, DRAWN))):
                 times = self._likely(DRAWN_HALVES, 1)
                 shuffled.shuffle(times)

@@ -246,7 +246,7 @@ def test_groups_of_two_ranks(start):
         more = {**MORE, "until": 2, "ranks": 2, "port": ports[number], "sync": True}
         return [start(number, rank=r, faults=dict(faults) if r else {}, **more) for r in (0, 1)]
 
-    groups = [group(0), group(1, {8: "die first"})]
+    groups = [group(0), group(1, {8: "die"})]
     groups[1][1].said("die")
     groups[1][0].program.kill()
     for one in groups[1]:
