@@ -113,6 +113,7 @@ FAULTS = "die", "die first", "die second", "break first", "refuse"
 def together(start, faults, **more):
     """Start groups that begin when all are there, with their faults."""
     gate = start.folder / "gate"
+    gate.unlink(missing_ok=True)  # of a trial before
     groups = [start(g, faults=one, gate=str(gate), **more) for g, one in enumerate(faults)]
     for group in groups:
         group.said("ready")
