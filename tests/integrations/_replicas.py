@@ -90,7 +90,7 @@ def main(
     optimizer="adam",
     least=1,
     sync=False,
-    timeout_s=5.0,
+    timeout_s=20.0,
     out="",
     steps=16,
     options=(),

@@ -76,7 +76,7 @@ def start(tmp_path, request):
         bind="[::]:0",
         min_replicas=getattr(request, "param", 1),
         join_timeout_ms=1000,
-        heartbeat_timeout_ms=1000,
+        heartbeat_timeout_ms=3000,
     )
     started = []
 
@@ -320,7 +320,7 @@ def test_a_lost_and_a_new_group_cost_no_accuracy():
     for disturbed in (False, True):
         for seed in range(3):
             lighthouse = torchft.LighthouseServer(
-                bind="[::]:0", min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=1000
+                bind="[::]:0", min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=3000
             )
             found[disturbed, seed] = accuracy_of(lighthouse.address(), seed, disturbed=disturbed)
             lighthouse.shutdown()
