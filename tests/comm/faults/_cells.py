@@ -41,6 +41,15 @@ FAULTS = {
     "interrupted": lambda: os.kill(os.getpid(), signal.SIGINT),
     "out of memory": lambda: torch.empty(2**50),
 }
+
+
+def be_cut_off():
+    """Wait until the test has taken this host's link down."""
+    print("cut", flush=True)
+    time.sleep(2)
+
+
+LINKS = {"cut off": be_cut_off}
 # by phase: what it begins with, or (with a name) what is under way when it has begun
 PLACES = {
     "forward": (nn.Linear, "forward"),
@@ -59,7 +68,7 @@ class Strike:
     """Has a fault in a phase, once, when it is `armed`."""
 
     def __init__(self, phase, fault):
-        self._fault, self.armed = FAULTS[fault], False
+        self._fault, self.armed = (FAULTS | LINKS)[fault], False
         owner, name, *under_way = PLACES[phase]
         before = getattr(owner, name)
 
@@ -84,8 +93,9 @@ def main(port, rank, world, phase, fault, timeout_s, folder):
     torch.set_num_threads(1)
     comm = gradcomp.comm.MpiCommunicator() if rank == "mpi" else None
     rank = comm.rank if comm else int(rank)
+    host = os.environ.get("STORE_HOST", "127.0.0.1")
     store = dist.TCPStore(
-        "127.0.0.1", port, None, rank == 0, timedelta(seconds=60), wait_for_workers=False
+        host, port, None, rank == 0, timedelta(seconds=60), wait_for_workers=False
     )
     wait = timedelta(seconds=timeout_s)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=wait)

@@ -4,14 +4,21 @@ and it names the rank that was lost and no survivor.
 docs/explanation/reliability.md says what comes of it.
 """
 
+import contextlib
+import math
+import os
 import re
 import subprocess
+import sys
 
 import pytest
 from _cells import FAULTS, PLACES
 from _ranks import mpi_environment, mpi_python, output_of
 from gradcomp.launch.ports import free_port
 from test_faults import HERE, TIMEOUT_S, started
+
+from gradcomp.bench import hosts
+from gradcomp.plan.links import Link
 
 pytestmark = pytest.mark.long
 WORLD, LAST = 3, 2
@@ -78,3 +85,39 @@ def test_over_mpi(tmp_path, phase, fault, flavour):
     assert said, done
     for line in said:
         look_at(fault, line, done.stderr)
+
+
+@pytest.mark.parametrize("phase", ["forward", "encode", "reduce", "decode", "outer step"])
+def test_a_host_whose_link_is_cut(tmp_path, phase):
+    """The last of three hosts: it hears of it, too, but not of whom."""
+    with hosts.Hosts(WORLD, Link(math.inf)) as three, contextlib.ExitStack() as closing:
+        environment = os.environ | {
+            "STORE_HOST": three.address(0),
+            "GLOO_SOCKET_IFNAME": hosts.INTERFACE,
+            "OMP_NUM_THREADS": "1",
+        }
+        ranks = []
+        for rank in range(WORLD):
+            words = [HERE / "_cells.py", 29555, rank, WORLD, phase, "cut off", TIMEOUT_S]
+            words = [*three.command(rank), sys.executable, *words, tmp_path / "saved"]
+            ranks.append(
+                subprocess.Popen(
+                    [str(word) for word in words],
+                    env=environment,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            closing.callback(ranks[-1].kill)
+        assert ranks[LAST].stdout.readline() == "cut\n"
+        name = three.namespace(LAST)
+        subprocess.run(["ip", "-n", name, "link", "set", hosts.INTERFACE, "down"], check=True)
+        for rank in (0, 1):
+            out, errors = ranks[rank].communicate(timeout=60)
+            found = re.search(r"PeerLost step=[34] seconds=([\d.]+) (.*)", out)
+            assert found and float(found[1]) < 2 + TIMEOUT_S + 5, out + errors
+            assert re.search(r"rank 2 \(pid \d+ on \S+\) cannot be reached", found[2]), found[2]
+            assert ranks[rank].returncode == 1
+        out, errors = ranks[LAST].communicate(timeout=60)
+        assert "PeerLost" in out, out + errors
