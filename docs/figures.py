@@ -498,6 +498,16 @@ def scaled() -> Iterator[Figure]:
         ("N = 2, 4e-3", two, statistics.fmean(losses("fp32", **two))),
         ("source code, N = 2, 2e-3", two_code, statistics.fmean(losses("fp32", **two_code))),
         ("600 steps, 2e-3, `Ternary()` (13 times fewer bytes)", {"method": ternary}, GPT_600),
+        (
+            "600 steps, 2e-3, `EntropyCoded(2.2)` (13 times fewer bytes)",
+            {"method": usual.format("2.2") + ",scale_lr"},
+            GPT_600,
+        ),
+        (
+            "600 steps, 2e-3, `EntropyCoded(3.2)` (9 times fewer bytes)",
+            {"method": usual.format("3.2") + ",scale_lr"},
+            GPT_600,
+        ),
     ):
         found = losses(**{"method": method, "file": "entropy.jsonl"} | settings)
         yield (
