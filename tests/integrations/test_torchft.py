@@ -121,9 +121,10 @@ def together(start, faults, **more):
     return groups
 
 
-def lose_and_find(start, fault, **more):
+def lose_and_find(start, fault, most=2, **more):
     """Have a fault in group 2 of 3, start the group again where it has died, and look at the end
-    whether all have the same bits.
+    whether all have the same bits, and the others have lost `most` steps: one, and on a busy machine
+    another one, for which a quorum was asked before the lighthouse knew.
     """
     groups = together(start, [{8: fault} if g == 2 else {} for g in range(3)], **more)
     if fault.startswith("die"):
@@ -133,8 +134,7 @@ def lose_and_find(start, fault, **more):
     results = [group.result() for group in groups]
     same_bits([bits for _, bits in results])
     for done, _ in results[:2]:
-        # one, and the next if a quorum was asked for before the lighthouse knew
-        assert len(done["lost"]) <= 1 + fault.startswith("die"), results
+        assert len(done["lost"]) <= most, results
     assert results[2][0]["groups"][-1] == 3, "it takes part again"
     return results
 
@@ -150,7 +150,7 @@ def lose_and_find(start, fault, **more):
 )
 def test_a_fault_costs_the_others_a_step_at_most(start, fault, sync, trials):
     for _ in range(trials):
-        lose_and_find(start, fault, sync=sync, **MORE)
+        lose_and_find(start, fault, most=1 + (trials == 1), sync=sync, **MORE)
 
 
 @pytest.mark.parametrize(
