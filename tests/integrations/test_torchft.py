@@ -123,7 +123,7 @@ def together(start, faults, **more):
 
 def lose_and_find(start, fault, most=2, **more):
     """Have a fault in group 2 of 3, start the group again where it has died, and look at the end
-    whether all have the same bits, and the others have lost `most` steps: one, and on a busy machine
+    whether all have the same bits, and the others have lost `most` steps: one, and on a busy host
     another one, for which a quorum was asked before the lighthouse knew.
     """
     groups = together(start, [{8: fault} if g == 2 else {} for g in range(3)], **more)
