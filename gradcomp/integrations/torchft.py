@@ -359,8 +359,7 @@ class ManagedAverager(GradientAverager):
 class DiLoCo(local_sgd.DiLoCo):  # type: ignore[misc]
     """torchft's `DiLoCo`, whose groups exchange pseudo-gradients compressed, with residuals.
 
-    Arguments are torchft's, without `should_quantize`, `use_bucketization` and its own
-    ``bucket_cap_mb``; the manager needs ``use_async_quorum=False``.
+    Arguments are torchft's; the manager needs ``use_async_quorum=False``.
 
     Args:
         manager, model_fragments, inner_optimizer, outer_optimizer, sync_every, more: torchft's.
@@ -369,6 +368,11 @@ class DiLoCo(local_sgd.DiLoCo):  # type: ignore[misc]
 
     Attributes:
         averagers: one a fragment, with ``stats``.
+
+    Raises:
+        TypeError: `should_quantize`, `use_bucketization` or ``bucket_cap_mb``, which are of
+            torchft's own exchange.
+        ValueError: as torchft's, and as of `ManagedAverager`.
     """
 
     def __init__(
@@ -383,6 +387,9 @@ class DiLoCo(local_sgd.DiLoCo):  # type: ignore[misc]
         options: Mapping[str, Any] | None = None,
         **more: Any,
     ) -> None:
+        for name in ("should_quantize", "use_bucketization", "bucket_cap_mb"):
+            if name in more:
+                raise TypeError(f"{name} is of torchft's own exchange: leave it out, codec= packs")
         super().__init__(
             manager, model_fragments, inner_optimizer, outer_optimizer, sync_every, **more
         )

@@ -382,6 +382,16 @@ def test_what_needs_the_same_ranks_is_refused(manager):
         averager_of(manager, model, "ternary")
 
 
+def test_options_of_torchfts_own_exchange_are_refused(manager):
+    from gradcomp.integrations.torchft import DiLoCo
+
+    model = torch.nn.Linear(8, 8)
+    inner, outer = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    for name in ("should_quantize", "use_bucketization", "bucket_cap_mb"):
+        with pytest.raises(TypeError, match=f"{name} is of torchft's own exchange"):
+            DiLoCo(manager, [model], inner, outer, 4, codec="ternary", **{name: True})
+
+
 def test_a_step_without_averages_is_an_error(manager):
     import torchft
 
