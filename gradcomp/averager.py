@@ -30,7 +30,6 @@ from gradcomp.engine.state import Accepted
 from gradcomp.engine.step import Engine, Step
 from gradcomp.engine.watch import Newcomers
 from gradcomp.errors import GradcompError
-from gradcomp.memory.momentum import Momentum
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -56,9 +55,8 @@ class GradientAverager(Controls):
             trained. Of a DTensor the local shard is averaged: `comm` then has the ranks that hold
             the same shards.
         codec: codec or name; "auto": as of `gradcomp.ddp.register`.
-        optimizer: the optimizer of these parameters; one whose momentum travels
-            (`gradcomp.optim.OneBitAdam`) needs to be given. Any other is read for its kind alone:
-            "auto" chooses by it, and a codec that is known to lose with it is warned of.
+        optimizer: the optimizer of these parameters, read for its kind alone: "auto" chooses by
+            it, and a codec that is known to lose with it is warned of.
         comm: the ranks; torch.distributed's default group when None. Closed with the averager.
         bucket_cap_mb: a bucket that has reached so many MiB is closed, as in DDP.
         common, advanced: as of `gradcomp.ddp.register`.
@@ -172,13 +170,6 @@ class GradientAverager(Controls):
                 scale than they left; nothing is changed then.
             After any other error every ``p.grad`` is NaN.
         """
-        transform = self._engine.options.advanced.transform
-        if isinstance(transform, Momentum):
-            raise GradcompError(
-                "average_delayed() hands back averages one step late, and"
-                f" {transform!r} sends what the momentum becomes in this one:"
-                " call average()"
-            )
         if self._scaled:
             raise GradcompError(
                 "average_delayed() hands back gradients of an earlier loss scale: make the averager"

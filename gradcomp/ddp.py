@@ -23,7 +23,6 @@ from gradcomp.engine.options import Advanced, CommonOptions, takes
 from gradcomp.engine.step import Engine, Step
 from gradcomp.engine.watch import Newcomers
 from gradcomp.errors import GradcompError, PeerLost, UnsupportedTensor
-from gradcomp.memory.momentum import Momentum
 from gradcomp.optim import SplitOptimizer
 from gradcomp.optim.fused import FusedGradients, agree_on_optimizer, replicated, why_not_fused
 from gradcomp.payload.order import storage_order, storage_view
@@ -241,16 +240,10 @@ class CompressionState(Controls):
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         engine, task = self._engine, torch_private.graph_task()
         in_backward = task != -1
-        momentum = isinstance(engine.options.advanced.transform, Momentum)
         # in the first backward of a static graph every bucket has index 0, and there is no last one
         is_more = in_backward and bucket.index() == 0 and task == self._task
         is_second = is_more and len(self._step.buckets) == 1
         try:
-            if momentum and not in_backward:
-                raise GradcompError(
-                    "Join: a rank that has run out of data steps no more, so its momentum is not"
-                    " that of the others"
-                )
             # DDP launches buckets in order, also from the inner backwards of checkpointing
             if bucket.index() == 0 and not is_more:
                 self._task = task
@@ -447,8 +440,7 @@ def register(
             inside a node, compressed between nodes.
         warmup_steps: the first so many steps are averaged in fp32, or packed by `warmup_codec`.
         warmup_codec: codec or name for the warm-up: `Block(4)`, say, which loses nothing and takes
-            an eighth of the bytes; its groups are those of the codec. Also for the warm-up of
-            `gradcomp.optim.OneBitAdam`. None: fp32.
+            an eighth of the bytes; its groups are those of the codec. None: fp32.
         precondition: encode gradients in units of the root of their second moment, which all ranks
             know from the averages: for Adam and its like with codecs of 1 and 2 bits. True, or
             `Precondition` for other settings than its defaults.

@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp.ddp
 import gradcomp.fsdp
-from gradcomp.bench.optimizers import exchanging_momentum
 from gradcomp.codecs import KINDS, Codec, Identity, OneBit, TernGrad
 from gradcomp.comm.base import Communicator
 from gradcomp.engine.options import RENAMED, Advanced
@@ -92,9 +91,6 @@ class Method:
     bits: int = 0  # a value that `hook` sends, where it is known
     exempt: str = "none"  # which tensors travel in fp32: a key of `PRESETS`
     options: dict[str, Any] = field(default_factory=dict)  # common ones of `gradcomp.ddp.register`
-    # "" averages gradients; "frozen" (1-bit Adam) and "renewed" (0/1 Adam) average momenta after
-    # the first `warmup_steps`
-    momentum: str = ""
     feedback: bool = True  # keep residuals; otherwise they are zero again after every step
     double: bool = False  # `gradcomp.onebit_sgd.DoubleBuffer` in place of DDP
     # arguments of `gradcomp.DiLoCo`, outer_lr and outer_momentum; empty: no local steps
@@ -111,8 +107,6 @@ class Method:
     def options_for(self, named: Sequence[tuple[str, nn.Parameter]]) -> dict[str, Any]:
         """Return the options of `gradcomp.ddp.register` for these parameters."""
         options = dict(self.options)
-        if self.momentum:
-            options.pop("warmup_steps", None)
         if self.exempt != "none":
             options["exclude"] = [n for n, p in named if PRESETS[self.exempt](n, p)]
         return options
@@ -151,8 +145,6 @@ methods: {", ".join(name for name in METHODS if name not in (NONE, NOOP))}, {FSD
                                bf16, fp32
   precondition                 compress gradients in units of their second moments
   scale_lr                     keep the length of Adam's steps (with precondition)
-  momentum=frozen|renewed      average momenta, as 1-bit Adam (LAMB) or 0/1 Adam; warmup_steps is
-                               their warm-up
   exchange=all_gather|reduce_scatter
   rotate                       rotate values at random, without bias and residuals (onebit)
   bits=X                         of a value (entropy)
@@ -190,6 +182,8 @@ def parse(text: str) -> Method:
         key, _, value = word.partition("=")
         if key not in OPTIONS:
             now = f" is called {RENAMED[key]!r}" if key in RENAMED else f": {', '.join(OPTIONS)}"
+            if key == "momentum":
+                now = ": it is gone; entropy:bits=1.25,precondition,scale_lr sends less"
             raise ValueError(f"unknown option {key!r} of {name}{now}")
         try:
             method = _with(method, OPTIONS[key], value)
@@ -263,9 +257,6 @@ OPTIONS: dict[str, Option] = {
     "exchange": Option("options", "exchange", str),
     "precondition": Option("options", "precondition", _switch),
     "scale_lr": Option("options", "scale_lr", _switch),
-    "momentum": Option(
-        "", "momentum", _one_of({"": "frozen", "frozen": "frozen", "renewed": "renewed"})
-    ),
     "double": Option("", "double", _switch),
     "feedback": Option("", "feedback", _one_of({"off": False})),
     "every": Option("local", "sync_every", int),
@@ -279,26 +270,19 @@ OPTIONS: dict[str, Option] = {
 
 def _check(method: Method) -> None:
     """Refuse options that exclude each other."""
-    text, codec, options, momentum = method.name, method.codec, method.options, method.momentum
+    text, codec, options = method.name, method.codec, method.options
     name, local, warm = text.partition(":")[0], method.local, options.get("warmup_steps")
     without, forgets, starts = codec is None, not method.feedback, "warmup_codec" in options
     feeds_back = codec is not None and codec.error_feedback
     refused = {
         "feedback=off is for codecs that have feedback": forgets and not feeds_back,
         "start= packs the first steps and needs warmup_steps=N": starts and not warm,
-        "momentum needs a codec and a warm-up, warmup_steps=N": momentum and (without or not warm),
-        "gradients and momenta take turns in a renewed warm-up, so start= cannot pack it": (
-            momentum == "renewed" and starts
-        ),
-        "momenta that travel do not wait for half a minibatch": momentum and method.double,
-        "a step that is forgotten has neither momentum nor second moments": (
-            forgets and (momentum or options.get("precondition"))
-        ),
+        "a step that is forgotten has no second moments": forgets and options.get("precondition"),
         "double buffering has neither local steps nor feedback=off": (
             method.double and (local or forgets)
         ),
-        "local steps need a codec and every=H, and exclude momentum and feedback=off": (
-            local and (without or "sync_every" not in local or momentum or forgets)
+        "local steps need a codec and every=H, and exclude feedback=off": (
+            local and (without or "sync_every" not in local or forgets)
         ),
         f"{name} takes no options but those of local steps (every=H)": (
             (method.hook is not None or without) and not local and ":" in text
@@ -380,7 +364,7 @@ def wrap(
     """Make a model on the CPU, the same on every rank, exchange by a method.
 
     Args:
-        make: returns the optimizers of a model; momenta that travel are those of their relatives.
+        make: returns the optimizers of a model.
         comm: what codecs send over; None: torch's default process group.
         min_numel: smallest tensor that is compressed, unless the method says; None: the default.
     """
@@ -414,10 +398,7 @@ def wrap(
     if codec is None:
         assert method.hook is not None
         return Ready(method, wrapped, optimizers, method.hook(wrapped))
-    if method.momentum:
-        warm_up = method.options["warmup_steps"]
-        optimizers = exchanging_momentum(optimizers, method.momentum, warm_up)
-    if method.momentum or options.get("scale_lr"):
+    if options.get("scale_lr"):
         options["optimizer"] = optimizers[0]
     state = gradcomp.ddp.register(wrapped, codec, comm=comm, **options)
     return Ready(method, wrapped, optimizers, state)

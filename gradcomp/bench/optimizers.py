@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
-from gradcomp.optim import OneBitAdam, OneBitLamb, SplitLAMB, ZeroOneAdam
+from gradcomp.optim import SplitLAMB
 
 BETAS = 0.9, 0.95
 
@@ -51,27 +51,3 @@ OPTIMIZERS: dict[str, Callable[[nn.Module, float], list[Optimizer]]] = {
     "adagrad": lambda model, lr: [Adagrad(model.parameters(), lr=lr)],
     "muon": muon,
 }
-# of an optimizer and of what becomes of its variance: its relative whose momentum travels
-EXCHANGING: dict[tuple[type[Optimizer], str], Callable[..., Optimizer]] = {
-    (AdamW, "frozen"): lambda groups, steps: OneBitAdam(groups, freeze_step=steps),
-    (AdamW, "renewed"): lambda groups, steps: ZeroOneAdam(groups, var_freeze_step=steps),
-    (SplitLAMB, "frozen"): lambda groups, steps: OneBitLamb(groups, freeze_step=steps),
-}
-
-
-def exchanging_momentum(optimizers: list[Optimizer], kind: str, warm_up: int) -> list[Optimizer]:
-    """Return the relative of AdamW or LAMB, a model's only optimizer, whose momentum travels, with
-    the same settings and a variance that is `kind`, "frozen" or "renewed", after `warm_up` steps.
-
-    Raises:
-        ValueError: there is no such relative of the optimizer.
-    """
-    make = EXCHANGING.get((type(optimizers[0]), kind)) if len(optimizers) == 1 else None
-    if make is None:
-        names = " and ".join(type(one).__name__ for one in optimizers)
-        raise ValueError(f"there is no {names} whose momentum travels ({kind})")
-    keys = ("params", "lr", "betas", "eps", "weight_decay")
-    groups = [
-        {key: group[key] for key in keys if key in group} for group in optimizers[0].param_groups
-    ]
-    return [make(groups, warm_up)]

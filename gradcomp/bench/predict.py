@@ -26,7 +26,7 @@ def planned(name: str, world_size: int, *, over_mpi: bool = False) -> Method | N
     if name in ("fp32", "bf16"):
         return find_method(name)
     method, codec = parse(name), parse(name).codec
-    if codec is None or method.sharded or method.double or method.momentum:
+    if codec is None or method.sharded or method.double:
         return None
     if method.options.get("precondition") or (method.local and "warmup_steps" in method.options):
         return None  # not modelled; two kinds of steps

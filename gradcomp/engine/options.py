@@ -8,7 +8,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, TypedDict, TypeVar
 
 from gradcomp.codecs import Codec, resolve
@@ -154,6 +154,11 @@ class Options:
             _check_count("min_numel", self.min_numel)
         if self.warmup_codec is not None:
             object.__setattr__(self, "warmup_codec", resolve(self.warmup_codec))
+            if not self.warmup_steps:
+                raise ValueError(
+                    f"warmup_codec={self.warmup_codec!r} packs the first warmup_steps steps, and"
+                    " warmup_steps is 0"
+                )
         if self.exchange not in (*EXCHANGES, HIERARCHICAL):
             raise ValueError(
                 f"exchange must be one of {(*EXCHANGES, HIERARCHICAL)}, got {self.exchange!r}"
@@ -205,46 +210,6 @@ class Options:
                 " residuals"
             )
 
-    def under(self, optimizer: Any) -> Options:
-        """Return the options under an optimizer: one whose momentum travels
-        (`gradcomp.optim.OneBitAdam`) brings its transform.
-
-        Raises:
-            TypeError: no optimizer.
-            ValueError: a `transform` or `warmup_steps` beside it; a `warmup_codec` without a step
-                to pack.
-        """
-        if optimizer is not None and not hasattr(optimizer, "param_groups"):
-            raise TypeError(
-                "optimizer must be an optimizer, such as torch.optim.AdamW(...), got"
-                f" {type(optimizer).__name__}"
-            )
-        brought = getattr(optimizer, "transform", None)
-        mine = self
-        transform = self.advanced.transform
-        if isinstance(brought, Transform) and brought is not transform:
-            for name, value in (("transform", transform), ("warmup_steps", self.warmup_steps)):
-                if value:
-                    raise ValueError(
-                        f"{name}={value!r} cannot be used with {type(optimizer).__name__}, which"
-                        " changes gradients on their way and has a warm-up of its own"
-                    )
-            mine = replace(self, advanced=replace(self.advanced, transform=brought))
-        own = mine.advanced.transform
-        if (
-            mine.warmup_codec is not None
-            and not mine.warmup_steps
-            and not (own is not None and own.packs_warm_up)
-        ):
-            why = "packs the first warmup_steps steps, and warmup_steps is 0"
-            if isinstance(brought, Transform):
-                why = (
-                    f"cannot be used with {type(optimizer).__name__}, which averages gradients in"
-                    " some steps and momenta in others: residuals of one do not fit the other"
-                )
-            raise ValueError(f"warmup_codec={mine.warmup_codec!r} {why}")
-        return mine
-
     @property
     def exempts(self) -> tuple[Exempts, ...]:
         """`exclude` as a tuple."""
@@ -252,21 +217,7 @@ class Options:
 
     def is_plain(self, step: int) -> bool:
         """Whether this exchange belongs to the warm-up: in fp32, or packed by `warmup_codec`."""
-        own = self.advanced.transform
-        return step < self.warmup_steps or (own is not None and own.pauses(step))
-
-    def begins_transform(self, step: int) -> bool:
-        """Whether this exchange is the first after the warm-up of a transform's own that
-        `warmup_codec` packs.
-        """
-        own = self.advanced.transform
-        return (
-            own is not None
-            and self.warmup_codec is not None
-            and step > 0
-            and own.pauses(step - 1)
-            and not own.pauses(step)
-        )
+        return step < self.warmup_steps
 
     @property
     def whole_steps(self) -> bool:
@@ -284,7 +235,7 @@ class Options:
         """
         transform = self.advanced.transform
         return {
-            "transform": transform.compared() if transform is not None else UNSET,
+            "transform": UNSET if transform is None else repr(transform),
             "precondition": self.precondition or UNSET,
             "warmup_steps": (
                 (self.warmup_steps, repr(self.warmup_codec))

@@ -299,8 +299,6 @@ class Engine:
         if self._longer is not None:
             self._longer.steps = self.step + 1
             self._longer.off = self.guard is not None and self.guard.level > 0
-        if self.options.begins_transform(self.step):
-            self.store.begin_transform()
         if self.options.loss_scale is not None:
             scale = float(self.options.loss_scale())
             if not 0 < scale < math.inf:
@@ -601,10 +599,9 @@ class Engine:
         ):
             logger.warning(
                 "nothing was compressed: %s exchanges, and all of them belong to the warm start"
-                " (warmup_steps=%s, %s)",
+                " (warmup_steps=%s)",
                 self.stats.steps,
                 self.options.warmup_steps,
-                self.options.advanced.transform,
             )
         if self._longer is not None:
             self._longer.close()

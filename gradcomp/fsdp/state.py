@@ -88,7 +88,6 @@ class FsdpState:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        options.under(None)  # refuses a codec for a warm-up that has no steps
         if keep_weights and weights is None:
             raise ValueError(
                 "keep_weights=True keeps packed weights: say how they are packed, weights='block8'"

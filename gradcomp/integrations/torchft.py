@@ -96,8 +96,8 @@ class ManagedAverager(GradientAverager):
 
     Raises:
         ValueError: an option that needs the same ranks in every step: `grad_scaler`,
-            ``exchange="hierarchical"``, a transform (`gradcomp.optim.OneBitAdam`); a manager that
-            has begun, or has an averager already.
+            ``exchange="hierarchical"``, a transform (`gradcomp.onebit_sgd.AggregateAdagrad`); a
+            manager that has begun, or has an averager already.
     """
 
     @takes(CommonOptions)
@@ -340,7 +340,7 @@ class ManagedAverager(GradientAverager):
             "grad_scaler": options.grad_scaler is not None,
             "exchange='hierarchical'": options.exchange == "hierarchical",
             "advanced nodes": options.advanced.nodes is not None,
-            "a transform (OneBitAdam, ZeroOneAdam)": options.advanced.transform is not None,
+            "a transform (AdaGrad on averages)": options.advanced.transform is not None,
         }
         for name, found in given.items():
             if found:

@@ -8,7 +8,7 @@ rank, an optimizer step that is skipped, or an error half-way leaves everything 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -116,12 +116,6 @@ class Planes:
         """Multiply all values, of both planes, by `factor`."""
         for plane in self._planes:
             kernels.of(plane.device).rescale(plane, factor)
-
-    def multiply(self, factor: Callable[[int], float]) -> None:
-        """Multiply every parameter's current values by its factor."""
-        if self.begun:
-            for index in self.numels:
-                self.current(index).mul_(factor(index))
 
     def state(self, names: Mapping[int, str]) -> dict[str, Tensor]:
         """Return copies of all current values by parameter name; empty before the first step."""

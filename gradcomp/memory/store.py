@@ -50,8 +50,6 @@ class StateStore:
         """Forget what `discard` could undo."""
         for planes in self._planes().values():
             planes.begin_step()
-        if self.transform is not None:
-            self.transform.begin_step()
 
     def discard(self) -> None:
         """Undo every commit since `begin_step`."""
@@ -62,14 +60,6 @@ class StateStore:
         """Free the memory of residuals that are all 0."""
         if self.residuals is not None:
             self.residuals.free_unused()
-
-    def begin_transform(self) -> None:
-        """The warm-up of a transform is over: residuals of its gradients become those of what it
-        sends.
-        """
-        if self.transform is not None:
-            for planes in self._residuals():
-                planes.multiply(self.transform.share_of)
 
     def rescale(self, factor: float) -> None:
         """Multiply every residual by `factor`: the loss scale has changed by it."""

@@ -30,12 +30,10 @@ class Transform(ABC):
             the rank's own); "owner": whoever owns a piece changes the mean of all ranks before it
             is encoded again (the state is shared out).
         initial: state of every element at first.
-        packs_warm_up: it has a warm-up (`pauses`) before anything else, which may be packed.
     """
 
     place = "owner"
     initial = 0.0
-    packs_warm_up = False
 
     @abstractmethod
     def apply(self, values: Tensor, old: Tensor, new: Tensor) -> None:
@@ -51,32 +49,11 @@ class Transform(ABC):
             new: ``(n,)`` float32: states after.
         """
 
-    def pauses(self, step: int) -> bool:
-        """Whether the gradients of this exchange are averaged as during `warmup_steps` and nothing
-        is done to them, on all ranks.
-        """
-        return False
-
-    def keep(self, numels: Mapping[int, int], tensors: Mapping[int, Tensor]) -> Transforming:
-        """Return this transform with states for parameters, by position.
-
-        Args:
-            numels: elements whose state this rank keeps.
-            tensors: the parameters themselves.
-        """
-        return Transforming(self, numels, device_of(tensors.values()))
-
     def options(self) -> Mapping[str, object]:
         """Return what must be the same on every rank, and in every part of a run that is
         resumed.
         """
         return {}
-
-    def compared(self) -> str:
-        """Return what ranks compare before they exchange anything: `options`, and what may
-        change in a run.
-        """
-        return repr(self)
 
     def check_state(self, state: Tensor, name: str) -> None:
         """Raise ValueError for a state of parameter `name` that `apply` cannot have made."""
@@ -106,15 +83,6 @@ class Transforming:
         what = f"state of {type(transform).__name__}"
         self.planes = Planes(numels, what, transform.initial, device=device)
         self.scale = 1.0
-
-    def begin_step(self) -> None:
-        """Take note that a step begins."""
-
-    def share_of(self, index: int) -> float:
-        """Return what becomes of a residual of the warm-up's gradients when the transform
-        begins: it is multiplied by this.
-        """
-        return 1.0
 
     def run(self, values: Tensor, spans: Iterable[tuple[int, int, int]]) -> bool:
         """Transform runs of a flat tensor in place; return True when a result or a state is not
@@ -177,6 +145,5 @@ def keep_states(
     if transform is None:
         return None
     local = transform.place == "local"
-    return transform.keep(
-        {i: t.numel() if local else share(t.numel()) for i, t in tensors.items()}, tensors
-    )
+    numels = {i: t.numel() if local else share(t.numel()) for i, t in tensors.items()}
+    return Transforming(transform, numels, device_of(tensors.values()))

@@ -28,7 +28,6 @@ from gradcomp.engine.delayed import DelayedSeconds
 from gradcomp.engine.options import Advanced, DelayedOptions, takes
 from gradcomp.exchange.agree import gather
 from gradcomp.exchange.stats import Stats
-from gradcomp.memory.momentum import Momentum
 from gradcomp.onebit_sgd.halves import cut
 from gradcomp.onebit_sgd.report import OverlapComparison, OverlapReport
 from gradcomp.onebit_sgd.restore import GroupOptions, apply_options, read_options, rolled_back
@@ -103,11 +102,6 @@ class DoubleBuffer:
             )
         if not isinstance(whole_steps, bool):
             raise ValueError(f"whole_steps must be True or False, got {whole_steps!r}")  # noqa: TRY004
-        if isinstance(getattr(optimizer, "transform", None), Momentum):
-            raise ValueError(  # noqa: TRY004
-                "DoubleBuffer averages one step late, and the momentum of"
-                f" {type(optimizer).__name__} does not wait"
-            )
         self._model, self._optimizer, self._whole_steps = model, optimizer, whole_steps
         self._averager = GradientAverager(
             model.named_parameters(),

@@ -2,12 +2,10 @@
 bit for bit.
 
 `split_parameters` splits a model's weights; `SplitSGD`, `SplitAdagrad`, `SplitAdamW` and
-`SplitLAMB` train them. `OneBitAdam`, `ZeroOneAdam` and `OneBitLamb` also exchange momenta in place
-of gradients.
+`SplitLAMB` train them.
 """
 
 from gradcomp.optim.base import SplitOptimizer
-from gradcomp.optim.onebit import OneBitAdam, OneBitLamb, ZeroOneAdam
 from gradcomp.optim.packed import packed_add
 from gradcomp.optim.split import (
     SplitParameters,
@@ -20,15 +18,12 @@ from gradcomp.optim.split import (
 from gradcomp.optim.split_optimizers import SplitAdagrad, SplitAdamW, SplitLAMB, SplitSGD
 
 __all__ = [
-    "OneBitAdam",
-    "OneBitLamb",
     "SplitAdagrad",
     "SplitAdamW",
     "SplitLAMB",
     "SplitOptimizer",
     "SplitParameters",
     "SplitSGD",
-    "ZeroOneAdam",
     "fp32_state_dict",
     "join",
     "load_fp32_state_dict",
@@ -36,3 +31,13 @@ __all__ = [
     "split",
     "split_parameters",
 ]
+
+
+def __getattr__(name: str) -> object:
+    why = ""
+    if name in ("OneBitAdam", "OneBitLamb", "ZeroOneAdam"):
+        why = (
+            ", which is gone: keep your own optimizer, with gradcomp.EntropyCoded(1.25) and"
+            " precondition=True (docs/howto/from-onebit-adam.md)"
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{why}")

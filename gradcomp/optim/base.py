@@ -45,7 +45,6 @@ class SplitOptimizer(TrailKeeper):
     kind: ClassVar[Kind]
     ranges: ClassVar[dict[str, Callable[[str, Any], None]]]  # check(name, value) of each option
     moments: ClassVar[tuple[str, ...]] = ()  # names of fp32 state, in the order of gc_target
-    counters: ClassVar[tuple[str, ...]] = ()  # names of single numbers kept beside "step"
     takes_sparse: ClassVar[bool] = False
     takes_packed: bool = True
 
@@ -63,7 +62,7 @@ class SplitOptimizer(TrailKeeper):
 
     @abstractmethod
     def numbers(self, entry: Entry) -> dict[str, float]:
-        """Return the fields of an entry's rule, from its group, step, seen and is_first."""
+        """Return the fields of an entry's rule, from its group, step and is_first."""
 
     def check_options(self, group: dict[str, Any]) -> None:
         """Raise ValueError for hyperparameters out of their range."""
@@ -81,12 +80,6 @@ class SplitOptimizer(TrailKeeper):
     def run(self, entries: Sequence[Entry]) -> None:
         """Update the parameters; their steps have been counted."""
         run_rules(entries, self.rules(entries), self.moments)
-
-    def taken_over(self, name: str, p: Tensor, step: Tensor) -> Tensor | None:
-        """Return a counter (one element) or moment that is missing in a checkpoint, which has seen
-        `step` steps, of the optimizer that this one derives from; None: it is refused.
-        """
-        return None
 
     # ---- torch.optim.Optimizer --------------------------------------------------------------
 
@@ -145,8 +138,7 @@ class SplitOptimizer(TrailKeeper):
     def _begin(self, p: nn.Parameter, group: dict[str, Any]) -> None:
         """Make a parameter's state."""
         state = self.state[p]
-        for name in ("step", *self.counters):
-            state[name] = torch.zeros(())
+        state["step"] = torch.zeros(())
         self._tracking.begin(p)
         if p.dtype == torch.bfloat16:
             found = waiting_trail(p)
@@ -209,7 +201,6 @@ class SplitOptimizer(TrailKeeper):
         steps = [entry.state["step"] for entry in entries]
         for entry, done in zip(entries, torch.stack(steps).tolist(), strict=True):
             entry.step = int(done) + 1
-            entry.seen = entry.step
             entry.is_first = self._complete(entry.parameter, entry.group) or entry.step == 1
         dense = [e for e in entries if e.gradient is not None or e.packed is not None]
         if dense:

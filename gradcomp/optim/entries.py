@@ -31,7 +31,6 @@ class Entry:
     packed: Any = None  # `gradcomp.optim.fused.FusedGradients`
     position: int = 0  # in `packed`
     step: int = 0  # number of this step for this parameter, from 1
-    seen: float = 0.0  # steps that Adam's variance has seen with this one
     is_first: bool = False  # its state has not seen a gradient yet
 
 
@@ -44,12 +43,12 @@ def make_rules(
     kind: Kind, entries: Sequence[Entry], numbers: Callable[[Entry], dict[str, float]]
 ) -> NDArray[Any]:
     """Return ``(len(entries),)`` of `rules.RULE`; `numbers` returns the fields of an entry's rule,
-    and is called once for all entries that have group, step, seen and is_first in common.
+    and is called once for all entries that have group, step and is_first in common.
     """
-    known: dict[tuple[int, int, float, bool], dict[str, float]] = {}
+    known: dict[tuple[int, int, bool], dict[str, float]] = {}
     rows = []
     for entry in entries:
-        place = id(entry.group), entry.step, entry.seen, entry.is_first
+        place = id(entry.group), entry.step, entry.is_first
         if place not in known:
             known[place] = numbers(entry)
         rows.append(known[place])

@@ -180,7 +180,7 @@ class _Adam(SplitOptimizer):
             "keep2": 1 - beta2,
             "beta2": beta2,
             "bias1": 1 - beta1**entry.step,
-            "bias2": (1 - beta2**entry.seen) ** 0.5,
+            "bias2": (1 - beta2**entry.step) ** 0.5,
             "eps": entry.group["eps"],
         }
 
@@ -274,13 +274,9 @@ class SplitLAMB(_Adam):
             norms = run_rules(entries, rules, self.moments)
         rules["kind"] = Kind.LAMB_APPLY
         for row, entry, (above, under) in zip(rules, entries, norms, strict=True):
-            ratio = self.trust(entry, float(above), float(under))
-            row["step_size"] = -number(entry.group["lr"]) * ratio
+            trust = float(above) / float(under) if above > 0 and under > 0 else 1.0
+            row["step_size"] = -number(entry.group["lr"]) * trust
         run_rules(entries, rules, self.moments, gradients=False)
-
-    def trust(self, entry: Entry, above: float, under: float) -> float:
-        """Return the factor of a parameter's learning rate: ``|w| / |u|``, or 1 if either is 0."""
-        return above / under if above > 0 and under > 0 else 1.0
 
     def _prescale(self, entries: Sequence[Entry], rules: NDArray[Any]) -> None:
         """Have the gradients of NVLAMB groups divided by max(1, their common norm)."""

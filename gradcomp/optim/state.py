@@ -8,15 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradcomp.optim.entries import number
 from gradcomp.optim.split import ROUNDINGS
 
 CHECKSUM = "top_checksum"
-COUNTED_AT = "counted_at"
 TORCHS_OPTIONS = {"amsgrad", "capturable", "decoupled_weight_decay", "differentiable"}
 TORCHS_OPTIONS |= {"foreach", "fused"}
-# State of an optimizer that derives from another; that other one goes on without it.
-DERIVED = {"variance_steps", "floored_at", "coefficient", "factor", "fresh_sq"}
 # Options that say which optimizer wrote a state; other unknown ones are the user's, and are kept.
 SGDS_OPTIONS = {"momentum", "dampening", "nesterov"}
 OWN_OPTIONS = {"betas", "variant", "lr_decay", "initial_accumulator_value"} | SGDS_OPTIONS
@@ -78,7 +74,7 @@ def _check_tensors(
 ) -> Load:
     """Return what to load for a parameter of a group with these options."""
     expected = state.pop(CHECKSUM, None)
-    moments, counters = optimizer.wanted_moments(group), set(optimizer.counters)
+    moments = optimizer.wanted_moments(group)
     state = {k: v for k, v in state.items() if v is not None}
     if is_own and not state and not p.requires_grad:
         return Load(p, {}, None)  # distributed checkpoints leave frozen parameters out
@@ -87,21 +83,7 @@ def _check_tensors(
             state = {m: optimizer.new_moment(p, m, group) for m in moments} | {"step": 0}
         state.setdefault("step", 1)
     step = float(torch.as_tensor(state.get("step", 0)))
-    if float(torch.as_tensor(state.pop(COUNTED_AT, step))) != step:
-        # torch's optimizer has stepped on, and kept what it did not know
-        state = {k: v for k, v in state.items() if k not in DERIVED or k in optimizer.moments}
-    if "variance_steps" in state and "variance_steps" not in counters:
-        seen = float(state["variance_steps"])
-        state["exp_avg_sq"] = seen_by_all_steps(state["exp_avg_sq"], group, seen, step)
-    if not state.keys() & counters:
-        found = {
-            name: optimizer.taken_over(name, p, torch.tensor(step))
-            for name in (*optimizer.counters, *moments)
-        }
-        state = {name: value for name, value in found.items() if value is not None} | state
-    scalars, known = {"step", *counters}, {"step", *counters, *optimizer.moments, "trail"}
-    state = {name: value for name, value in state.items() if name in known or name not in DERIVED}
-    wanted = {*scalars, *moments} | ({"trail"} if is_own and p.dtype == torch.bfloat16 else set())
+    wanted = {"step", *moments} | ({"trail"} if is_own and p.dtype == torch.bfloat16 else set())
     missing, unknown = wanted - state.keys(), state.keys() - wanted - set(optimizer.moments)
     if missing or unknown:
         what = f"has no {min(missing)!r}" if missing else f"has {min(unknown)!r}"
@@ -112,7 +94,7 @@ def _check_tensors(
     tensors = {}
     for key, value in state.items():
         tensor = torch.as_tensor(value)
-        shape = torch.Size(()) if key in scalars else p.shape
+        shape = torch.Size(()) if key == "step" else p.shape
         kind = torch.int16 if key == "trail" else torch.float32
         if tensor.shape != shape or (key == "trail") != (tensor.dtype == torch.int16):
             raise ValueError(
@@ -123,13 +105,3 @@ def _check_tensors(
     if step < 0 or step != int(step):
         raise ValueError(f"'step' of {optimizer.name_of(p)} is {step} in this state")
     return Load(p, tensors, None if expected is None else int(expected))
-
-
-def seen_by_all_steps(variance: Tensor, group: dict[str, Any], seen: float, step: float) -> Tensor:
-    """Return Adam's second moment as if it had seen `step` steps; it stood still after `seen`.
-
-    Adam divides it by 1 - beta2 ** step, but only 1 - beta2 ** seen is right for it.
-    """
-    beta2 = number(group["betas"][1])
-    factor = (1 - beta2**step) / (1 - beta2**seen) if 0 < seen < step else 1.0
-    return (variance * factor).nan_to_num(posinf=0.0)

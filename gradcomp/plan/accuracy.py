@@ -23,21 +23,19 @@ TOLERANCES: Mapping[str, float] = {"nats": 0.02, "points": 0.3}  # deviations ov
 FAMILIES: Mapping[str, str] = {
     "adam": "Adam and its relatives",
     "sgd": "SGD",
-    "onebitadam": "OneBitAdam",
 }
-OWN_WARM_UP = ("onebitadam",)  # families of optimizers that bring the warm start themselves
 # Share of the residuals that is kept from step to step (`FeedbackCodec`), where less than all
 # loses less: docs/explanation/accuracy.md.
 DECAYS: Mapping[str, float] = {"adam": 0.25}
 # Parts of class names: of optimizers that divide by second moments, and of such that do something
-# else with most gradients, or exchange momentum instead.
+# else with most gradients.
 SECOND_MOMENTS = ("adam", "lamb", "rmsprop", "adagrad", "adadelta", "adafactor")
 OTHERS = ("muon", "onebit", "zeroone")
 # Names that are understood, in any case; "other" stands for all that are not here.
 _NAMES = """
 adam adamw adamax nadam radam sparseadam adafactor adadelta adagrad rmsprop rprop lamb adabelief
 adan sgd asgd lars lbfgs lion muon shampoo soap sophia splitadamw splitadagrad splitlamb splitsgd
-onebitadam onebitlamb zerooneadam other
+other
 """
 OPTIMIZERS = tuple(_NAMES.split())
 
@@ -157,8 +155,7 @@ class Measured:
         if self.start and start:
             share = Fraction(self.start).limit_denominator(20)
             times = f" * {share.numerator}" if share.numerator > 1 else ""
-            name = "freeze_step" if self.training.family in OWN_WARM_UP else "warmup_steps"
-            words.append(f"{name}=steps{times} // {share.denominator}")
+            words.append(f"warmup_steps=steps{times} // {share.denominator}")
             if self.warmup_codec is not None:
                 words.append(f"warmup_codec={written(self.warmup_codec)}")
         return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
@@ -180,8 +177,6 @@ _GPT_SHORT = replace(_GPT, steps=600, seeds=1, fp32=2.055)
 _GPT_600 = replace(_GPT, steps=600, fp32=1.7746)
 _GPT_CODE = replace(_GPT_600, what=CODE, fp32=1.7840)
 _GPT_SEED_0 = replace(_GPT, seeds=1, fp32=1.3438)
-# of the same fp32: that of AdamW at the same rate
-_GPT_MOMENTUM = replace(_GPT, family="onebitadam", optimizer="OneBitAdam")
 # at the largest of three rates, 0.1, which fp32 stands
 _PERCEPTRON = Training(
     "sgd", "SGD", "a perceptron", " 128-256-10", 2, 200, 3, 0.9473, "nats", ACCURACY
@@ -231,7 +226,6 @@ TABLE = (
     Measured(_GPT_CODE, EntropyCoded(1.25), 1.5, 1.7577, **_SCALED),
     Measured(_GPT, Block(2), 2.2, 1.3700, precondition=True),
     Measured(_GPT, OneBit(), 1.4, 1.4153, **_SIXTH),
-    Measured(_GPT_MOMENTUM, OneBit(), 1.4, 1.3091, **_SIXTH),
     Measured(_GPT_SKETCH, Block(2), 2.0, 1.437),
     Measured(_GPT_SHORT, OneBit(), 1.0, 2.468),
     Measured(_GPT, Identity(), 32.0, 1.3925, **_RARE),
@@ -287,7 +281,7 @@ def written(codec: Codec) -> str:
 
 def family_of(optimizer: Any) -> str | None:
     """Return the family of an optimizer, by its class and bases; None: not in the table."""
-    if isinstance(optimizer, (str, type)):
+    if not hasattr(optimizer, "param_groups"):
         raise TypeError(
             f"optimizer must be an optimizer, such as torch.optim.AdamW(...), got {optimizer!r}"
         )
@@ -309,8 +303,6 @@ def check_optimizer(name: str) -> str:
 def family_of_names(names: Sequence[str]) -> str | None:
     """Return the family of an optimizer with such names of classes, in any case."""
     found = [name.lower() for name in names]
-    if "onebitadam" in found:
-        return "onebitadam"
     if any(word in name for name in found for word in OTHERS):
         return None
     if any(word in name for name in found for word in SECOND_MOMENTS):

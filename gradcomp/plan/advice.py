@@ -15,7 +15,7 @@ from gradcomp.engine.rate import divides_by_squares
 from gradcomp.optim.base import SplitOptimizer
 from gradcomp.payload.order import storage_shape
 from gradcomp.payload.parameters import THIN_GROUP_NUMEL, Parameter, describe_parameters
-from gradcomp.plan.accuracy import OWN_WARM_UP, TABLE, Measured, decayed, family_of, within, written
+from gradcomp.plan.accuracy import TABLE, Measured, decayed, family_of, within, written
 
 AUTO = "auto"
 # for optimizers that are not known or not in the table: it trains under all that were tried
@@ -60,7 +60,7 @@ def resolve_auto(
 
     Args:
         codec: a codec, a name, or "auto".
-        common, advanced: as given; an optimizer that exchanges its momentum adds that.
+        common, advanced: as given.
         optimizer: read for its class; None: not known.
         sources: the tensors.
         world_size: ranks; between nodes those of ``nodes=`` count.
@@ -68,10 +68,10 @@ def resolve_auto(
 
     Raises:
         TypeError: an unknown option; an optimizer's class or name in place of an optimizer.
-        ValueError: an option out of its range, or that the optimizer does not allow.
+        ValueError: an option out of its range.
     """
     family = None if optimizer is None else family_of(optimizer)
-    mine = Options(**common, advanced=advanced).under(optimizer)  # type: ignore[arg-type]
+    mine = Options(**common, advanced=advanced)  # type: ignore[arg-type]
     if mine.warmup_codec is not None:
         mine = replace(mine, warmup_codec=decayed(resolve(mine.warmup_codec), optimizer))
     name = type(optimizer).__name__
@@ -92,12 +92,10 @@ def resolve_auto(
         and not isinstance(optimizer, SplitOptimizer)
     )
     for row in within(family, table):
-        needs_steps = row.start and family not in OWN_WARM_UP
-        fits = _as_measured(row, ranks) and not needs_steps
+        fits = _as_measured(row, ranks) and not row.start
         chosen = _with(row, mine, common, scales) if fits else None
         if chosen is not None:
             best = decayed(_not_thin(row.codec, chosen, sources), optimizer)
-            # the optimizer's own warm-up included
             how = f" with {row.given()}" if row.given() else ""
             said = f"auto: {written(best)}{how} for {name}: {row.cost} ({row.training})"
             return Chosen(best, chosen, said, guarded)
@@ -164,8 +162,6 @@ def _with(row: Measured, mine: Options, given: CommonOptions, scales: bool) -> O
         if not row.precondition or "precondition" in given:
             return None
         wanted["precondition"] = True
-    if row.training.family in OWN_WARM_UP and "warmup_codec" not in given:
-        wanted["warmup_codec"] = row.warmup_codec
     try:
         return replace(mine, **wanted)
     except ValueError:

@@ -21,7 +21,6 @@ from gradcomp.comm.rounds import ring_bytes
 from gradcomp.engine.rate import DIVIDES, OTHERS
 from gradcomp.plan.accuracy import (
     FAMILIES,
-    OWN_WARM_UP,
     TABLE,
     TOLERANCES,
     Measured,
@@ -91,7 +90,7 @@ class Tolerance:
         """Families to show losses of, by their names: that of the optimizer, or all."""
         if self.optimizer is not None:
             return {self.optimizer: family_of_names([self.optimizer])}
-        return {name: family for family, name in FAMILIES.items() if family not in OWN_WARM_UP}
+        return {name: family for family, name in FAMILIES.items()}
 
     @property
     def under(self) -> str:

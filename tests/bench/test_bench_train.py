@@ -351,9 +351,9 @@ def train_and_count(task):
     return trainer.train(said.append, task), len(said)
 
 
-def test_momenta_that_travel_are_clipped_as_others_are(gloo, tmp_path):
+def test_gradients_are_clipped_alike_on_all_ranks(gloo, tmp_path):
     (tmp_path / "prose.txt").write_bytes(bytes(range(97, 123)) * (25 * (1 << 15) // 26))
-    method = "onebit:momentum,warmup_steps=2"
+    method = "onebit:precondition,warmup_steps=2"
     task = trainer.Task(
         "gpt-1m", "adamw", method, 2, 5, batch=1, data=str(tmp_path), points=1, cores=(0,)
     )

@@ -11,10 +11,8 @@ from gradcomp import Block
 from gradcomp.bench import methods, trainer
 from gradcomp.bench.methods import parse, wrap
 from gradcomp.bench.models import ByteGPT
-from gradcomp.bench.optimizers import exchanging_momentum
 from gradcomp.bench.predict import planned
 from gradcomp.bench.workloads import Settings
-from gradcomp.optim import OneBitAdam, OneBitLamb, SplitLAMB, ZeroOneAdam
 from gradcomp.plan.costs import LocalSteps, plan_buckets
 from gradcomp.plan.models import find_model
 
@@ -56,16 +54,12 @@ def test_a_method_is_read(name):
         ("onebit:second=exact", "integer sums"),
         ("onebit:start=bf16,warmup_steps=3", "bf16 is not one"),
         ("onebit:start=block4", "warmup_steps=N"),
-        ("onebit:momentum", "needs a codec and a warm-up"),
-        ("bf16:momentum,warmup_steps=3", "needs a codec"),
-        ("onebit:momentum=moving,warmup_steps=3", "momentum: must be one of frozen, renewed"),
-        ("onebit:momentum=renewed,start=block4,warmup_steps=3", "take turns"),
-        ("onebit:momentum,double,warmup_steps=3", "do not wait for half a minibatch"),
+        ("onebit:momentum,warmup_steps=3", "unknown option 'momentum' of onebit: it is gone"),
         ("onebit:precondition,feedback=off", "forgotten"),
         ("onebit:double,feedback=off", "double buffering has neither"),
         ("onebit:double,every=3", "double buffering has neither"),
         ("onebit:fragments=2", "every=H"),
-        ("onebit:every=3,feedback=off", "exclude momentum"),
+        ("onebit:every=3,feedback=off", "exclude feedback=off"),
         ("bf16:every=3", "need a codec"),
         ("none:every=3", "need a codec"),
         ("terngrad:every=x", "invalid literal"),
@@ -114,23 +108,6 @@ def test_options_reach_the_codec_and_the_entry_point():
     ends = parse("onebit:exempt=ends,warmup_steps=3").options_for(named)
     assert {"head.weight", "embedding.weight", "norm.bias"} <= set(ends["exclude"])
     assert "blocks.0.up.weight" not in ends["exclude"] and ends["warmup_steps"] == 3
-
-
-def test_optimizers_whose_momentum_travels():
-    parameters = [nn.Parameter(torch.zeros(3))]
-    for value, kind in {"": OneBitAdam, "=frozen": OneBitAdam, "=renewed": ZeroOneAdam}.items():
-        method = parse(f"block4:momentum{value},warmup_steps=7")
-        adam = torch.optim.AdamW(parameters, lr=0.25, betas=(0.5, 0.75), eps=1e-3)
-        (made,) = exchanging_momentum([adam], method.momentum, method.options["warmup_steps"])
-        group = made.param_groups[0]
-        assert type(made) is kind
-        assert (group["lr"], group["betas"], group["eps"]) == (0.25, (0.5, 0.75), 1e-3)
-        assert made.wants_gradients(6) and not made.wants_gradients(7)
-        assert "warmup_steps" not in method.options_for([])
-    (lamb,) = exchanging_momentum([SplitLAMB(parameters)], "frozen", 7)
-    assert type(lamb) is OneBitLamb
-    with pytest.raises(ValueError, match="there is no SGD whose momentum travels"):
-        exchanging_momentum([torch.optim.SGD(parameters)], "frozen", 7)
 
 
 @pytest.mark.parametrize(

@@ -118,15 +118,7 @@ def test_a_state_that_does_not_fit_changes_nothing(state):
 
 
 def test_every_plane_forgets_what_was_committed_before_a_step():
-    """Commits of transforms with a `begin_step` of their own were never forgotten: the list of them
-    grew by a number for each parameter and step of 1-bit Adam.
-    """
-
-    class Watched(Transforming):
-        def begin_step(self):
-            pass
-
-    store = StateStore(transform=Watched(AggregateAdagrad(), {3: 4}))
+    store = StateStore(transform=Transforming(AggregateAdagrad(), {3: 4}))
     write(store.transform.planes, [3], 1.0)
     store.transform.planes.commit([3])
     store.begin_step()

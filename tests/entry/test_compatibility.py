@@ -22,7 +22,6 @@ from gradcomp.amp import DynamicLossScaler
 from gradcomp.codecs import EntropyCoded
 from gradcomp.onebit_sgd import AggregateAdagrad, DoubleBuffer, LocalAdagrad
 from gradcomp.optim import (
-    OneBitAdam,
     SplitAdagrad,
     SplitAdamW,
     SplitLAMB,
@@ -155,7 +154,6 @@ ENTRIES = {
     "SplitAdamW": partial(Updated, kind=SplitAdamW, lr=0.125),
     "SplitAdagrad": partial(Updated, kind=SplitAdagrad, lr=0.125),
     "SplitLAMB": partial(Updated, kind=SplitLAMB, lr=0.125),
-    "OneBitAdam": partial(Updated, kind=OneBitAdam, lr=0.125, freeze_step=1),
     "loss scaler": Scaled,
 }
 

@@ -28,7 +28,7 @@ import gradcomp.fsdp
 from gradcomp import Advanced, Block, EntropyCoded, GradientAverager, OneBit, Ternary, TernGrad
 from gradcomp.allreduce import Feedback
 from gradcomp.onebit_sgd import AggregateAdagrad, LocalAdagrad
-from gradcomp.optim import OneBitAdam, SplitAdamW, SplitSGD, split_parameters
+from gradcomp.optim import SplitAdamW, SplitSGD, split_parameters
 
 GOLDEN = Path(__file__).parents[1] / "vectors" / "golden.json"
 STEPS = 4
@@ -366,7 +366,6 @@ row("precondition, bf16", averager, 3, Ternary(), **UNITS, dtype=torch.bfloat16)
 row("precondition, nodes", averager, 4, Block(2), **UNITS, **NODES)
 row("warm start, packed", averager, 3, OneBit(), warmup_steps=2, warmup_codec=Block(4))
 row("aggregate adagrad", averager, 3, OneBit(), **ADAGRAD)
-row("1-bit adam", averager, 3, OneBit(), optimizer=partial(OneBitAdam, lr=0.01, freeze_step=2))
 row("not finite, first slice", averager, 3, Ternary(), bad=("w", 3), **SLICED)
 row("not finite, last slice", averager, 3, OneBit(), bad=("v", 1100), **SLICED)
 row("not finite, excluded tensor", averager, 2, Ternary(), bad=("b", 2))
@@ -425,7 +424,6 @@ ON_SHADOW = [
     "precondition, adagrad, reduce_scatter",
     "rotated, bf16",
     "loss scale",
-    "1-bit adam",
     "block4, nodes",
     "onebit, all_reduce",
     "ddp, fused, entropy",

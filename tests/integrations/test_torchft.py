@@ -19,8 +19,8 @@ from _averaging import Run
 from _ranks import run_local
 from gradcomp.launch.ports import free_port
 
-from gradcomp import GradcompError, UnsupportedTensor
-from gradcomp.optim import OneBitAdam
+from gradcomp import Advanced, GradcompError, UnsupportedTensor
+from gradcomp.onebit_sgd import AggregateAdagrad
 
 pytestmark = [pytest.mark.extras, pytest.mark.slow]
 
@@ -366,7 +366,7 @@ def test_what_needs_the_same_ranks_is_refused(manager):
     refused = {
         "exchange='hierarchical'": {"exchange": "hierarchical"},
         "grad_scaler": {"grad_scaler": torch.amp.GradScaler("cpu")},
-        "a transform": {"optimizer": OneBitAdam(model.parameters(), freeze_step=1)},
+        "a transform": {"advanced": Advanced(transform=AggregateAdagrad())},
     }
     for what, options in refused.items():
         with pytest.raises(ValueError, match=f"{what}.* needs the same ranks in every step"):

@@ -145,7 +145,6 @@ def test_every_public_name_is_documented(site):
         "gradcomp.PeerLost",
         "gradcomp.ddp.CompressionState.state_dict",
         "gradcomp.optim.SplitOptimizer.trail",
-        "gradcomp.optim.OneBitAdam.plain_state_dict",
         "gradcomp.exchange.stats.Stats",
         "gradcomp.exchange.quality.Quality.worst",
         "gradcomp.launch.environment",
