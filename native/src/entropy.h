@@ -29,13 +29,16 @@ enum {
 /* One Huffman code of pairs (a, b), least significant bit first. Pairs without a symbol, and those
  * with |a| or |b| above 7, follow the escape symbol. */
 typedef struct {
-    /* by (a + 8) << 4 | (b + 8), a or b of -8 standing for what is out of range: the bits of the
-     * symbol, or of the escape, and their number */
-    uint16_t bits[GC_SYMBOLS_COUNT];
-    uint8_t lengths[GC_SYMBOLS_COUNT];
+    /* by (a + 8) << 4 | (b + 8), a or b of -8 standing for what is out of range: the symbol, or the
+     * escape, its bits at the top and their number at the bottom */
+    uint64_t symbols[GC_SYMBOLS_COUNT];
+    /* the same in bytes: the lower bits, and the others << 4 | the number */
+    uint8_t low[GC_SYMBOLS_COUNT], rest[GC_SYMBOLS_COUNT];
     int top; /* largest |code| that has a symbol */
-    /* by the next GC_CODE_NBITS bits: a, b << 8, their number << 16, GC_ESCAPE */
-    uint32_t decode[1 << GC_CODE_NBITS];
+    /* by the next GC_CODE_NBITS bits, the one or two symbols that they hold: up to four codes, a
+     * byte each; from bit 32 on the symbols' bits, from 48 on those of the first symbol, from 56 on
+     * the codes' number. An escape symbol is alone, with zeros but for its bits from 48 on. */
+    uint64_t decode[1 << GC_CODE_NBITS];
     /* in 1/64 bit: of a pair by |a| and |b|, the mean over signs */
     uint32_t pair_costs[GC_COUNTED_CODES][16];
 } gc_entropy_table;
@@ -46,9 +49,6 @@ typedef struct {
      * for */
     uint32_t costs[GC_COUNTED_CODES][GC_TABLE_COUNT];
 } gc_entropy_tables;
-
-/* Added to the number of an escape symbol's bits: it is more than those of five symbols. */
-#define GC_ESCAPE (64u << 16)
 
 /* Made by the first call. */
 const gc_entropy_tables *gc_get_entropy_tables(void);
@@ -72,7 +72,7 @@ GC_INLINE uint32_t gc_front_pairs(uint32_t numel) { return ((numel + 1) / 2 + 1)
 typedef struct {
     gc_block_stage block; /* x, read by `take` */
     int16_t codes[GC_STREAM_NUMEL + 64];
-    uint8_t pairs[GC_PAIRS_NUMEL + 64];                  /* as indices of gc_entropy_table.bits */
+    uint8_t pairs[GC_PAIRS_NUMEL + 64];                  /* as indices of gc_entropy_table.symbols */
     uint16_t escapes[GC_PAIRS_NUMEL / GC_PUT_PAIRS + 2]; /* a bit for each pair that is escaped */
 } gc_entropy_stage;
 
@@ -115,7 +115,7 @@ GC_INLINE int gc_entropy_code(float x, float inverse)
     return (int)(gc_bits_of(t + GC_ROUNDING_MAGIC) - gc_bits_of(GC_ROUNDING_MAGIC));
 }
 
-/* Index of a pair in gc_entropy_table.bits. */
+/* Index of a pair in gc_entropy_table.symbols. */
 GC_INLINE uint8_t gc_pair_index(int a, int b)
 {
     if (a < -GC_TABLE_TOP || a > GC_TABLE_TOP || b < -GC_TABLE_TOP || b > GC_TABLE_TOP)

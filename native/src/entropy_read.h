@@ -2,15 +2,18 @@
  * way.
  *
  * A symbol's length must be known before the next one can be read, so one chain of symbols leaves a
- * core idle. Two streams are read at a time, each from both ends: four chains, five symbols of one,
- * then of the next, which an out-of-order core overlaps.
+ * core idle. Two streams are read at a time, each from both ends: four chains, five looks at one,
+ * then at the next, which an out-of-order core overlaps. A look finds one symbol or two.
  */
 #ifndef GC_ENTROPY_READ_H
 #define GC_ENTROPY_READ_H
 
 #include "entropy.h"
 
-enum { GC_AT_A_TIME = 5 }; /* symbols of 11 bits in a word of 57 */
+enum {
+    GC_AT_A_TIME = 5,                    /* looks at 11 bits in a word of 57 */
+    GC_CODES_AT_A_TIME = 4 * GC_AT_A_TIME /* at most */
+};
 
 /* One end of a stream. */
 typedef struct {
@@ -18,7 +21,7 @@ typedef struct {
     unsigned used;               /* bits of the first byte that have been read, 0 to 7 */
     const uint8_t *first, *last; /* of the stream; beyond there are zeros */
     const uint8_t *limit;        /* of `at`, for a whole word to be read */
-    const uint32_t *table;
+    const uint64_t *table;
     int8_t *codes, *end; /* of the next pair, and behind its last */
 } gc_chain;
 
@@ -79,10 +82,10 @@ GC_INLINE void gc_read_pair(gc_chain *from, int backwards, gc_stream_codes *into
         }
         word >>= from->used;
     }
-    uint32_t symbol = from->table[word & ((1 << GC_CODE_NBITS) - 1)];
-    unsigned bits = symbol >> 16 & 15;
-    gc_store_u16((uint8_t *)from->codes, symbol);
-    if (symbol & GC_ESCAPE) {
+    uint64_t found = from->table[word & ((1 << GC_CODE_NBITS) - 1)];
+    unsigned bits = found >> 48 & 15;
+    gc_store_u16((uint8_t *)from->codes, (uint32_t)found);
+    if (!(found >> 56)) {
         unsigned more, length = bits;
         gc_escaped *one = &into->escaped[into->escaped_count++];
         one->pair = (uint32_t)(from->codes - into->codes) / 2;
@@ -95,30 +98,35 @@ GC_INLINE void gc_read_pair(gc_chain *from, int backwards, gc_stream_codes *into
     from->codes += 2;
 }
 
-/* Read GC_AT_A_TIME pairs of a chain that has a word. */
+/* Whether a chain has a word, and codes to come for what is in it. */
+GC_INLINE int gc_has_many(const gc_chain *from, int backwards)
+{
+    return from->end - from->codes >= GC_CODES_AT_A_TIME && gc_has_word(from, backwards);
+}
+
+/* Read GC_AT_A_TIME times one or two pairs of a chain that has many. An escaped one is where the
+ * looks that follow stay. */
 GC_INLINE void gc_read_pairs(gc_chain *from, int backwards, gc_stream_codes *into)
 {
-    uint64_t word = gc_word_of(from, backwards);
-    uint32_t bits = 0;
+    uint64_t word = gc_word_of(from, backwards), found = 0;
+    uint64_t bits = 0; /* in the lowest byte */
+    int8_t *codes = from->codes;
     for (int i = 0; i < GC_AT_A_TIME; i++) {
-        uint32_t symbol = from->table[word & ((1 << GC_CODE_NBITS) - 1)];
-        gc_store_u16((uint8_t *)from->codes + 2 * i, symbol);
-        symbol >>= 16;
-        word >>= symbol & 63;
-        bits += symbol;
+        found = from->table[word & ((1 << GC_CODE_NBITS) - 1)];
+        gc_store_u32((uint8_t *)codes, (uint32_t)found);
+        codes += found >> 56;
+        word >>= found >> 32 & 63;
+        bits += found >> 32;
     }
-    if (bits >= GC_ESCAPE >> 16) {
-        for (int i = 0; i < GC_AT_A_TIME; i++)
-            gc_read_pair(from, backwards, into);
-        return;
-    }
-    gc_skip_bits(from, backwards, bits);
-    from->codes += 2 * GC_AT_A_TIME;
+    gc_skip_bits(from, backwards, (uint8_t)bits);
+    from->codes = codes;
+    if (!(found >> 56))
+        gc_read_pair(from, backwards, into);
 }
 
 GC_INLINE void gc_read_rest(gc_chain *from, int backwards, gc_stream_codes *into)
 {
-    while (from->end - from->codes >= 2 * GC_AT_A_TIME && gc_has_word(from, backwards))
+    while (gc_has_many(from, backwards))
         gc_read_pairs(from, backwards, into);
     while (from->codes < from->end)
         gc_read_pair(from, backwards, into);
@@ -145,11 +153,8 @@ GC_INLINE void gc_read_streams(const gc_stream *one, const gc_stream *two, gc_st
     if (two) {
         gc_open_chains(b, two, &into[1]);
         gc_chain a0 = a[0], a1 = a[1], b0 = b[0], b1 = b[1];
-        ptrdiff_t fewest = a1.end - a1.codes; /* of codes; no chain has more than one pair more */
-        fewest = b1.end - b1.codes < fewest ? b1.end - b1.codes : fewest;
-        for (; fewest >= 2 * GC_AT_A_TIME && gc_has_word(&a0, 0) && gc_has_word(&a1, 1) &&
-               gc_has_word(&b0, 0) && gc_has_word(&b1, 1);
-             fewest -= 2 * GC_AT_A_TIME) {
+        while (gc_has_many(&a0, 0) && gc_has_many(&a1, 1) && gc_has_many(&b0, 0) &&
+               gc_has_many(&b1, 1)) {
             gc_read_pairs(&a0, 0, &into[0]);
             gc_read_pairs(&a1, 1, &into[0]);
             gc_read_pairs(&b0, 0, &into[1]);
@@ -160,8 +165,7 @@ GC_INLINE void gc_read_streams(const gc_stream *one, const gc_stream *two, gc_st
         gc_read_rest(&b0, 0, &into[1]);
         gc_read_rest(&b1, 1, &into[1]);
     }
-    while (a[1].end - a[1].codes >= 2 * GC_AT_A_TIME && gc_has_word(&a[0], 0) &&
-           gc_has_word(&a[1], 1)) {
+    while (gc_has_many(&a[0], 0) && gc_has_many(&a[1], 1)) {
         gc_read_pairs(&a[0], 0, &into[0]);
         gc_read_pairs(&a[1], 1, &into[0]);
     }

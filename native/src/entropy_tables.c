@@ -117,7 +117,7 @@ static uint32_t escaped_bits(int k) { return 4u + (k > 0) + (k > 1) + (k > 3) + 
 
 static uint32_t pair_bits(const gc_entropy_table *table, int a, int b)
 {
-    uint32_t bits = table->lengths[gc_pair_index(a, b)];
+    uint32_t bits = (uint8_t)table->symbols[gc_pair_index(a, b)];
     int far = a < 0 ? -a : a, other = b < 0 ? -b : b;
     if (far > table->top || other > table->top)
         bits += escaped_bits(far) + escaped_bits(other);
@@ -149,6 +149,22 @@ static void set_costs(const distribution from, gc_entropy_table *table,
         costs[a][0] = (uint32_t)((rows[a] - all / (2 * TOTAL)) / TOTAL);
 }
 
+static unsigned first_length(uint64_t found) { return found >> 48 & 15; }
+
+/* Put a second symbol behind the first one where the bits hold it whole. */
+static void add_second_symbols(gc_entropy_table *table)
+{
+    uint64_t first[1 << GC_CODE_NBITS];
+    memcpy(first, table->decode, sizeof first);
+    for (uint32_t bits = 0; bits < 1u << GC_CODE_NBITS; bits++) {
+        unsigned taken = first_length(first[bits]);
+        uint64_t next = first[bits >> taken];
+        if (first[bits] >> 56 && next >> 56 && taken + first_length(next) <= GC_CODE_NBITS)
+            table->decode[bits] += (next & 0xFFFF) << 16 | (uint64_t)first_length(next) << 32 |
+                                   UINT64_C(2) << 56;
+    }
+}
+
 static void make_table(const distribution from, gc_entropy_table *table,
                        uint32_t (*costs)[GC_TABLE_COUNT])
 {
@@ -166,20 +182,21 @@ static void make_table(const distribution from, gc_entropy_table *table,
             if (one->length != length)
                 continue;
             uint32_t code = reversed(next >> (GC_CODE_NBITS - length), length);
-            uint32_t escape = one->index ? 0 : GC_ESCAPE;
-            table->bits[one->index] = (uint16_t)code;
-            table->lengths[one->index] = (uint8_t)length;
-            uint32_t a = one->index ? (uint8_t)((one->index >> 4) - 8) : 0,
-                     b = one->index ? (uint8_t)((one->index & 15) - 8) : 0;
+            table->symbols[one->index] = (uint64_t)code << (64 - length) | length;
+            uint64_t a = (uint8_t)((one->index >> 4) - 8), b = (uint8_t)((one->index & 15) - 8);
+            uint64_t found = one->index ? a | b << 8 | (uint64_t)length << 32 | UINT64_C(2) << 56 : 0;
             for (uint32_t bits = code; bits < 1u << GC_CODE_NBITS; bits += 1u << length)
-                table->decode[bits] = a | b << 8 | length << 16 | escape;
+                table->decode[bits] = found | (uint64_t)length << 48;
             next += 1u << (GC_CODE_NBITS - length);
         }
-    for (uint32_t index = 1; index < GC_SYMBOLS_COUNT; index++)
-        if (!table->lengths[index]) {
-            table->bits[index] = table->bits[0];
-            table->lengths[index] = table->lengths[0];
-        }
+    add_second_symbols(table);
+    for (uint32_t index = 0; index < GC_SYMBOLS_COUNT; index++) {
+        if (!table->symbols[index])
+            table->symbols[index] = table->symbols[0];
+        uint64_t length = table->symbols[index] & 63, bits = table->symbols[index] >> (64 - length);
+        table->low[index] = (uint8_t)bits;
+        table->rest[index] = (uint8_t)(bits >> 8 << 4 | length);
+    }
     set_costs(from, table, costs);
 }
 

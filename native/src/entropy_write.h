@@ -26,6 +26,14 @@ GC_INLINE void gc_flush(gc_writer *to)
     to->count &= 7;
 }
 
+/* Bytes of all that was written to `out`. */
+GC_INLINE size_t gc_end(gc_writer *to, const uint8_t *out)
+{
+    if (to->count)
+        *to->out++ = (uint8_t)to->bits;
+    return (size_t)(to->out - out);
+}
+
 /* The number of bits of |code|, in four bits; below the leading one these bits, behind the sign. */
 GC_INLINE void gc_put_escaped(gc_writer *to, int code)
 {
@@ -35,11 +43,18 @@ GC_INLINE void gc_put_escaped(gc_writer *to, int code)
         gc_put(to, (uint32_t)(code < 0) | (magnitude & ((1u << (length - 1)) - 1)) << 1, length);
 }
 
+/* At most four symbols: 44 bits, and 7 that a flush has left. Each pushes those before it down;
+ * their numbers of bits, at the bottom, are pushed out. */
 GC_INLINE void gc_put_symbols(gc_writer *to, const gc_entropy_table *table, const uint8_t *pairs,
                               uint32_t count)
 {
-    for (uint32_t i = 0; i < count; i++)
-        gc_put(to, table->bits[pairs[i]], table->lengths[pairs[i]]);
+    uint64_t bits = 0, length = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        uint64_t symbol = table->symbols[pairs[i]];
+        bits = bits >> (symbol & 63) | symbol;
+        length += symbol; /* at most 44 at the bottom */
+    }
+    gc_put(to, bits >> (-length & 63), length & 63);
     gc_flush(to);
 }
 
@@ -57,38 +72,47 @@ GC_INLINE void gc_put_escaping(gc_writer *to, const gc_entropy_table *table, con
     }
 }
 
-/* Write pairs [first, end); return their bytes. */
-GC_INLINE size_t gc_put_pairs(const gc_entropy_table *table, const gc_entropy_stage *stage,
-                              uint32_t first, uint32_t end, uint8_t *out)
+/* Write pairs [first, end). */
+GC_INLINE void gc_put_pairs(gc_writer *to, const gc_entropy_table *table,
+                            const gc_entropy_stage *stage, uint32_t first, uint32_t end)
 {
-    gc_writer to = {0, 0, out};
     for (uint32_t i = first, count; i < end; i += count) {
         uint32_t escapes = (uint32_t)stage->escapes[i / GC_PUT_PAIRS] >> i % GC_PUT_PAIRS;
         count = GC_PUT_PAIRS - i % GC_PUT_PAIRS;
         count = end - i < count ? end - i : count;
         if (count < GC_PUT_PAIRS) {
-            gc_put_escaping(&to, table, stage->pairs + i, stage->codes + 2 * i, count, escapes);
+            gc_put_escaping(to, table, stage->pairs + i, stage->codes + 2 * i, count, escapes);
             continue;
         }
         for (uint32_t k = i; k < i + GC_PUT_PAIRS; k += 4, escapes >>= 4)
             if (escapes & 15)
-                gc_put_escaping(&to, table, stage->pairs + k, stage->codes + 2 * k, 4, escapes);
-            else /* 44 bits, and 7 that a flush has left */
-                gc_put_symbols(&to, table, stage->pairs + k, 4);
+                gc_put_escaping(to, table, stage->pairs + k, stage->codes + 2 * k, 4, escapes);
+            else
+                gc_put_symbols(to, table, stage->pairs + k, 4);
     }
-    if (to.count)
-        *to.out++ = (uint8_t)to.bits;
-    return (size_t)(to.out - out);
 }
 
-/* gc_entropy_encoder.put */
+/* Write pairs [first, end) to `out`; return their bytes. */
+typedef size_t gc_pairs_writer(const gc_entropy_table *table, const gc_entropy_stage *stage,
+                               uint32_t first, uint32_t end, uint8_t *out);
+
+GC_INLINE size_t gc_write_pairs(const gc_entropy_table *table, const gc_entropy_stage *stage,
+                                uint32_t first, uint32_t end, uint8_t *out)
+{
+    gc_writer to = {0, 0, out};
+    gc_put_pairs(&to, table, stage, first, end);
+    return gc_end(&to, out);
+}
+
+/* gc_entropy_encoder.put, by what writes pairs */
 GC_INLINE int gc_put_stream(const gc_entropy_stage *stage, const gc_entropy_table *table,
-                            uint32_t numel, uint32_t code_nbytes, uint8_t *codes, size_t *needed)
+                            uint32_t numel, uint32_t code_nbytes, uint8_t *codes, size_t *needed,
+                            gc_pairs_writer *write)
 {
     uint8_t front[GC_HALF_NBYTES], back[GC_HALF_NBYTES];
     uint32_t pairs = (numel + 1) / 2, first = gc_front_pairs(numel);
-    size_t head = gc_put_pairs(table, stage, 0, first, front);
-    size_t tail = gc_put_pairs(table, stage, first, pairs, back);
+    size_t head = write(table, stage, 0, first, front);
+    size_t tail = write(table, stage, first, pairs, back);
     *needed = 1 + head + tail;
     if (*needed > code_nbytes)
         return 0;

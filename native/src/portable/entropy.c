@@ -82,7 +82,7 @@ static double rest(const gc_entropy_stage *stage, uint32_t numel, float scale, f
 static int put(const gc_entropy_stage *stage, const gc_entropy_table *table, uint32_t numel,
                uint32_t code_nbytes, uint8_t *codes, size_t *needed)
 {
-    return gc_put_stream(stage, table, numel, code_nbytes, codes, needed);
+    return gc_put_stream(stage, table, numel, code_nbytes, codes, needed, gc_write_pairs);
 }
 
 void gc_entropy_encode_portable(gc_encode_job *job, const gc_segment *segment)

@@ -135,7 +135,7 @@ __attribute__((target("avx2,fma,f16c,sse4.2,bmi2"))) int
 gc_put_stream_bmi2(const gc_entropy_stage *stage, const gc_entropy_table *table, uint32_t numel,
                    uint32_t code_nbytes, uint8_t *codes, size_t *needed)
 {
-    return gc_put_stream(stage, table, numel, code_nbytes, codes, needed);
+    return gc_put_stream(stage, table, numel, code_nbytes, codes, needed, gc_write_pairs);
 }
 
 void gc_entropy_encode_avx2(gc_encode_job *job, const gc_segment *segment)

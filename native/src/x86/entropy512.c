@@ -4,6 +4,7 @@
 #if defined(__x86_64__)
 #include "common512.h"
 #include "entropy.h"
+#include "entropy_write.h"
 
 /* Codes of sixteen elements before they are cut; rounding is to nearest even. */
 GC_AVX512_INLINE __m512i codes16(const float *x, __m512 inverse)
@@ -86,6 +87,80 @@ GC_AVX512 static void quantize(gc_entropy_stage *stage, uint32_t numel, float in
     }
 }
 
+/* The bytes of a table of 256 at sixty-four indices. */
+GC_AVX512_INLINE __m512i look_up(const uint8_t *table, __m512i indices)
+{
+    __m512i low = _mm512_permutex2var_epi8(_mm512_loadu_si512(table), indices,
+                                           _mm512_loadu_si512(table + 64)),
+            high = _mm512_permutex2var_epi8(_mm512_loadu_si512(table + 128), indices,
+                                            _mm512_loadu_si512(table + 192));
+    return _mm512_mask_blend_epi8(_mm512_movepi8_mask(indices), low, high);
+}
+
+/* Eight times four symbols in a row, of those whose bytes these are. */
+GC_AVX512_INLINE void join_symbols(__m512i both, uint64_t bits[8], uint64_t lengths[8])
+{
+    const __m512i low16 = _mm512_set1_epi32(0xFFFF), low32 = _mm512_set1_epi64(0xFFFFFFFF);
+    __m512i length = _mm512_and_si512(_mm512_srli_epi16(both, 8), _mm512_set1_epi16(15));
+    __m512i code = _mm512_or_si512(
+        _mm512_and_si512(both, _mm512_set1_epi16(0xFF)),
+        _mm512_and_si512(_mm512_srli_epi16(both, 4), _mm512_set1_epi16(0x700)));
+    __m512i first = _mm512_and_si512(length, low16);
+    code = _mm512_or_si512(_mm512_and_si512(code, low16),
+                           _mm512_sllv_epi32(_mm512_srli_epi32(code, 16), first));
+    length = _mm512_add_epi32(first, _mm512_srli_epi32(length, 16));
+    first = _mm512_and_si512(length, low32);
+    code = _mm512_or_si512(_mm512_and_si512(code, low32),
+                           _mm512_sllv_epi64(_mm512_srli_epi64(code, 32), first));
+    length = _mm512_add_epi64(first, _mm512_srli_epi64(length, 32));
+    _mm512_storeu_si512(bits, code);
+    _mm512_storeu_si512(lengths, length);
+}
+
+/* Write four symbols, joined, or where some of them escape one after the other. */
+GC_AVX512_INLINE void put_joined(gc_writer *to, const gc_entropy_table *table,
+                                 const gc_entropy_stage *stage, uint32_t first, uint64_t bits,
+                                 uint64_t length, uint32_t escapes)
+{
+    if (escapes) {
+        gc_put_escaping(to, table, stage->pairs + first, stage->codes + 2 * first, 4, escapes);
+        return;
+    }
+    gc_put(to, bits, (unsigned)length);
+    gc_flush(to);
+}
+
+/* gc_write_pairs, sixty-four at a time. */
+GC_AVX512 static size_t write_pairs(const gc_entropy_table *table, const gc_entropy_stage *stage,
+                                    uint32_t first, uint32_t end, uint8_t *out)
+{
+    gc_writer to = {0, 0, out};
+    for (; first % GC_PUT_PAIRS == 0 && end - first >= 64; first += 64) {
+        uint64_t bits[16], lengths[16];
+        __m512i indices = _mm512_loadu_si512(stage->pairs + first);
+        __m512i low = look_up(table->low, indices), more = look_up(table->rest, indices);
+        join_symbols(_mm512_unpacklo_epi8(low, more), bits, lengths);
+        join_symbols(_mm512_unpackhi_epi8(low, more), bits + 8, lengths + 8);
+        for (uint32_t k = 0; k < 4; k++) { /* of sixteen pairs the first eight are low ones */
+            uint32_t at = first + k * GC_PUT_PAIRS, escapes = stage->escapes[at / GC_PUT_PAIRS];
+            const uint64_t *b = bits + 2 * k, *n = lengths + 2 * k;
+            put_joined(&to, table, stage, at, b[0], n[0], escapes & 15);
+            put_joined(&to, table, stage, at + 4, b[1], n[1], escapes >> 4 & 15);
+            put_joined(&to, table, stage, at + 8, b[8], n[8], escapes >> 8 & 15);
+            put_joined(&to, table, stage, at + 12, b[9], n[9], escapes >> 12);
+        }
+    }
+    gc_put_pairs(&to, table, stage, first, end);
+    return gc_end(&to, out);
+}
+
+GC_AVX512 static int put_stream(const gc_entropy_stage *stage, const gc_entropy_table *table,
+                                uint32_t numel, uint32_t code_nbytes, uint8_t *codes,
+                                size_t *needed)
+{
+    return gc_put_stream(stage, table, numel, code_nbytes, codes, needed, write_pairs);
+}
+
 GC_AVX512 static double rest(const gc_entropy_stage *stage, uint32_t numel, float scale,
                              float decay, float *out, int streams)
 {
@@ -112,7 +187,7 @@ GC_AVX512 static double rest(const gc_entropy_stage *stage, uint32_t numel, floa
 void gc_entropy_encode_avx512(gc_encode_job *job, const gc_segment *segment)
 {
     static const gc_entropy_encoder tier = {gc_take_squares_avx512, count, gc_weigh_avx2, quantize,
-                                            gc_put_stream_bmi2,   rest};
+                                            put_stream,           rest};
     gc_encode_streams(job, segment, &tier);
 }
 #endif
