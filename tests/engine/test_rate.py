@@ -209,6 +209,15 @@ def test_not_asked_for(comm, options, make):
     assert "learning rate" not in line
 
 
+@each_rank(4, "local")
+def test_a_large_factor_is_for_those_who_ask(comm):
+    """1 bit in both phases loses more with it (docs/explanation/accuracy.md)."""
+    for options, said in (({}, False), ({"scale_lr": True}, True)):
+        averager, _ = averager_of(comm, parameter(), "onebit", precondition=True, **options)
+        assert ("learning rate of AdamW x 1.55" in averager.describe()) is said
+        averager.close()
+
+
 @each_rank(2, "local")
 def test_bad_options(comm):
     p = parameter()
