@@ -33,7 +33,7 @@ from gradcomp.payload.rng import RngKey
 # that do something else, too, by which their steps have a length of their own.
 DIVIDES, OTHERS = ("adam", "rmsprop"), ("adamax", "lamb", "onebit", "zeroone")
 # Larger factors are for those who ask for them: with 1 bit in both phases (1.55) a byte GPT ended
-# 0.05 nats worse with the factor than without, and with 1.39 0.15 better
+# 0.04 nats worse with the factor than without, and with 1.39 0.15 better
 # (docs/explanation/accuracy.md).
 LARGEST_FACTOR = 1.5
 SIDE, STRIDE = 128, 6151  # of a square of normal numbers; odd, so that every one comes once
