@@ -55,8 +55,8 @@ class GradientAverager(Controls):
             trained. Of a DTensor the local shard is averaged: `comm` then has the ranks that hold
             the same shards.
         codec: codec or name; "auto": as of `gradcomp.ddp.register`.
-        optimizer: the optimizer of these parameters, read for its kind alone: "auto" chooses by
-            it, and a codec that is known to lose with it is warned of.
+        optimizer: the optimizer of these parameters: "auto" chooses by its kind, a codec that is
+            known to lose with it is warned of, and `scale_lr` is about its steps.
         comm: the ranks; torch.distributed's default group when None. Closed with the averager.
         bucket_cap_mb: a bucket that has reached so many MiB is closed, as in DDP.
         common, advanced: as of `gradcomp.ddp.register`.

@@ -447,7 +447,7 @@ def register(
         scale_lr: multiply the rate of Adam and its like, during each step, by what the noise of
             codes takes from the length of their steps (1.08 for ``EntropyCoded(2.2)``): noise
             enlarges the squares that they divide by. Weight decay stays as it is. None: with
-            `precondition` and such an `optimizer`, up to a factor of 1.5 (1 bit has 1.55).
+            `precondition` and such an `optimizer`, but for `OneBit`, which lost more with it.
         grad_scaler: a `torch.amp.GradScaler` or the like: residuals follow its scale and commit a
             whole step at a time. A step is one backward: to accumulate several, run all but the
             last under ``no_sync()``.

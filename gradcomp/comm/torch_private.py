@@ -145,15 +145,6 @@ def graph_task() -> int:
     return int(_named(torch._C, "_current_graph_task_id")())
 
 
-def accumulates(leaf: torch.Tensor) -> bool:
-    """Return whether this backward pass adds to `leaf.grad`; `autograd.grad` does not."""
-    node = torch.autograd.graph.get_gradient_edge(leaf).node
-    try:
-        return bool(_named(torch._C, "_will_engine_execute_node")(node))
-    except RuntimeError:  # a leaf that `torch.autograd.grad` was asked for
-        return False
-
-
 def after_backward(callback: Callable[[], None]) -> None:
     """Call `callback` at the end of this backward pass; its errors come out of ``backward()``."""
     _named(torch.autograd.Variable._execution_engine, "queue_callback")(callback)

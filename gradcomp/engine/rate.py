@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradcomp.codecs import Codec
+from gradcomp.codecs import Codec, OneBit
 from gradcomp.exchange.second import codec_of
 from gradcomp.exchange.sizing import Strategy
 from gradcomp.payload.rng import RngKey
@@ -32,10 +32,6 @@ from gradcomp.payload.rng import RngKey
 # Parts of class names: of optimizers that divide by the root of an average of squares, and of such
 # that do something else, too, by which their steps have a length of their own.
 DIVIDES, OTHERS = ("adam", "rmsprop"), ("adamax", "lamb", "onebit", "zeroone")
-# Larger factors are for those who ask for them: with 1 bit in both phases (1.55) a byte GPT ended
-# 0.04 nats worse with the factor than without, and with 1.39 0.15 better
-# (docs/explanation/accuracy.md).
-LARGEST_FACTOR = 1.5
 SIDE, STRIDE = 128, 6151  # of a square of normal numbers; odd, so that every one comes once
 
 
@@ -46,6 +42,13 @@ def divides_by_squares(optimizer: Optimizer) -> bool:
         any(word in name for name in names for word in words) for words in (DIVIDES, OTHERS)
     )
     return divides and not other
+
+
+def gains(codec: Codec) -> bool:
+    """Whether steps of the length of fp32's are better with a codec. Not with 1 bit: a byte GPT
+    ended 0.04 nats higher with them (docs/explanation/accuracy.md, "The length of Adam's steps").
+    """
+    return not isinstance(codec, OneBit)
 
 
 def shortening(codec: Codec, strategy: Strategy) -> float:

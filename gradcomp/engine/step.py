@@ -25,7 +25,7 @@ from gradcomp.engine.buckets import Gradient, Source
 from gradcomp.engine.guard import Guard
 from gradcomp.engine.layouts import Layouts, Members
 from gradcomp.engine.options import Options
-from gradcomp.engine.rate import LARGEST_FACTOR, LongerSteps, divides_by_squares, shortening
+from gradcomp.engine.rate import LongerSteps, divides_by_squares, gains, shortening
 from gradcomp.engine.watch import Growth
 from gradcomp.errors import GradcompError, PeerMismatch, peers_answer
 from gradcomp.exchange.agree import (
@@ -343,10 +343,9 @@ class Engine:
             self._longer, self._rate, self.layouts.lr_factor = None, "", 1.0
         if not (shortens and wanted) or self.comm.world_size == 1:
             return
-        factor = shortening(self.codec, self.layouts.strategy)
-        if options.scale_lr is None and factor > LARGEST_FACTOR:
+        if options.scale_lr is None and not gains(self.codec):
             return
-        self.layouts.lr_factor = factor
+        factor = self.layouts.lr_factor = shortening(self.codec, self.layouts.strategy)
         if factor != 1.0:
             self._longer = LongerSteps(optimizer, factor, options.warmup_steps)
             self._rate = f"learning rate of {type(optimizer).__name__} x {factor:.3g} in steps"

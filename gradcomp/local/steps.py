@@ -116,11 +116,6 @@ class DiLoCo:
                 f"transform={options.advanced.transform!r} is of gradients, and what travels here"
                 " are changes of weights"
             )
-        if options.warmup_codec is not None and not options.warmup_steps:
-            raise ValueError(
-                f"warmup_codec={options.warmup_codec!r} packs the first warmup_steps steps, and"
-                " warmup_steps is 0"
-            )
         codec = resolve(codec)
         self._turns = Turns(sync_every, fragments)
         delay, alpha = fragment_sync_delay, fragment_update_alpha

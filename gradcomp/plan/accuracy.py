@@ -283,9 +283,10 @@ def written(codec: Codec) -> str:
 
 def family_of(optimizer: Any) -> str | None:
     """Return the family of an optimizer, by its class and bases; None: not in the table."""
-    if not hasattr(optimizer, "param_groups"):
+    if isinstance(optimizer, type) or not hasattr(optimizer, "param_groups"):
+        name = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
         raise TypeError(
-            f"optimizer must be an optimizer, such as torch.optim.AdamW(...), got {optimizer!r}"
+            f"optimizer must be an optimizer, such as torch.optim.AdamW(...), got {name}"
         )
     return family_of_names([kind.__name__ for kind in type(optimizer).__mro__])
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from gradcomp.codecs import Block, Codec, resolve
 from gradcomp.engine.buckets import Source
 from gradcomp.engine.options import Advanced, CommonOptions, Options
-from gradcomp.engine.rate import divides_by_squares
+from gradcomp.engine.rate import divides_by_squares, gains
 from gradcomp.optim.base import SplitOptimizer
 from gradcomp.payload.order import storage_shape
 from gradcomp.payload.parameters import THIN_GROUP_NUMEL, Parameter, describe_parameters
@@ -156,7 +156,7 @@ def _with(row: Measured, mine: Options, given: CommonOptions, scales: bool) -> O
     `scales`: preconditioned gradients come with a larger learning rate (`gradcomp.engine.rate`).
     """
     wanted: CommonOptions = {}
-    if row.scale_lr != (row.precondition and scales):
+    if row.scale_lr != (row.precondition and scales and gains(row.codec)):
         return None
     if row.precondition != (mine.precondition is not None):
         if not row.precondition or "precondition" in given:

@@ -101,8 +101,6 @@ typedef struct {
 
 void gc_weigh_avx2(const uint32_t counts[GC_COUNTED_CODES], const uint32_t (*matrix)[16],
                    uint32_t sums[16]);
-int gc_put_stream_bmi2(const gc_entropy_stage *stage, const gc_entropy_table *table, uint32_t numel,
-                       uint32_t code_nbytes, uint8_t *codes, size_t *needed);
 void gc_encode_streams(gc_encode_job *job, const gc_segment *segment,
                        const gc_entropy_encoder *tier);
 

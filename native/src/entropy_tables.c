@@ -41,7 +41,7 @@ static const distribution distributions[GC_TABLE_COUNT] = {
 typedef struct {
     uint32_t weight;
     uint16_t number; /* in the order of a, then b, the escape last */
-    uint8_t index;   /* of gc_entropy_table.bits; 0: the escape */
+    uint8_t index;   /* of gc_entropy_table.symbols; 0: the escape */
     uint8_t length;
 } symbol;
 

@@ -210,8 +210,8 @@ def test_not_asked_for(comm, options, make):
 
 
 @each_rank(4, "local")
-def test_a_large_factor_is_for_those_who_ask(comm):
-    """1 bit in both phases loses more with it (docs/explanation/accuracy.md)."""
+def test_the_factor_of_1_bit_is_for_those_who_ask(comm):
+    """It loses more with it (docs/explanation/accuracy.md)."""
     for options, said in (({}, False), ({"scale_lr": True}, True)):
         averager, _ = averager_of(comm, parameter(), "onebit", precondition=True, **options)
         assert ("learning rate of AdamW x 1.55" in averager.describe()) is said

@@ -1,5 +1,8 @@
 """A warm start that is packed itself: nothing is lost on the way from one codec to the other."""
 
+import logging
+import re
+
 import pytest
 import torch
 from _averaging import Run, gradient, same
@@ -68,6 +71,21 @@ def test_it_goes_with_other_options_and_replicas_stay_equal(codec, options):
 def test_a_warm_start_in_identity_is_that_in_fp32(comm):
     packed, plain = (run(comm, OneBit(), warmup_codec=codec)[0] for codec in (Identity(), None))
     assert all(same(a, b) for a, b in zip(packed, plain, strict=True))
+
+
+@pytest.mark.parametrize(("steps", "says"), [(START, 1), (START + 1, 0)])
+def test_a_run_that_ended_in_its_warm_up_says_so(caplog, steps, says):
+    def one(comm):
+        mine = Run(comm, OneBit(), SHAPES, warmup_steps=START)
+        for step in range(steps):
+            mine.step(step)
+        mine.averager.close()
+
+    with caplog.at_level(logging.WARNING, "gradcomp"):
+        run_local(2, one)
+    found = [record.getMessage() for record in caplog.records]
+    wanted = rf"nothing was compressed: {START} exchanges, .* \(warmup_steps={START}\)"
+    assert sum(bool(re.match(wanted, text)) for text in found) == says
 
 
 def test_what_is_refused():

@@ -175,6 +175,36 @@ def test_freezing_and_unfreezing_after_the_averager_was_made(comm):
         averager.average()
 
 
+@each_rank(2, "local")
+def test_a_closure_averages_and_one_optimizer_steps_two_models(comm):
+    """Also: a parameter without elements does no harm."""
+    nets = [copy.deepcopy(MODEL) for _ in range(2)]
+    nets[1].register_parameter("empty", nn.Parameter(torch.zeros(0, 4)))
+    params = [p for net in nets for p in net.parameters()]
+    optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+    averagers = [
+        GradientAverager(net, Identity(), comm=comm.duplicate(30), optimizer=optimizer)
+        for net in nets
+    ]
+    with pytest.raises(ValueError, match="updates no parameter of this model"):
+        averager_of(comm.duplicate(30), optimizer=optimizer)
+
+    def closure(step):
+        optimizer.zero_grad()
+        nets[1].empty.grad = torch.zeros(0, 4)
+        for net, averager in zip(nets, averagers, strict=True):
+            loss_of(net, step, comm.rank).backward()
+            averager.average()
+        return step
+
+    for step in range(3):
+        assert optimizer.step(lambda step=step: closure(step)) == step
+    for averager in averagers:
+        averager.check_replicas()
+        averager.close()
+    assert bits(nets[0].parameters()) == bits(p for p in nets[1].parameters() if p.numel())
+
+
 def test_no_group_is_a_clear_error():
     with pytest.raises(RuntimeError, match="init_process_group"):
         gradcomp.all_reduce(torch.ones(4), "terngrad")

@@ -403,7 +403,11 @@ def test_an_averager_warns_of_what_is_known_to_lose(codec, kind, options, says):
     assert len(warned) == bool(says) and all(one in warned[0] for one in says), said
 
 
-@pytest.mark.parametrize("wrong", ["adamw", torch.optim.AdamW])
+class WithGroups(torch.optim.AdamW):
+    param_groups = property(lambda self: [])
+
+
+@pytest.mark.parametrize("wrong", ["adamw", 5, [], torch.optim.AdamW, WithGroups])
 @pytest.mark.parametrize("codec", ["auto", "onebit"])
 def test_a_class_or_a_name_is_no_optimizer(wrong, codec):
     message = r"optimizer must be an optimizer, such as torch\.optim\.AdamW\(\.\.\.\), got"

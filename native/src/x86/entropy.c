@@ -131,9 +131,9 @@ GC_AVX2 static double rest(const gc_entropy_stage *stage, uint32_t numel, float 
     return sum;
 }
 
-__attribute__((target("avx2,fma,f16c,sse4.2,bmi2"))) int
-gc_put_stream_bmi2(const gc_entropy_stage *stage, const gc_entropy_table *table, uint32_t numel,
-                   uint32_t code_nbytes, uint8_t *codes, size_t *needed)
+__attribute__((target("avx2,fma,f16c,sse4.2,bmi2"))) static int
+put_stream(const gc_entropy_stage *stage, const gc_entropy_table *table, uint32_t numel,
+           uint32_t code_nbytes, uint8_t *codes, size_t *needed)
 {
     return gc_put_stream(stage, table, numel, code_nbytes, codes, needed, gc_write_pairs);
 }
@@ -141,7 +141,7 @@ gc_put_stream_bmi2(const gc_entropy_stage *stage, const gc_entropy_table *table,
 void gc_entropy_encode_avx2(gc_encode_job *job, const gc_segment *segment)
 {
     static const gc_entropy_encoder tier = {gc_take_squares_avx2, count, gc_weigh_avx2, quantize,
-                                            gc_put_stream_bmi2,   rest};
+                                            put_stream,           rest};
     gc_encode_streams(job, segment, &tier);
 }
 
