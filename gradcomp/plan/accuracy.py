@@ -223,7 +223,7 @@ TABLE = (
     Measured(_GPT_600, Ternary(), 2.4, 1.7539, **_SCALED),
     Measured(_GPT, EntropyCoded(2.2), 2.4, 1.3348, precondition=True, doubt=_USUAL_RATE),
     Measured(_GPT, EntropyCoded(1.25), 1.5, 1.3256, precondition=True, doubt=_USUAL_RATE),
-    Measured(_GPT, EntropyCoded(1.25), 1.5, 1.2758, **_SCALED),
+    Measured(_GPT, EntropyCoded(1.25), 1.5, 1.2759, **_SCALED),
     Measured(_GPT_600, EntropyCoded(1.25), 1.5, 1.7335, **_SCALED),
     Measured(_GPT_CODE, EntropyCoded(1.25), 1.5, 1.7577, **_SCALED),
     Measured(_GPT, Block(2), 2.2, 1.3700, precondition=True),
