@@ -201,8 +201,6 @@ def _update(ready: Ready, clip: float | None, plain: nn.Module) -> None:
     if not ready.method.feedback:
         ready.state.discard_step()  # residuals are zero again
     if clip is not None:
-        # those that an optimizer would take straight from payloads
-        getattr(ready.state, "materialize_gradients", lambda: None)()
         nn.utils.clip_grad_norm_(plain.parameters(), clip)
     for optimizer in ready.optimizers:
         optimizer.step()
