@@ -37,6 +37,7 @@ def report() -> dict[str, Any]:
         "torch.distributed (gloo)": (
             "usable" if has_dist and torch.distributed.is_gloo_available() else "not built in"
         ),
+        "accelerator": _accelerator(),
         "MPI": _mpi(),
         "bench extra": _extra(("rich", "matplotlib", "sklearn"), "bench"),
     }
@@ -52,6 +53,18 @@ def _tier(name: str, names: list[str]) -> str:
             " gradcomp knows"
         )
     return f"{name} tier"
+
+
+def _accelerator() -> str:
+    """Return what becomes of gradients on this machine's accelerator."""
+    import torch
+
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return (
+        "none"
+        if found is None
+        else f"{found.type}: gradients are copied to the host and encoded there (no GPU has run it)"
+    )
 
 
 def _mpi() -> str:

@@ -18,7 +18,10 @@ from gradcomp.exchange.routes import run_stages
 from gradcomp.exchange.second import owners_feed_back
 from gradcomp.exchange.sizing import EXCHANGES, BucketPlan, Strategy, choose
 from gradcomp.exchange.slices import Slicing
+from gradcomp.exchange.staged import StagedExchange
 from gradcomp.exchange.stats import Stats
+from gradcomp.kernels import home
+from gradcomp.kernels.staging import join
 from gradcomp.memory.planes import Planes
 from gradcomp.memory.saved import STEPS
 from gradcomp.memory.store import Feedback, StateStore
@@ -68,7 +71,7 @@ def all_reduce(
     it is. Every tensor is compressed, however small.
 
     Args:
-        tensor: any shape, float32, bfloat16 or float16, CPU, filling its memory in any order of
+        tensor: any shape, float32, bfloat16 or float16, filling its memory in any order of
             dimensions; overwritten by the average.
         codec: codec or name.
         comm: the ranks; torch.distributed's default group when None.
@@ -138,10 +141,11 @@ def all_reduce(
         found = _exchange(call, what, strategy, tensor, codec, key, residuals, owned)
         found.timeout_s = timeout_s
         found.state = StateStore(residuals if codec.error_feedback else None, owned)
+        flat = tensor.as_strided((tensor.numel(),), (1,)) if order else tensor.view(-1)
+        staged = home(flat.device) != flat.device
         try:
-            run_stages(
-                found, tensor.as_strided((tensor.numel(),), (1,)) if order else tensor.view(-1), now
-            )
+            run_stages(StagedExchange(found, flat) if staged else found, flat, now)
+            join(flat.device)
         except BaseException:
             # a slice behind the one that failed may still be under way into its memory
             call.forget(found)
@@ -194,7 +198,7 @@ def _exchange(
             codec, [slot], strategy, comm.world_size, comm.rank, owned, slicing=Slicing()
         )
         found = call.exchanges[kind] = BucketExchange(
-            plan, comm, tensor.dtype, Stats(), seed=codec.seed, device=tensor.device
+            plan, comm, tensor.dtype, Stats(), seed=codec.seed, device=home(tensor.device)
         )
         if len(call.exchanges) > MOST_EXCHANGES:
             call.exchanges.popitem(last=False)

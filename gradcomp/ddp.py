@@ -250,7 +250,7 @@ class CompressionState(Controls):
                 self._step = engine.begin()
                 if self._fused is not None:
                     self._fused.drop()
-            self._step.submit(buffer, self._place(bucket), lambda: future.set_result(buffer))
+            self._step.submit(buffer, self._place(bucket), functools.partial(_end, future, buffer))
         except Exception as error:  # noqa: BLE001 - Step.finish raises it out of backward
             engine.fail(error)
             if not future.done():
@@ -385,6 +385,13 @@ class CompressionState(Controls):
         return _detached, ()
 
 
+def _end(future: "torch.futures.Future[Tensor]", buffer: Tensor, error: Exception | None) -> None:
+    if error is None:
+        future.set_result(buffer)
+    else:
+        future.set_exception(error)  # type: ignore[arg-type]
+
+
 def _detached() -> CompressionState:
     """Return a state that compresses nothing, for a copy of a model."""
     state = object.__new__(CompressionState)
@@ -419,8 +426,8 @@ def register(
     the first backward. Rank 0 logs `CompressionState.describe` to the logger "gradcomp", at INFO.
 
     Args:
-        model: wrapped in DistributedDataParallel; float32, bfloat16 or float16 parameters on the
-            CPU.
+        model: wrapped in DistributedDataParallel; float32, bfloat16 or float16 parameters. Buckets
+            on an accelerator are averaged in host memory.
         codec: `Ternary(...)`, `TernGrad(...)`, `OneBit(...)`, `Block(...)`, `Identity()`, or a name
             ("ternary", "onebit"). "auto": codec and options for the kind of `optimizer`, by what
             was measured (`gradcomp.plan.accuracy`); options that are given count.

@@ -51,20 +51,24 @@ FRAMEWORKS = ("lightning", "transformers.trainer", "accelerate", "ray.train.torc
 @pytest.fixture(scope="session")
 def pools(pytestconfig):
     """Return run(kind, world_size, function, *args) in warm processes: a pool for gloo, one for
-    gloo where frameworks are imported, and one for each MPI, where 2 to 4 ranks are some of one
-    job's.
+    gloo where frameworks are imported, one with the device of tests, and one for each MPI, where 2
+    to 4 ranks are some of one job's.
     """
     kept = {}
 
     def run(kind, world_size, function, *args, timeout_s=120):
         size = 4 if 1 < world_size < 4 else world_size
         imports = FRAMEWORKS if pytestconfig.running.get_closest_marker("extras") else ()
-        which = (kind, imports) if kind == "gloo" else (kind, size)
+        which = (kind, imports) if kind in ("gloo", "lazy") else (kind, size)
         pool = kept.get(which)
         if pool is None or not pool.alive():
             if pool is not None:
                 pool.close()
-            pool = kept[which] = RankPool(imports) if kind == "gloo" else MpiPool(kind, size)
+            if kind in ("gloo", "lazy"):
+                pool = RankPool(imports, "gloo" if kind == "gloo" else "_lazy")
+            else:
+                pool = MpiPool(kind, size)
+            kept[which] = pool
         return pool.run(world_size, function, *args, timeout_s=timeout_s)
 
     yield run
@@ -80,6 +84,14 @@ def gloo(pools):
     processes.
     """
     return functools.partial(pools, "gloo")
+
+
+@pytest.fixture(scope="session")
+def lazy(pools):
+    """Return run(world_size, function, *args) in processes that have `_lazy`'s device, and a
+    default process group for its tensors.
+    """
+    return functools.partial(pools, "lazy")
 
 
 @pytest.fixture(params=["gloo", "mpich", "openmpi"])
@@ -153,6 +165,8 @@ def kind_of_ranks(item):
     given = params(item)
     pooled = given.get("flavour", "gloo") if "pools" in item.fixturenames else "local"
     kind = given.get("over") or given.get("ranks") or pooled
+    if "lazy" in item.fixturenames:
+        return "lazy"
     return None if kind == "local" else kind
 
 

@@ -21,7 +21,7 @@ from gradcomp.codecs.checks import check_alone, check_memory, check_payload_room
 from gradcomp.codecs.lanes import Lanes
 from gradcomp.codecs.magnitude import refuse_unflagged
 from gradcomp.errors import CorruptPayload, UnsupportedTensor
-from gradcomp.kernels import CPU, NO_RESIDUALS, Code, Kernels, Payloads, Residuals, host, of
+from gradcomp.kernels import CPU, NO_RESIDUALS, Code, Kernels, Payloads, Residuals, home, host, of
 from gradcomp.kernels.tables import DTYPES, MAX_NUMEL
 from gradcomp.payload import wire
 from gradcomp.payload.form import HEADER_NBYTES, PLAIN, Form, form_name
@@ -118,7 +118,8 @@ class Codec(ABC):
         """Encode one tensor into a whole payload.
 
         Args:
-            x: any shape, float32, bfloat16 or float16, contiguous, CPU.
+            x: any shape, float32, bfloat16 or float16, contiguous; from an accelerator it is copied
+                to the host.
             residual: ``(x.numel(),)`` or `x`'s shape, float32, contiguous; what earlier encodings
                 left over. Replaced in place by what this one leaves over, times the decay, or left
                 as it was if its sum with `x` is not finite. Error-feedback codecs only.
@@ -139,6 +140,12 @@ class Codec(ABC):
         """
         check_alone(self)
         check_tensor(x, "x")
+        if home(x.device) != x.device:
+            plane = None if residual is None else residual.cpu()
+            payload = self.encode(x.cpu(), residual=plane, scale=scale, key=key, out=out)
+            if residual is not None and plane is not None:
+                residual.copy_(plane)
+            return payload
         key = key if key is not None else RngKey()
         group_numel = self.group_numel(tuple(x.shape)) if x.numel() else 1
         slot = Slot(key.parameter, x.numel(), group_numel, True, 0, start=key.first)
@@ -155,7 +162,7 @@ class Codec(ABC):
             self.place_scales(layout, scales, payload)
         residuals, kept = NO_RESIDUALS, None
         if residual is not None:
-            self._check_residual(residual, x.numel())
+            self._check_residual(residual, x)
             residuals, kept = Residuals(residual, residual), _spare_plane(kernels, x.numel())
         nonfinite |= self.encode_body(kernels, x, layout, payload, key, residuals, kept)
         if residual is not None and kept is not None and nonfinite:
@@ -171,7 +178,8 @@ class Codec(ABC):
 
         Args:
             payload: ``(nbytes,)`` uint8, contiguous, CPU; any bytes are safe.
-            out: ``(numel,)`` float32, contiguous, CPU, written in place; allocated when None.
+            out: ``(numel,)`` float32, contiguous, written in place; allocated when None, in host
+                memory.
             layout: of a segmented payload.
 
         Returns:
@@ -208,6 +216,8 @@ class Codec(ABC):
         if header.nonfinite:
             return out.fill_(float("nan"))
         self.validate_packed(payload, layout)
+        if home(out.device) != out.device:
+            return out.copy_(self.decode(payload, layout=layout))
         if self.decode_body(of(out.device), [payload], layout, out):
             refuse_unflagged([payload], [layout])
         return out
@@ -398,14 +408,16 @@ class Codec(ABC):
             )
         return PayloadLayout(self.form, whole_pieces([slot]), segmented=False)
 
-    def _check_residual(self, residual: Tensor, numel: int) -> None:
+    def _check_residual(self, residual: Tensor, x: Tensor) -> None:
         if not self.error_feedback:
             raise ValueError(f"{self!r} takes no residual")
         check_memory(residual, "residual")
         if residual.dtype != torch.float32:
             raise UnsupportedTensor(f"residual must be float32, got {residual.dtype}")
-        if residual.numel() != numel:
-            raise ValueError(f"residual holds {residual.numel()} elements, the tensor {numel}")
+        if residual.device != x.device:
+            raise UnsupportedTensor(f"residual is on {residual.device}, the tensor on {x.device}")
+        if residual.numel() != x.numel():
+            raise ValueError(f"residual holds {residual.numel()} elements, the tensor {x.numel()}")
 
 
 def encode_plain(

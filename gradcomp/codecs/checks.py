@@ -18,7 +18,7 @@ SECOND_PHASES = ("exact", "requantize", "block2", "block4", "block8", "bf16", "f
 def check_memory(
     tensor: Tensor, name: str, *, contiguous: bool = True, on_host: bool = False
 ) -> None:
-    """Raise UnsupportedTensor unless `tensor` is dense, on a device that has kernels and, where
+    """Raise UnsupportedTensor unless `tensor` is dense, on a device that gradcomp takes and, where
     asked for, contiguous and no negative view.
 
     `on_host`: of payloads, which are host memory whatever device their values are on.

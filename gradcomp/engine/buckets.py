@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gradcomp.codecs.checks import check_tensor
 from gradcomp.errors import UnsupportedTensor
-from gradcomp.kernels import of
+from gradcomp.kernels import empty
 from gradcomp.payload.order import storage_view
 from gradcomp.payload.parameters import assign_buckets
 
@@ -175,7 +175,7 @@ class Bucket:
     """Tensors that travel together, and the flat one that holds their values.
 
     Args:
-        sources: (position, source) pairs of one dtype.
+        sources: (position, source) pairs of one dtype and device.
 
     Attributes:
         flat: ``(numel,)``, what is averaged in place.
@@ -185,7 +185,7 @@ class Bucket:
     def __init__(self, sources: Sequence[tuple[int, Source]]) -> None:
         likes = [source.like for _, source in sources]
         numels = [like.numel() for like in likes]
-        self.flat = of(likes[0].device).empty(sum(numels), likes[0].dtype).zero_()
+        self.flat = empty(sum(numels), likes[0].dtype, likes[0].device).zero_()
         views = [
             storage_view(v, like)
             for v, like in zip(torch.split(self.flat, numels), likes, strict=True)
@@ -215,20 +215,18 @@ class Bucket:
 
 
 def fuse(sources: Sequence[Source], bucket_cap_mb: float) -> list[Bucket]:
-    """Share trained tensors out over buckets of one dtype each, last ones first, as backward
-    makes gradients.
+    """Share trained tensors out over buckets of one dtype and device each, last ones first, as
+    backward makes gradients.
     """
     buckets, trained = (
         [],
         [(i, source, source.like) for i, source in enumerate(sources) if source.trained],
     )
-    for dtype in dict.fromkeys(like.dtype for _, _, like in trained):
-        alike = [(i, source) for i, source, like in trained if like.dtype == dtype]
-        sizes = [
-            like.numel() * like.element_size() for _, _, like in trained if like.dtype == dtype
-        ]
+    for kind in dict.fromkeys((like.dtype, like.device) for _, _, like in trained):
+        alike = [one for one in trained if (one[2].dtype, one[2].device) == kind]
+        sizes = [like.numel() * like.element_size() for _, _, like in alike]
         for members in assign_buckets(sizes, int(bucket_cap_mb * 2**20)):
-            buckets.append(Bucket([alike[m] for m in members]))
+            buckets.append(Bucket([alike[m][:2] for m in members]))
     return buckets
 
 

@@ -20,8 +20,9 @@ from gradcomp.exchange.agree import Shown, codec_fields
 from gradcomp.exchange.quality import Probe
 from gradcomp.exchange.routes import Exchange, ExchangeOptions, Route, make_route
 from gradcomp.exchange.second import owners_feed_back
+from gradcomp.exchange.staged import StagedExchange
 from gradcomp.exchange.stats import Stats
-from gradcomp.kernels import device_of
+from gradcomp.kernels import device_of, home
 from gradcomp.memory.moments import Precondition, SecondMoments
 from gradcomp.memory.planes import Planes
 from gradcomp.memory.store import StateStore
@@ -101,6 +102,9 @@ class Layouts:
         self.take(comm)
         tensors = {index: likes[index] for index in sorted(self.trained)}
         self._device = device_of(tensors.values())
+        self._staged = sorted(
+            {t.device.type for t in tensors.values() if home(t.device) != t.device}
+        )
         try:
             states = keep_states(options.advanced.transform, tensors, self.route.owner_numel)
             moments = None
@@ -164,7 +168,7 @@ class Layouts:
         """
         codec = self._codec_of(step)
         plain = codec is not self.codec
-        kind = (members, buffer.dtype, codec)
+        kind = (members, buffer.dtype, buffer.device, codec)
         if kind in self._exchanges:
             return self._exchanges[kind], None
         slots = self._slots(members)
@@ -189,10 +193,13 @@ class Layouts:
             seed=codec.seed,
             timeout_s=self._timeout_s,
             keeps_packed=self.keeps_packed,
-            device=buffer.device,
+            device=home(buffer.device),
         )
-        self._exchanges[kind] = self.route.exchange(slots, codec, options)
-        return self._exchanges[kind], self._compared(slots, buffer, step, bucket)
+        exchange = self.route.exchange(slots, codec, options)
+        if options.device != buffer.device:
+            exchange = StagedExchange(exchange, buffer)
+        self._exchanges[kind] = exchange
+        return exchange, self._compared(slots, buffer, step, bucket)
 
     def _codec_of(self, step: int) -> Codec:
         """Return what packs an exchange."""
@@ -216,7 +223,7 @@ class Layouts:
         ratio.
         """
         options, codec, world = self.options, self.codec, self.comm.world_size
-        changes = ""
+        changes = "".join(f"; {kind} tensors are copied to the host" for kind in self._staged)
         transform = options.advanced.transform
         if transform is not None:
             at_owners = transform.place == "owner"

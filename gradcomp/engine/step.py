@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gradcomp.codecs import Codec, TernGrad, resolve
@@ -43,6 +44,7 @@ from gradcomp.exchange.pipeline import InlinePipeline, Pipeline, Task
 from gradcomp.exchange.routes import Exchange
 from gradcomp.exchange.stats import Stats
 from gradcomp.exchange.telemetry import Telemetry
+from gradcomp.kernels.staging import join, on_stream
 from gradcomp.memory.saved import STEPS
 
 logger = logging.getLogger("gradcomp")
@@ -69,16 +71,22 @@ class Step:
         self.buckets: list[tuple[Exchange, Members]] = []
         self.started = self.ended = 0.0
         self._numel, self._sealed = 0, False
+        self._devices: set[torch.device] = set()
 
     def submit(
-        self, buffer: Tensor, members: Members, done: Callable[[], None] | None = None
+        self,
+        buffer: Tensor,
+        members: Members,
+        done: Callable[[Exception | None], None] | None = None,
     ) -> None:
         """Average one bucket in place.
 
         Args:
-            buffer: ``(numel,)`` float32, bfloat16 or float16, contiguous, CPU.
+            buffer: ``(numel,)`` float32, bfloat16 or float16, contiguous.
             members: (position of the tensor, first element in the buffer) pairs in buffer order.
-            done: called when the average stands in the buffer, or NaN after a failure.
+            done: called when the average stands in the buffer, or NaN after a failure; with an
+                error if the device has failed. (On an accelerator what the current stream is given
+                then comes after the average.)
         """
         check_tensor(buffer, "the bucket")
         engine, bucket = self._engine, len(self.buckets)
@@ -91,6 +99,7 @@ class Step:
         exchange.begin(buffer, self.number, bucket)
         slices = exchange.slices
         self._numel += buffer.numel()
+        self._devices.add(buffer.device)
 
         def first() -> None:
             if compared and engine.comm.world_size > 1:
@@ -99,10 +108,16 @@ class Step:
 
         def end(error: BaseException | None) -> None:
             self.ended = time.perf_counter()
-            if error is not None:
-                buffer.fill_(float("nan"))
-            if done is not None:
-                done()
+            try:
+                with on_stream(buffer.device):
+                    if error is not None:
+                        buffer.fill_(float("nan"))
+                    if done is not None:
+                        done(None)
+            except Exception as failure:  # noqa: BLE001 - DDP waits, and raises it
+                engine.fail(failure)
+                if done is not None:
+                    done(failure)
 
         tasks = [Task(steps, _nothing) for steps in slices]
         tasks[0].stages = (first, *slices[0][1:])
@@ -134,6 +149,8 @@ class Step:
         engine, begun = self._engine, time.perf_counter()
         self.seal()
         engine.wait()
+        for device in self._devices:
+            join(device)
         exchanges = [exchange for exchange, _ in self.buckets]
         stats = engine.stats
         if exchanges:

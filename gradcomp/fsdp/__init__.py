@@ -70,7 +70,7 @@ def register(
         TypeError: no module, or none inside that `fully_shard` has wrapped.
         ValueError: a codec that gathers; an option that is of other exchanges; several meshes in a
             module; `keep_weights` without `weights`.
-        UnsupportedTensor: parameters on a GPU.
+        UnsupportedTensor: parameters on a device that gradcomp does not take.
         PeerMismatch: ranks with other parameters, codec or options.
         PeerLost: a rank did not answer.
     """

@@ -22,6 +22,8 @@ from gradcomp.exchange.sizing import BucketPlan, Strategy
 from gradcomp.exchange.stats import Stats
 from gradcomp.fsdp.parts import Part, number_of, slots_of
 from gradcomp.fsdp.residuals import ModuleResiduals
+from gradcomp.kernels import home
+from gradcomp.kernels.staging import Staged, join, on_stream
 from gradcomp.kernels.tables import DTYPES
 from gradcomp.memory.store import StateStore
 from gradcomp.payload.pieces import BySlots
@@ -64,7 +66,7 @@ class ReduceScatter:
         self.module, self.name, self.parts, self.steps = module, name, list(parts), 0
         self._codecs, self._warmup_steps = codecs, warmup_steps
         self._comm, self._stats, self._probe, self._residuals = comm, stats, probe, residuals
-        self._exchanges: dict[tuple[object, ...], BucketExchange] = {}
+        self._exchanges: dict[tuple[object, ...], tuple[BucketExchange, Staged | None]] = {}
         self.is_under_way = False
 
     def fits(self, numel: int) -> bool:
@@ -79,17 +81,21 @@ class ReduceScatter:
         backward pass may keep `finish` from being called.
         """
         output.fill_(float("nan"))
-        exchange = self._exchange(given.dtype, given.device, self._trained())
-        exchange.begin(given, self.steps, 0)
+        exchange, staged = self._exchange(given, self._trained())
+        if staged is not None:
+            staged.fetch(given)
+        exchange.begin(given if staged is None else staged.host, self.steps, 0)
         self._stats.baseline_bytes += 2 * (given.numel() - output.numel()) * given.element_size()
         self.is_under_way = True
-        encode = partial(self.encode, exchange)
+        encode = partial(self.encode, exchange, staged)
         finish = partial(self.finish, exchange, output, factor)
         # nothing is done with a module while it travels and the next one is encoded
         return Task((encode, *[lambda: None] * (IN_FLIGHT - 1), finish), self._end)
 
-    def encode(self, exchange: BucketExchange) -> None:
+    def encode(self, exchange: BucketExchange, staged: Staged | None) -> None:
         """Encode gradients and send them."""
+        if staged is not None:
+            staged.wait()
         with peers_answer("first_phase", 0):
             exchange.measure()
             exchange.encode()
@@ -112,6 +118,21 @@ class ReduceScatter:
             exchange.shard.device,
         ) and all(there == here for there, here, _ in places)
         exchange.average_shard(output if as_they_are else None)
+        with on_stream(output.device):
+            self._store(exchange, output, factor, places, as_they_are=as_they_are)
+        join(output.device)
+        self._stats.add_seconds("exposed", time.perf_counter() - begun)
+
+    def _store(
+        self,
+        exchange: BucketExchange,
+        output: Tensor,
+        factor: int,
+        places: Sequence[tuple[int, int, int]],
+        *,
+        as_they_are: bool,
+    ) -> None:
+        """Write averages to `output`, where they do not stand there already."""
         if exchange.flagged:
             output.fill_(float("nan"))
             self._stats.nonfinite_buckets += 1
@@ -127,7 +148,6 @@ class ReduceScatter:
             output[filled:].zero_()
             if factor != 1:
                 output.mul_(factor)
-        self._stats.add_seconds("exposed", time.perf_counter() - begun)
 
     def comes_late(self, dtype: torch.dtype) -> bool:
         """Whether torch leaves what `finish` writes alone until the backward pass is over."""
@@ -153,8 +173,10 @@ class ReduceScatter:
         return [part for part in self.parts if part.sharded.requires_grad]
 
     def _exchange(
-        self, dtype: torch.dtype, device: torch.device, trained: Sequence[Part]
-    ) -> BucketExchange:
+        self, given: Tensor, trained: Sequence[Part]
+    ) -> tuple[BucketExchange, Staged | None]:
+        """Return what averages such gradients, and where they are copied to if not there."""
+        dtype, device = given.dtype, given.device
         if dtype not in DTYPES:
             raise GradcompError(
                 f"gradients of {dtype} are not packed; float32, bfloat16 and float16 are"
@@ -164,19 +186,20 @@ class ReduceScatter:
         if kind not in self._exchanges:
             if self.steps == self._warmup_steps:
                 self._exchanges.clear()  # those of the warm-up
-            self._exchanges[kind] = BucketExchange(
+            exchange = BucketExchange(
                 self._plan(codec, trained),
                 self._comm,
                 dtype,
                 self._stats,
                 seed=codec.seed,
                 timeout_s=self._comm.timeout_s,
-                device=device,
+                device=home(device),
                 module=number_of(self.parts),
                 draw_rank=group_rank(),  # replicas of a shard draw other numbers
                 state=StateStore(self._residuals if codec.error_feedback else None),
                 probe=self._probe if self.steps >= self._warmup_steps else None,
             )
+            self._exchanges[kind] = exchange, None if home(device) == device else Staged(given)
         return self._exchanges[kind]
 
     def _plan(self, codec: Codec, trained: Sequence[Part]) -> BucketPlan:

@@ -48,7 +48,7 @@ from gradcomp.fsdp.parts import Part, number_of
 from gradcomp.fsdp.reduce import ReduceScatter
 from gradcomp.fsdp.residuals import ModelResiduals
 from gradcomp.fsdp.weights import AllGather, Forward
-from gradcomp.kernels import of as kernels_of
+from gradcomp.kernels import check_device, empty, home
 from gradcomp.memory.saved import Saved, check_step, write
 from gradcomp.payload.parameters import Parameter, describe_parameters
 
@@ -148,7 +148,7 @@ class FsdpState:
         gradients = _described(wholes, self.codec, options)
         warm_up = Identity() if options.warmup_codec is None else resolve(options.warmup_codec)
         values = _described(wholes, self.weights, options) if self.weights is not None else {}
-        pool, reused = BufferPool(), torch_private.ReusedTensors(_allocate)
+        pool, reused = BufferPool(), torch_private.ReusedTensors(empty)
         for one in sharded:
             own = [names[id(p)] for p in one.parameters]
             parts = _parts(one, own, gradients)
@@ -448,7 +448,8 @@ class FsdpState:
         residual = self._to_add.pop(part.parameter.name, None)
         if residual is None:
             return
-        p.grad.to_local().add_(residual.view(part.parameter.shape))
+        grad = p.grad.to_local()
+        grad.add_(residual.view(part.parameter.shape).to(grad.device))
         residual.zero_()
         if not self._to_add:
             self._residuals = ModelResiduals(self._residuals.dtype)
@@ -494,7 +495,7 @@ def _sharded_modules(model: nn.Module) -> list[torch_private.Sharded]:
         )
     devices = {p.device for one in sharded for p in one.parameters}
     for device in devices - {torch.device("meta")}:
-        kernels_of(device)
+        check_device(device, "the model")
     return sharded
 
 
@@ -560,22 +561,18 @@ def _parts(
     ]
 
 
-def _allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return kernels_of(device).empty(numel, dtype)
-
-
 def _unless_shards(
     reused: torch_private.ReusedTensors, module: ReduceScatter
 ) -> torch_private.Allocate:
     """Return what gives memory for whole gradients again, and new memory for shards: these become
-    a parameter's ``.grad``.
+    a parameter's ``.grad``. (Memory of an accelerator is torch's own to give again.)
     """
 
     def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return (
             reused.take(numel, dtype, device)
-            if module.fits(numel)
-            else _allocate(numel, dtype, device)
+            if module.fits(numel) and home(device) == device
+            else empty(numel, dtype, device)
         )
 
     return allocate

@@ -9,7 +9,8 @@ forward that keeps nothing drops them. All ranks decide alike, since they run th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +22,10 @@ from gradcomp.errors import GradcompError
 from gradcomp.exchange.gather import BufferPool, ShardGather
 from gradcomp.exchange.stats import Stats
 from gradcomp.fsdp.parts import Part, number_of, slots_of
+from gradcomp.kernels import home
 from gradcomp.kernels.tables import DTYPES
+
+Result = TypeVar("Result")
 
 
 def weights_codec(given: Codec | str) -> Codec:
@@ -85,7 +89,7 @@ class AllGather:
         self._parts, self._codec, self._comm = list(parts), codec, comm
         self._stats, self._pool = stats, pool
         self._each = sum(part.padded_numel for part in parts)
-        self._gathers: dict[tuple[torch.dtype, torch.device], ShardGather] = {}
+        self._gathers: dict[torch.dtype, ShardGather] = {}
         self._failed: GradcompError | None = None
 
     def fits(self, given: Tensor, ranks: int) -> bool:
@@ -98,34 +102,35 @@ class AllGather:
 
     def start(self, output: Tensor, given: Tensor) -> Callable[[], None]:
         """Encode ``(k,)`` and send it; return what waits for the others and writes ``(N * k,)``."""
-        gather = self._gather(given.dtype, given.device)
+        gather = self._gather(given.dtype)
         self._stats.baseline_bytes += (output.numel() - given.numel()) * given.element_size()
         in_backward = torch_private.graph_task() >= 0
         if in_backward and self._kept is not None and self._kept[0] is gather:
             buffer, self._kept = self._kept[1], None
-            return lambda: gather.again(buffer, output)
+            return lambda: self._write(partial(gather.again, buffer), output)
         keep = not in_backward and self._forward is not None and self._forward.with_gradients
         keep = keep and torch_private.reshards_after_forward(self.module)
         # weights of an earlier forward, which this one's backward must not find
         if not keep and self._kept is not None:
             self._pool.give(self._kept[1])
             self._kept = None
-        self._guarded(lambda: gather.start(given, self.count))
+        here = given.to(home(given.device))
+        self._guarded(lambda: gather.start(here, self.count))
         self.count += 1
         self._stats.steps += 1
         return lambda: self._guarded(lambda: self._finish(gather, output, keep))
 
     def _finish(self, gather: ShardGather, output: Tensor, keep: bool) -> None:
-        buffer = gather.finish(output, keep=keep)
+        buffer = self._write(partial(gather.finish, keep=keep), output)
         if keep and self._kept is not None:
             self._pool.give(self._kept[1])
         if keep:
             self._kept = None if buffer is None else (gather, buffer)
 
-    def _gather(self, dtype: torch.dtype, device: torch.device) -> ShardGather:
-        if (dtype, device) not in self._gathers:
+    def _gather(self, dtype: torch.dtype) -> ShardGather:
+        if dtype not in self._gathers:
             comm = self._comm
-            self._gathers[dtype, device] = ShardGather(
+            self._gathers[dtype] = ShardGather(
                 self._codec,
                 slots_of(self._parts, comm.world_size),
                 comm.rank * self._each,
@@ -133,11 +138,20 @@ class AllGather:
                 self._stats,
                 self._pool,
                 dtype=dtype,
-                device=device,
                 timeout_s=comm.timeout_s,
                 module=number_of(self._parts),
             )
-        return self._gathers[dtype, device]
+        return self._gathers[dtype]
+
+    @staticmethod
+    def _write(call: Callable[[Tensor], Result], output: Tensor) -> Result:
+        """Call what writes to `output`; on an accelerator it gets what a host tensor was given."""
+        if home(output.device) == output.device:
+            return call(output)
+        here = torch.empty_like(output, device=home(output.device))
+        found = call(here)
+        output.copy_(here)
+        return found
 
     def _guarded(self, call: Callable[[], None]) -> None:
         if self._failed is not None:

@@ -21,7 +21,7 @@ from gradcomp.engine.options import Advanced, CommonOptions, takes
 from gradcomp.integrations.checkpoints import Stateful, read, write
 from gradcomp.integrations.versions import imported
 from gradcomp.integrations.watch import DdpWatch, Watch
-from gradcomp.integrations.wrapped import attach_prepared, check_on_cpu, inner
+from gradcomp.integrations.wrapped import attach_prepared, inner
 from gradcomp.local.steps import DiLoCo
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def register(
     A step of an optimizer of this model before which gradcomp was not called is a GradcompError.
 
     Args:
-        accelerator: an ``accelerate.Accelerator`` on CPUs.
+        accelerator: an ``accelerate.Accelerator``.
         model: what its ``prepare`` has returned, together with the optimizer or after it.
         codec: codec or name; "auto" with `optimizer`.
         optimizer: as `gradcomp.ddp.register` takes it, prepared or not. A split optimizer then
@@ -72,7 +72,6 @@ def register(
         TypeError: a model that is not wrapped in DistributedDataParallel.
         ValueError: a communication hook that accelerate has registered; and as
             `gradcomp.ddp.register`.
-        UnsupportedTensor: an accelerator that is not on the CPU.
     """
     options = {**common, "advanced": advanced}
     state = attach_prepared(accelerator, model, codec, optimizer, options)
@@ -105,7 +104,7 @@ def local_steps(
     carry every rank's model, optimizer and local state.
 
     Args:
-        accelerator: an ``accelerate.Accelerator`` on CPUs.
+        accelerator: an ``accelerate.Accelerator``.
         model: a plain module, not prepared.
         optimizer: of its parameters, prepared or not, or several.
         codec: codec or name.
@@ -115,10 +114,8 @@ def local_steps(
 
     Raises:
         TypeError: a prepared model.
-        UnsupportedTensor: an accelerator that is not on the CPU.
         ValueError, PeerMismatch, PeerLost: as `method`.
     """
-    check_on_cpu(accelerator)
     prepared = any(model is one for one in accelerator._models)
     if prepared or isinstance(model, DistributedDataParallel):
         raise TypeError(

@@ -19,7 +19,7 @@ from gradcomp.engine.options import COMMON, MOVED, RENAMED, Options, check_names
 from gradcomp.integrations.checkpoints import gather_states, restore
 from gradcomp.integrations.versions import imported
 from gradcomp.integrations.watch import DdpWatch
-from gradcomp.integrations.wrapped import check_device, warn_alone
+from gradcomp.integrations.wrapped import warn_alone
 
 with imported("lightning"):
     from lightning.pytorch.strategies import DDPStrategy
@@ -51,8 +51,8 @@ class CompressedDDPStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning is 
         TypeError: an argument that none of them has.
         ValueError: an unknown codec, an option out of its range, a communication hook.
 
-    Later, out of ``trainer.fit``: UnsupportedTensor on a GPU; GradcompError if gradcomp was
-    registered but not called in a step; and what `gradcomp.ddp.register` raises.
+    Later, out of ``trainer.fit``: GradcompError if gradcomp was registered but not called in a
+    step; and what `gradcomp.ddp.register` raises.
     """
 
     def __init__(self, codec: Codec | str = "ternary", **others: Any) -> None:
@@ -72,11 +72,6 @@ class CompressedDDPStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning is 
         for `save_checkpoint`: `close` it if you like.
         """
         return self._compression
-
-    def setup_environment(self) -> None:
-        remedy = "Trainer(accelerator='cpu'), or another strategy"
-        check_device(self.root_device, "this Trainer runs on", remedy)
-        super().setup_environment()
 
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)

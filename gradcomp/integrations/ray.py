@@ -17,7 +17,7 @@ from gradcomp.engine.options import Advanced, CommonOptions, takes
 from gradcomp.integrations.checkpoints import read, write
 from gradcomp.integrations.versions import imported
 from gradcomp.integrations.watch import DdpWatch
-from gradcomp.integrations.wrapped import attach, check_device
+from gradcomp.integrations.wrapped import attach
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +52,7 @@ def register(
     A step of an optimizer before which gradcomp was not called is a GradcompError.
 
     Args:
-        model: what ``prepare_model`` has returned, of workers on CPUs.
+        model: what ``prepare_model`` has returned.
         codec: codec or name; "auto" with `optimizer`.
         optimizer: as `gradcomp.ddp.register` takes it.
         common, advanced: as of `gradcomp.ddp.register`.
@@ -62,11 +62,8 @@ def register(
 
     Raises:
         TypeError: a model that is not wrapped in DistributedDataParallel.
-        UnsupportedTensor: workers with GPUs.
         ValueError, PeerMismatch, PeerLost: as `gradcomp.ddp.register`.
     """
-    for p in model.parameters():
-        check_device(p.device, "this model is on", "ScalingConfig(use_gpu=False)")
     state = attach(
         model,
         codec,

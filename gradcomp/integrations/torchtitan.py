@@ -2,16 +2,15 @@
 machines gradients travel packed.
 
 Inside a machine torch reduce-scatters over its fast links as ever. What that leaves, a shard a
-rank, is averaged over the replicas of the model, once a backward pass. Gradients on a GPU are
-copied to the host for it, and back. torchtitan itself is not imported.
+rank, is averaged over the replicas of the model, once a backward pass. torchtitan itself is not
+imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from gradcomp.averager import GradientAverager
@@ -50,8 +49,7 @@ class ReplicaAverage:
     another hook was set, is a GradcompError.
 
     Args:
-        models: with FSDP modules inside, or a list of such (parts of a pipeline). Shards of a GPU
-            are staged on the host.
+        models: with FSDP modules inside, or a list of such (parts of a pipeline).
         group: the ranks that hold the same shards of other replicas.
         codec: codec or name.
         common, advanced: as of `gradcomp.ddp.register`.
@@ -88,11 +86,6 @@ class ReplicaAverage:
             for n, part in enumerate(parts)
             for name, p in part.named_parameters()
         ]
-        parameters = [p for _, p in named]
-        self._staged = [] if _on_the_host(parameters) else [(p, _mirror(p)) for p in parameters]
-        if self._staged:
-            mirrors = [mirror for _, mirror in self._staged]
-            named = [(name, mirror) for (name, _), mirror in zip(named, mirrors, strict=True)]
         comm = TorchCommunicator(group)
         try:
             self.averager = GradientAverager(named, codec, comm=comm, advanced=advanced, **common)
@@ -100,7 +93,7 @@ class ReplicaAverage:
             comm.close()
             raise
         self._called_back, self._averages = -1, 0
-        self._watch = Watch(parameters, lambda: self._averages, lambda: _MISSED)
+        self._watch = Watch([p for _, p in named], lambda: self._averages, lambda: _MISSED)
         self._hooks: list[Any] = [part.register_forward_pre_hook(self._hold) for part in parts]
         for module in self._modules:
             module.set_all_reduce_hook(self._reduced)
@@ -131,28 +124,4 @@ class ReplicaAverage:
 
     def _average(self) -> None:
         self._averages += 1
-        with torch.no_grad():
-            for p, mirror in self._staged:
-                if p.requires_grad:
-                    mirror.grad = None if p.grad is None else _local(p.grad).to("cpu", copy=True)
-            self.averager.average()
-            for p, mirror in self._staged:
-                if mirror.grad is not None:
-                    if p.grad is None:  # others have one
-                        p.grad = torch.zeros_like(p)
-                    _local(p.grad).copy_(mirror.grad)
-                    mirror.grad = None
-
-
-def _on_the_host(parameters: Iterable[nn.Parameter]) -> bool:
-    return all(p.device.type == "cpu" for p in parameters)
-
-
-def _local(tensor: Any) -> Tensor:
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local
-
-
-def _mirror(p: nn.Parameter) -> nn.Parameter:
-    """Return a parameter on the host with a shard's values, by which replicas are compared once."""
-    return nn.Parameter(_local(p.detach()).to("cpu", copy=True), requires_grad=p.requires_grad)
+        self.averager.average()

@@ -46,8 +46,8 @@ class Compressed:
         TypeError: `compression` is not a dictionary, or has an unknown option.
         ValueError: an unknown codec.
 
-    Later, out of ``train()``: UnsupportedTensor on a GPU, ValueError for a checkpoint whose state
-    does not fit, and as `gradcomp.ddp.register`.
+    Later, out of ``train()``: ValueError for a checkpoint whose state does not fit, and as
+    `gradcomp.ddp.register`.
     """
 
     def __init__(

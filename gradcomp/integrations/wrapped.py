@@ -14,9 +14,7 @@ from gradcomp import ddp
 from gradcomp.codecs import Codec
 from gradcomp.ddp import CompressionState
 from gradcomp.engine.options import Options
-from gradcomp.errors import UnsupportedTensor
 
-_GPU = "accelerate runs on", "Accelerator(cpu=True), TrainingArguments(use_cpu=True)"
 _ALONE = (
     "accelerate runs one process",
     "start several with torchrun --nproc-per-node 2 (accelerate launch --cpu starts one)",
@@ -63,7 +61,6 @@ def attach_prepared(
     options: Mapping[str, Any],
 ) -> CompressionState | None:
     """Register on what accelerate has prepared, for accelerate itself and for Transformers."""
-    check_on_cpu(accelerator)
     hook = getattr(accelerator.ddp_handler, "comm_hook", None)
     if getattr(hook, "value", "no") != "no":
         raise ValueError(
@@ -89,11 +86,6 @@ def inner(optimizer: Any) -> Any:
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
-def check_on_cpu(accelerator: Any) -> None:
-    """Raise UnsupportedTensor unless an accelerator is on the CPU."""
-    check_device(accelerator.device, *_GPU)
-
-
 def warn_alone(what: str, remedy: str, *, stacklevel: int = 3) -> None:
     """Warn that a run of one rank compresses nothing."""
     warnings.warn(
@@ -101,11 +93,3 @@ def warn_alone(what: str, remedy: str, *, stacklevel: int = 3) -> None:
         f" {remedy}",
         stacklevel=stacklevel,
     )
-
-
-def check_device(device: torch.device, what: str, remedy: str) -> None:
-    """Raise UnsupportedTensor unless a device is the CPU."""
-    if device.type != "cpu":
-        raise UnsupportedTensor(
-            f"gradcomp packs gradients on the CPU, and {what} {device}: {remedy}"
-        )

@@ -39,7 +39,7 @@ def check_dtype(tensor: Tensor, name: str, *dtypes: torch.dtype) -> None:
 
 def check_dense(tensor: Tensor, name: str) -> None:
     """Raise UnsupportedTensor unless a tensor fills one range of memory, in any order."""
-    kernels.check_device(tensor.device, name)
+    kernels.check_device(tensor.device, name, staged=False)
     if tensor.layout != torch.strided:
         raise UnsupportedTensor(f"{name} is {tensor.layout}; split optimizers take dense tensors")
     if torch.empty_like(tensor, device="meta").stride() != tensor.stride():

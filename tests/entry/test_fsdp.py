@@ -43,7 +43,6 @@ from gradcomp.exchange.gather import BufferPool, ShardGather
 from gradcomp.exchange.sizing import Strategy, choose
 from gradcomp.exchange.stats import Stats
 from gradcomp.fsdp.reduce import ReduceScatter
-from gradcomp.integrations import torchtitan
 from gradcomp.integrations.torchtitan import ReplicaAverage
 from gradcomp.payload.pieces import Slot
 
@@ -632,7 +631,7 @@ def test_replicas_draw_random_numbers_of_their_own():
 
 def between_nodes(codec, by):
     """Return the shards of two steps of two nodes of two ranks: plain FSDP2 inside, gradients of
-    shards averaged between, by the training loop or (`staged` as those of a GPU) by a hook.
+    shards averaged between, by the training loop or by a hook.
     """
     mesh, out = mesh_of("node", "shard"), []
     model = wrap(fresh(), mesh=mesh["shard"])
@@ -642,8 +641,7 @@ def between_nodes(codec, by):
     else:
         opened = ReplicaAverage(model, mesh["node"].get_group(), codec, min_numel=MIN_NUMEL)
         averager = opened.averager
-    on_host = mock.patch.object(torchtitan, "_on_the_host", return_value=by != "staged")
-    with on_host, opened:
+    with opened:
         for step in range(2):
             model.zero_grad()
             model.set_requires_gradient_sync(False)  # twice half of it: averaged once
@@ -660,7 +658,7 @@ def between_nodes(codec, by):
     return out
 
 
-@pytest.mark.parametrize("by", ["averager", "hook", "staged"])
+@pytest.mark.parametrize("by", ["averager", "hook"])
 @each_rank(4)
 def test_packed_between_nodes_and_plain_inside(by):
     """`GradientAverager` takes shards as they are: with no loss it gives the mean over all four

@@ -1,11 +1,7 @@
 """Lightning: what is refused; the rest is in test_integration_conformance.py."""
 
 import pytest
-import torch
-from _frameworks import FRAMEWORKS
 from _ranks import each_rank
-
-from gradcomp import UnsupportedTensor
 
 pytestmark = pytest.mark.extras
 
@@ -32,13 +28,6 @@ def test_what_is_refused():
     ):
         with pytest.raises(error, match=match):
             CompressedDDPStrategy(**arguments)
-    on_gpu = CompressedDDPStrategy("terngrad", parallel_devices=[torch.device("cuda", 0)])
-    with (
-        FRAMEWORKS["lightning"].cluster(),
-        pytest.raises(UnsupportedTensor, match="runs on cuda:0: Trainer"),
-    ):
-        on_gpu.cluster_environment = type("Environment", (), {"local_rank": lambda self: 0})()
-        on_gpu.setup_environment()
     # Lightning's own words, where there is none
     with pytest.raises(MisconfigurationException, match="gpu"):
         Trainer(accelerator="gpu", devices=1, strategy=CompressedDDPStrategy("terngrad"))

@@ -152,9 +152,14 @@ class RankPool(Pool):
 
     A new group costs a rank 3 ms of CPU; what one test leaves behind in a group, the next one does
     not meet.
+
+    Args:
+        imports: modules that the server imports, for later forks, too.
+        backend: of the default group; a module of this name, which ranks import, registers it.
     """
 
-    def __init__(self, imports=()):
+    def __init__(self, imports=(), backend="gloo"):
+        self.backend = backend
         self.directory = tempfile.TemporaryDirectory(prefix="gradcomp-test-")
         self.pipes, self.processes, self.calls, self.imports = [], [], 0, imports
 
@@ -164,7 +169,14 @@ class RankPool(Pool):
             address = os.path.join(self.directory.name, f"from{new.start}")
             with Listener(address) as listener:
                 self.processes += [
-                    _forks.start(be_rank, address, rank, self.directory.name, imports=self.imports)
+                    _forks.start(
+                        be_rank,
+                        address,
+                        rank,
+                        self.directory.name,
+                        self.backend,
+                        imports=self.imports,
+                    )
                     for rank in new
                 ]
                 self.accept(listener, len(new))
@@ -180,10 +192,12 @@ class RankPool(Pool):
         self.directory.cleanup()
 
 
-def be_rank(address, rank, directory):
+def be_rank(address, rank, directory, backend):
+    if backend != "gloo":
+        importlib.import_module(backend)
     pipe = Client(address)
     pipe.send(rank)
-    serve(pipe, rank, directory)
+    serve(pipe, rank, directory, backend=backend)
 
 
 class MpiPool(Pool):
@@ -281,7 +295,7 @@ def cpu_s():
     return sum(os.times()[:4])
 
 
-def serve(pipe, rank, directory, prepare=lambda world_size: None):
+def serve(pipe, rank, directory, prepare=lambda world_size: None, backend="gloo"):
     """Run what comes down the pipe until it closes, each function after prepare(world_size)."""
     import torch
     import torch.distributed as dist
@@ -300,7 +314,7 @@ def serve(pipe, rank, directory, prepare=lambda world_size: None):
         try:
             store = os.path.join(directory, f"store{call}")
             dist.init_process_group(
-                "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size
+                backend, init_method=f"file://{store}", rank=rank, world_size=world_size
             )
             try:
                 prepare(world_size)

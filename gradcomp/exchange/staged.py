@@ -1,0 +1,71 @@
+"""The exchange of a bucket on an accelerator, in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor
+
+from gradcomp.exchange.averages import Averages
+from gradcomp.exchange.routes import Exchange
+from gradcomp.kernels.staging import Staged
+
+Step = Callable[[], None]
+
+
+class StagedExchange:
+    """An exchange that averages a copy: the first step waits for it, the last one begins to copy
+    the averages back (`gradcomp.kernels.staging.join` waits for that).
+
+    Args:
+        exchange: of host memory.
+        like: a bucket.
+    """
+
+    def __init__(self, exchange: Exchange, like: Tensor) -> None:
+        self._exchange, self._staged = exchange, Staged(like)
+
+    @property
+    def flagged(self) -> bool:
+        """Whether some rank's bucket, or the average, is not finite."""
+        return self._exchange.flagged
+
+    @property
+    def averages(self) -> Averages | None:
+        """The averages, where they are kept packed."""
+        return self._exchange.averages
+
+    @property
+    def slices(self) -> tuple[tuple[Step, ...], ...]:
+        """The steps of every slice."""
+        slices = [list(steps) for steps in self._exchange.slices]
+        first, last = slices[0][0], slices[-1][-1]
+        slices[0][0] = partial(_both, self._staged.wait, first)
+        slices[-1][-1] = partial(_both, last, self._give)
+        return tuple(map(tuple, slices))
+
+    def begin(self, buffer: Tensor, step: int, bucket: int) -> None:
+        """Take the bucket to average."""
+        self._bucket = buffer
+        self._staged.fetch(buffer)
+        self._exchange.begin(self._staged.host, step, bucket)
+
+    def unpack(self) -> None:
+        """Write averages that are kept packed into the bucket after all."""
+        if self._exchange.averages is not None:
+            self._exchange.unpack()
+            self._give()
+
+    def commit(self) -> None:
+        """Make the residuals and states that this step wrote current."""
+        self._exchange.commit()
+
+    def _give(self) -> None:
+        if self.averages is None:
+            self._staged.give(self._bucket)
+
+
+def _both(one: Step, other: Step) -> None:
+    one()
+    other()

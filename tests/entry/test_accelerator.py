@@ -1,0 +1,413 @@
+"""Every entry point on an accelerator gives the bits that it gives on the CPU, and each wait that
+orders copies is needed.
+
+The accelerator is a device for tests (`_lazy`): real tensors of torch's PrivateUse1, whose memory
+the host cannot read and whose copies are made only when somebody waits for them. No GPU is needed,
+and none has run this.
+"""
+
+import contextlib
+import hashlib
+import itertools
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from _ranks import RankFailed
+from torch import nn
+
+import gradcomp
+from gradcomp import Advanced, EntropyCoded, OneBit, PeerMismatch, Ternary, UnsupportedTensor
+from gradcomp.allreduce import Feedback
+from gradcomp.integrations.torchtitan import ReplicaAverage
+from gradcomp.kernels import staging
+
+STEPS = 5
+
+
+def digest(*values):
+    """Return a hash of the bits of tensors, in any nesting of lists and dicts."""
+    found = hashlib.sha256()
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        elif isinstance(value, dict):
+            found.update(digest(*itertools.chain(*value.items())).encode())
+        elif isinstance(value, (list, tuple)):
+            found.update(digest(*value).encode())
+        else:
+            found.update(repr(value).encode())
+    return found.hexdigest()
+
+
+def network(device, *more):
+    """Return a model whose bits are the same on every device, and (x, y) of every step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(48, 65), nn.ReLU(), nn.Linear(65, 40), *more).to(device)
+    torch.manual_seed(dist.get_rank())
+    data = [(torch.randn(8, 48), torch.randint(0, 40, (8,))) for _ in range(STEPS)]
+    return model, [(x.to(device), y.to(device)) for x, y in data]
+
+
+def train(model, data, optimizer, after_backward=lambda: None):
+    for x, y in data:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        after_backward()
+        optimizer.step()
+
+
+# ---- entry points: each returns what must be the same on every device ----------------------------
+
+
+def by_ddp(device, codec="onebit", **options):
+    model, data = network(device)
+    model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    state = gradcomp.ddp.register(model, codec, min_numel=0, optimizer=optimizer, **options)
+    assert ("lazy tensors are copied to the host" in state.describe()) == (device == "lazy")
+    train(model, data[:3], optimizer)
+    saved = state.state_dict()
+    train(model, data[3:], optimizer)
+    state.check_replicas()
+    after = state.state_dict()
+    state.load_state_dict(saved)
+    train(model, data[:1], optimizer)
+    state.close()
+    return digest(list(model.parameters()), saved, after)
+
+
+def by_ddp_of_a_stream(device, codec="ternary"):
+    """As on a GPU with everything on a stream of the user's."""
+    around = torch.Stream(device) if device != "cpu" else contextlib.nullcontext()
+    with around:
+        return by_ddp(device, codec)
+
+
+def by_averager(device, codec="ternary", *, devices=1, delayed=False, **options):
+    model, data = network(device)
+    if device != "cpu" and devices > 1:  # one layer here, the other one elsewhere
+        model[0].to("cpu"), model[2].to(f"{device}:1")
+        model[1].register_forward_hook(lambda _, __, out: out.to(f"{device}:1"))
+        data = [(x.cpu(), y.to(f"{device}:1")) for x, y in data]
+    averager = gradcomp.GradientAverager(model, codec, min_numel=0, bucket_cap_mb=0.01, **options)
+    average = averager.average_delayed if delayed else averager.average
+    train(model, data, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), average)
+    if delayed:
+        averager.flush()
+    gradients = [p.grad for p in model.parameters()]
+    state = averager.state_dict()
+    averager.close()
+    return digest(list(model.parameters()), gradients, state)
+
+
+def by_averager_of_one_rank(device):
+    """Residuals of a larger run are handed out."""
+    if dist.get_rank():
+        return None
+    comm = gradcomp.comm.LocalCommunicator.group(1)[0]
+    return by_averager(device, "onebit", comm=comm)
+
+
+def by_all_reduce(device, codec="onebit"):
+    feedback = Feedback({3: 4 * 6 * 5 * 5}) if codec == "onebit" else None
+    torch.manual_seed(dist.get_rank())
+    found = []
+    for order in (torch.contiguous_format, torch.channels_last):
+        for _ in range(2):
+            given = torch.randn(4, 6, 5, 5).to(device).to(memory_format=order)
+            gradcomp.all_reduce(given, codec, key=3, feedback=feedback)
+            found.append(given * 2)  # at once
+    return digest(found)
+
+
+def by_local_steps(device, codec="ternary", **options):
+    model, data = network(device)
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    local = gradcomp.DiLoCo(model, inner, codec, sync_every=2, **options)
+    for x, y in data:
+        inner.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        inner.step()
+        local.step()
+    state = local.state_dict()
+    local.close()
+    return digest(list(model.parameters()), state)
+
+
+def by_fsdp(device, codec="ternary", **options):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model, data = network(device)
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    for module in (model[0], model[2], model):
+        fully_shard(module, mesh=mesh)
+    state = gradcomp.fsdp.register(model, codec, min_numel=0, **options)
+    train(model, data, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    saved = {key: value for key, value in state.state_dict().items() if key != "parameters"}
+    local = [p.to_local() for p in model.parameters()]
+    state.close()
+    return digest(local, sorted(saved))
+
+
+def by_codec(device):
+    torch.manual_seed(0)
+    found = []
+    for codec in (OneBit(), Ternary(), EntropyCoded(2.2), gradcomp.TernGrad()):
+        x = torch.randn(40, 129).to(device)
+        residual = torch.randn(40 * 129).to(device) if codec.error_feedback else None
+        payload = codec.encode(x, residual=residual)
+        out = torch.zeros(x.numel(), device=device)
+        assert payload.is_cpu
+        assert codec.decode(payload, out=out) is out
+        found += [payload, out, residual, codec.decode(payload)]
+    return digest(found)
+
+
+def by_nonfinite_steps(device, **options):
+    """Steps in which some rank has NaN leave NaN everywhere and residuals as they were."""
+    model, data = network(device)
+    averager = gradcomp.GradientAverager(model, "onebit", min_numel=0, **options)
+    found = []
+    for number, (x, y) in enumerate(data):
+        model.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        if number == 2 and dist.get_rank() == 1:
+            model[0].weight.grad[3, 4] = float("nan")
+        averager.average()
+        found.append([p.grad.isnan().all() for p in model.parameters()])
+        found.append(averager.state_dict())
+    averager.close()
+    assert any(map(bool, found[4])), found[4]
+    return digest(found)
+
+
+def by_replicas(device, **options):
+    """Plain FSDP2 inside a node; gradients of shards packed between nodes."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model, data = network(device)
+    mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("replica", "shard"))
+    for module in (model[0], model[2], model):
+        fully_shard(module, mesh=mesh["shard"])
+    group = mesh["replica"].get_group()
+    with ReplicaAverage(model, group, "onebit", min_numel=0) as replicas:
+        train(model, data, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        return digest([p.to_local() for p in model.parameters()], replicas.averager.state_dict())
+
+
+SAME = {
+    "ddp": (by_ddp, {}),
+    "ddp ternary": (by_ddp, {"codec": Ternary(), "precondition": True}),
+    "ddp entropy": (by_ddp, {"codec": EntropyCoded(2.2), "exchange": "reduce_scatter"}),
+    "ddp slices": (by_ddp, {"codec": "terngrad", "advanced": Advanced(slice_numel=512)}),
+    "ddp rotated": (by_ddp, {"codec": OneBit(rotate=True)}),
+    "ddp atomic": (by_ddp, {"atomic_steps": True, "warmup_steps": 2}),
+    "ddp auto": (by_ddp, {"codec": "auto"}),
+    "a stream of the user's": (by_ddp_of_a_stream, {}),
+    "averager": (by_averager, {}),
+    "averager delayed": (by_averager, {"delayed": True}),
+    "averager on three devices": (by_averager, {"devices": 3}),
+    "averager on three devices, delayed": (by_averager, {"devices": 3, "delayed": True}),
+    "averager of one rank": (by_averager_of_one_rank, {}),
+    "all_reduce": (by_all_reduce, {}),
+    "all_reduce terngrad": (by_all_reduce, {"codec": "terngrad"}),
+    "local steps": (by_local_steps, {}),
+    "local steps, fragments": (by_local_steps, {"fragments": 2, "fragment_sync_delay": 1}),
+    "fsdp": (by_fsdp, {}),
+    "fsdp with weights": (by_fsdp, {"codec": "onebit", "weights": "block8"}),
+    "fsdp, kept weights": (by_fsdp, {"weights": "block8", "keep_weights": True}),
+    "fsdp, warm-up": (by_fsdp, {"warmup_steps": 6, "residuals": "bf16"}),
+    "codecs": (by_codec, {}),
+    "not finite": (by_nonfinite_steps, {}),
+    "not finite, atomic": (by_nonfinite_steps, {"atomic_steps": True}),
+}
+
+
+@pytest.mark.every_row
+@pytest.mark.parametrize("row", SAME)
+def test_bits_are_those_of_the_cpu(gloo, lazy, row):
+    function, options = SAME[row]
+    expected = gloo(2, on, function, "cpu", options)
+    assert lazy(2, on, function, "lazy", options) == expected
+
+
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        (by_ddp, {"exchange": "hierarchical", "advanced": Advanced(nodes=((0, 1), (2, 3)))}),
+        (by_replicas, {}),
+    ],
+)
+def test_bits_are_those_of_the_cpu_between_nodes(gloo, lazy, function, options):
+    expected = gloo(4, on, function, "cpu", options)
+    assert lazy(4, on, function, "lazy", options) == expected
+
+
+def test_a_device_that_fails_ends_the_step_on_every_rank(lazy):
+    """Not even NaN can be written to it: the backward pass that waits for averages ends."""
+    there, here = lazy(2, fails)
+    assert "the device is lost" in here  # as C++ has it: "Unable to cast ... to Tensor"
+    assert there.startswith("PeerLost")
+
+
+def fails():
+    model, data = network("lazy")
+    model = nn.parallel.DistributedDataParallel(model)
+    state = gradcomp.ddp.register(model, "onebit")
+    train(model, data[:1], torch.optim.SGD(model.parameters(), lr=0.1))
+    broken = mock.Mock(side_effect=RuntimeError("the device is lost"))
+    ours = dist.get_rank() == 1
+    with (
+        mock.patch("gradcomp.engine.step.on_stream", broken) if ours else contextlib.nullcontext(),
+        mock.patch.object(staging.Staged, "give", broken) if ours else contextlib.nullcontext(),
+        pytest.raises((RuntimeError, gradcomp.PeerLost)) as error,
+    ):
+        train(model, data, torch.optim.SGD(model.parameters(), lr=0.1))
+    state.close()
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+def on(function, device, options):
+    torch.set_num_threads(1)
+    return function(device, **options)
+
+
+# ---- waits ---------------------------------------------------------------------------------------
+
+
+class FutureOfNoDevice(torch.futures.Future):
+    def __new__(cls, *, devices=()):
+        return super().__new__(cls)
+
+    def __init__(self, *, devices=()):
+        super().__init__()
+
+
+def fetch_at_once(self, values):
+    """As `Staged.fetch`, but its stream does not wait for what has been queued before."""
+    self._copy(self.host, values, values)
+    self._arrived = self._stream.record_event()
+
+
+MISSING = {
+    "the encoder's for the copy": ("kernels.staging.Staged.wait", lambda self: None),
+    "the copy's for gradients": ("kernels.staging.Staged.fetch", fetch_at_once),
+    "the future's device": ("ddp.torch.futures.Future", FutureOfNoDevice),
+    "completion behind the copy": ("engine.step.on_stream", contextlib.nullcontext),
+    "the caller's for averages": ("engine.step.join", print),
+    "all_reduce's for averages": ("allreduce.join", print),
+    "FSDP's for averages": ("fsdp.reduce.join", print),
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "function"),
+    [
+        ("the encoder's for the copy", by_ddp),
+        ("the encoder's for the copy", by_fsdp),
+        ("the copy's for gradients", by_averager),
+        ("the future's device", by_ddp),
+        ("completion behind the copy", by_ddp),
+        ("the caller's for averages", by_averager),
+        ("all_reduce's for averages", by_all_reduce),
+        ("FSDP's for averages", by_fsdp),
+    ],
+)
+def test_a_missing_wait_shows(lazy, what, function):
+    expected = lazy(2, on, function, "lazy", {})
+    try:
+        assert lazy(2, without, what, function) != expected
+    except RankFailed:
+        pass  # NaN, or other bytes on other ranks
+
+
+def without(what, function):
+    where, instead = MISSING[what]
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch(f"gradcomp.{where}", instead))
+        if function is by_ddp:  # whose futures and steps both wait
+            patches.enter_context(mock.patch("gradcomp.engine.step.join", print))
+        return on(function, "lazy", {})
+
+
+def test_memory_that_is_freed_too_early_is_read_all_the_same(lazy):
+    assert lazy(1, free_before_the_copy) == [[3.0] * 4]
+
+
+def free_before_the_copy():
+    values = torch.full((4,), 3.0, device="lazy")
+    staged = staging.Staged(values)
+    assert staged.host.is_pinned()
+    staged.fetch(values)
+    del values
+    staged.wait()
+    return staged.host.tolist()
+
+
+def test_a_device_without_streams_or_pinned_memory_waits_on_the_host(lazy):
+    expected = lazy(2, on, by_ddp, "lazy", {})
+    assert lazy(2, without_streams) == expected
+
+
+def without_streams():
+    staging.stream_of.cache_clear()
+    empty = torch.empty
+
+    def unpinned(*args, pin_memory=False, **options):
+        if pin_memory:
+            raise NotImplementedError("no such memory")
+        return empty(*args, **options)
+
+    try:
+        with (
+            mock.patch.object(torch, "Stream", side_effect=NotImplementedError),
+            mock.patch.object(torch, "empty", unpinned),
+        ):
+            return on(by_ddp, "lazy", {})
+    finally:
+        staging.stream_of.cache_clear()
+
+
+# ---- what is refused, and what goes wrong --------------------------------------------------------
+
+
+def test_a_mismatch_leaves_no_gradient_that_a_step_could_take(lazy):
+    for text, gone in lazy(2, differ):
+        assert "codec: rank 0 has" in text
+        assert gone
+
+
+def differ():
+    model, data = network("lazy")
+    codec = ("onebit", "ternary")[dist.get_rank()]
+    averager = gradcomp.GradientAverager(model, codec, min_numel=0)
+    model(data[0][0]).sum().backward()
+    with pytest.raises(PeerMismatch) as error:
+        averager.average()
+    gone = all(bool(p.grad.isnan().all()) for p in model.parameters())
+    averager.close()
+    return str(error.value), gone
+
+
+def test_what_is_not_taken_is_refused_by_name(lazy):
+    assert all("lazy:0" in text for texts in lazy(1, refused) for text in texts)
+
+
+def refused():
+    bf16 = nn.Linear(4, 4).to(torch.bfloat16).to("lazy")
+    found = []
+    for call in (
+        lambda: gradcomp.optim.SplitSGD(bf16.parameters(), lr=0.1),
+        lambda: gradcomp.Ternary().encode(torch.zeros(4), residual=torch.zeros(4, device="lazy")),
+        lambda: gradcomp.OneBit().decode(torch.zeros(64, dtype=torch.uint8, device="lazy")),
+    ):
+        with pytest.raises(UnsupportedTensor) as error:
+            call()
+        found.append(str(error.value))
+    with pytest.raises(UnsupportedTensor, match="x is on meta: .*CPU and LAZY tensors"):
+        gradcomp.Ternary().encode(torch.zeros(4, device="meta"))
+    return found
