@@ -48,7 +48,8 @@ def write_saved(path: str | os.PathLike[str], values: Any) -> None:
 
 
 def read_saved(path: str | os.PathLike[str]) -> Any:
-    """Return what ``torch.save`` has written, after a look at every byte's checksum.
+    """Return what ``torch.save`` has written, in host memory, after a look at every byte's
+    checksum.
 
     Raises:
         ValueError: damaged, cut off, or something else.
@@ -61,7 +62,7 @@ def read_saved(path: str | os.PathLike[str]) -> Any:
             wrong = archive.testzip()
         if wrong is not None:
             raise ValueError(f"{wrong} in it does not fit its checksum")
-        return torch.load(path, weights_only=True)
+        return torch.load(path, weights_only=True, map_location="cpu")
     except OSError:
         raise
     except Exception as error:

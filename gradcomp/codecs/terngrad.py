@@ -165,7 +165,7 @@ class TernGrad(Codec):
         host.copy_bytes(payload, HEADER_NBYTES, scales, 4 * layout.scale_count)
 
     def check_scale(self, scale: float | Tensor, group_count: int) -> Tensor:
-        given = torch.as_tensor(scale, dtype=torch.float32).reshape(-1)
+        given = torch.as_tensor(scale, dtype=torch.float32, device="cpu").reshape(-1)
         given = given.expand(group_count) if given.numel() == 1 else given
         if given.numel() != group_count:
             raise ValueError(f"scale has {given.numel()} values for {group_count} groups")

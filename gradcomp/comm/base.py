@@ -222,7 +222,7 @@ class Communicator(ABC):
     ) -> list[bytes]:
         """Return every rank's `data` (of the same length everywhere), waiting for it."""
         send = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        recv = torch.empty(self.world_size * len(data), dtype=torch.uint8)
+        recv = torch.empty(self.world_size * len(data), dtype=torch.uint8, device="cpu")
         self.start_all_gather(send, recv, channel).wait(timeout_s)
         whole = recv.numpy().tobytes()
         return [whole[i : i + len(data)] for i in range(0, len(whole), len(data))]

@@ -137,7 +137,7 @@ class Mailbox:
             self._post.incoming.remove(found)
             self._loop.call_soon_threadsafe(found.memory.set_result, None)
             raise base.too_long(found.sender, found.nbytes, max_nbytes)
-        found.message = torch.empty(found.nbytes, dtype=torch.uint8)
+        found.message = torch.empty(found.nbytes, dtype=torch.uint8, device="cpu")
         self._loop.call_soon_threadsafe(found.memory.set_result, found.message.numpy().data)
         return found.message
 

@@ -164,7 +164,7 @@ class Channels:
         """
         status, byte, source = mpi().Status(), mpi().BYTE, mpi().ANY_SOURCE
         while (found := call(lambda: self.point.Improbe(source, self.tag, status))) is not None:
-            message = torch.empty(status.Get_count(byte), dtype=torch.uint8)
+            message = torch.empty(status.Get_count(byte), dtype=torch.uint8, device="cpu")
             request = call(functools.partial(found.Irecv, [message.numpy(), byte]))
             self.arriving.append(Arriving(status.Get_source(), message, request))
 

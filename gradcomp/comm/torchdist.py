@@ -300,7 +300,7 @@ def read_checkpoint(
         if wanted(key):
             out[key] = None
             if isinstance(one, TensorStorageMetadata):
-                out[key] = torch.empty(one.size, dtype=one.properties.dtype)
+                out[key] = torch.empty(one.size, dtype=one.properties.dtype, device="cpu")
     load(out, checkpoint_id=checkpoint_id, no_dist=True)
     nested: dict[str, Any] = {}
     for key, value in out.items():

@@ -18,7 +18,13 @@ from gradcomp.engine.options import Options, check_rotation
 from gradcomp.errors import GradcompError
 from gradcomp.exchange.agree import Shown, codec_fields
 from gradcomp.exchange.quality import Probe
-from gradcomp.exchange.routes import Exchange, ExchangeOptions, Route, make_route
+from gradcomp.exchange.routes import (
+    Exchange,
+    ExchangeOptions,
+    Route,
+    SingleRankExchange,
+    make_route,
+)
 from gradcomp.exchange.second import owners_feed_back
 from gradcomp.exchange.staged import StagedExchange
 from gradcomp.exchange.stats import Stats
@@ -196,7 +202,8 @@ class Layouts:
             device=home(buffer.device),
         )
         exchange = self.route.exchange(slots, codec, options)
-        if options.device != buffer.device:
+        idle = isinstance(exchange, SingleRankExchange) and exchange.is_idle
+        if options.device != buffer.device and not idle:
             exchange = StagedExchange(exchange, buffer)
         self._exchanges[kind] = exchange
         return exchange, self._compared(slots, buffer, step, bucket)

@@ -90,7 +90,7 @@ def _normal() -> Tensor:
     """Return ``(SIDE, SIDE)`` float32 numbers, the same on every machine, in no order."""
     n = SIDE * SIDE
     values = [NormalDist().inv_cdf((i * STRIDE % n + 0.5) / n) for i in range(n)]
-    return torch.tensor(values).view(SIDE, SIDE)
+    return torch.tensor(values, device="cpu").view(SIDE, SIDE)
 
 
 class LongerSteps:

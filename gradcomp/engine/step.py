@@ -88,6 +88,15 @@ class Step:
                 error if the device has failed. (On an accelerator what the current stream is given
                 then comes after the average.)
         """
+        try:
+            self._submit(buffer, members, done)
+        except Exception as error:
+            self._engine.fail(error)  # peers hear of it
+            raise
+
+    def _submit(
+        self, buffer: Tensor, members: Members, done: Callable[[Exception | None], None] | None
+    ) -> None:
         check_tensor(buffer, "the bucket")
         engine, bucket = self._engine, len(self.buckets)
         exchange, new = engine.layouts.exchange(buffer, members, self.number, bucket)
@@ -115,9 +124,10 @@ class Step:
                     if done is not None:
                         done(None)
             except Exception as failure:  # noqa: BLE001 - DDP waits, and raises it
-                engine.fail(failure)
                 if done is not None:
                     done(failure)
+                if engine.error is None:
+                    engine.fail(failure)
 
         tasks = [Task(steps, _nothing) for steps in slices]
         tasks[0].stages = (first, *slices[0][1:])
@@ -148,9 +158,11 @@ class Step:
         """
         engine, begun = self._engine, time.perf_counter()
         self.seal()
-        engine.wait()
-        for device in self._devices:
-            join(device)
+        try:
+            engine.wait()
+        finally:
+            for device in self._devices:
+                join(device)
         exchanges = [exchange for exchange, _ in self.buckets]
         stats = engine.stats
         if exchanges:

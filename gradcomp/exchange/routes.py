@@ -284,6 +284,9 @@ class SingleRankRoute(Route):
 class SingleRankExchange:
     """A bucket of one rank: its average is the bucket itself plus the residuals that a run of
     several ranks has left, transformed.
+
+    Attributes:
+        is_idle: buckets are left as they are.
     """
 
     averages: Averages | None = None
@@ -298,7 +301,7 @@ class SingleRankExchange:
         # residuals are of what a local transform sends, and part of the mean that an owner changes
         if transform is not None and transform.transform.place == "owner":
             self._stages.reverse()
-        self.flagged = False
+        self.flagged, self.is_idle = False, not self._stages
 
     @property
     def slices(self) -> tuple[tuple[Callable[[], None], ...], ...]:

@@ -40,16 +40,14 @@ class StagedExchange:
     def slices(self) -> tuple[tuple[Step, ...], ...]:
         """The steps of every slice."""
         slices = [list(steps) for steps in self._exchange.slices]
-        first, last = slices[0][0], slices[-1][-1]
-        slices[0][0] = partial(_both, self._staged.wait, first)
-        slices[-1][-1] = partial(_both, last, self._give)
+        slices[0][0] = partial(_both, self._staged.wait, slices[0][0])
+        slices[-1][-1] = partial(_both, slices[-1][-1], self._give)  # of one step: both
         return tuple(map(tuple, slices))
 
     def begin(self, buffer: Tensor, step: int, bucket: int) -> None:
         """Take the bucket to average."""
         self._bucket = buffer
-        self._staged.fetch(buffer)
-        self._exchange.begin(self._staged.host, step, bucket)
+        self._exchange.begin(self._staged.fetch(buffer), step, bucket)
 
     def unpack(self) -> None:
         """Write averages that are kept packed into the bucket after all."""

@@ -23,7 +23,7 @@ from gradcomp.exchange.stats import Stats
 from gradcomp.fsdp.parts import Part, number_of, slots_of
 from gradcomp.fsdp.residuals import ModuleResiduals
 from gradcomp.kernels import home
-from gradcomp.kernels.staging import Staged, join, on_stream
+from gradcomp.kernels.staging import Shared, Staged, join, on_stream
 from gradcomp.kernels.tables import DTYPES
 from gradcomp.memory.store import StateStore
 from gradcomp.payload.pieces import BySlots
@@ -41,6 +41,7 @@ class ReduceScatter:
         comm: the ranks that share the module out.
         stats: counts bytes and seconds.
         probe: samples what codes make of gradients, after the warm-up.
+        staged: host memory for gradients on an accelerator, needed until `encode` returns.
         residuals: of the module, for codecs that leave some.
 
     Attributes:
@@ -61,12 +62,14 @@ class ReduceScatter:
         comm: TorchCommunicator,
         stats: Stats,
         probe: Probe,
+        staged: Shared,
         residuals: ModuleResiduals | None = None,
     ) -> None:
         self.module, self.name, self.parts, self.steps = module, name, list(parts), 0
         self._codecs, self._warmup_steps = codecs, warmup_steps
         self._comm, self._stats, self._probe, self._residuals = comm, stats, probe, residuals
-        self._exchanges: dict[tuple[object, ...], tuple[BucketExchange, Staged | None]] = {}
+        self._staged = staged
+        self._exchanges: dict[tuple[object, ...], BucketExchange] = {}
         self.is_under_way = False
 
     def fits(self, numel: int) -> bool:
@@ -81,10 +84,9 @@ class ReduceScatter:
         backward pass may keep `finish` from being called.
         """
         output.fill_(float("nan"))
-        exchange, staged = self._exchange(given, self._trained())
-        if staged is not None:
-            staged.fetch(given)
-        exchange.begin(given if staged is None else staged.host, self.steps, 0)
+        exchange = self._exchange(given.dtype, given.device, self._trained())
+        staged = None if home(given.device) == given.device else self._staged.like(given)
+        exchange.begin(given if staged is None else staged.fetch(given), self.steps, 0)
         self._stats.baseline_bytes += 2 * (given.numel() - output.numel()) * given.element_size()
         self.is_under_way = True
         encode = partial(self.encode, exchange, staged)
@@ -173,10 +175,8 @@ class ReduceScatter:
         return [part for part in self.parts if part.sharded.requires_grad]
 
     def _exchange(
-        self, given: Tensor, trained: Sequence[Part]
-    ) -> tuple[BucketExchange, Staged | None]:
-        """Return what averages such gradients, and where they are copied to if not there."""
-        dtype, device = given.dtype, given.device
+        self, dtype: torch.dtype, device: torch.device, trained: Sequence[Part]
+    ) -> BucketExchange:
         if dtype not in DTYPES:
             raise GradcompError(
                 f"gradients of {dtype} are not packed; float32, bfloat16 and float16 are"
@@ -186,7 +186,7 @@ class ReduceScatter:
         if kind not in self._exchanges:
             if self.steps == self._warmup_steps:
                 self._exchanges.clear()  # those of the warm-up
-            exchange = BucketExchange(
+            self._exchanges[kind] = BucketExchange(
                 self._plan(codec, trained),
                 self._comm,
                 dtype,
@@ -199,7 +199,6 @@ class ReduceScatter:
                 state=StateStore(self._residuals if codec.error_feedback else None),
                 probe=self._probe if self.steps >= self._warmup_steps else None,
             )
-            self._exchanges[kind] = exchange, None if home(device) == device else Staged(given)
         return self._exchanges[kind]
 
     def _plan(self, codec: Codec, trained: Sequence[Part]) -> BucketPlan:

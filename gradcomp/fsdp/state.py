@@ -49,6 +49,7 @@ from gradcomp.fsdp.reduce import ReduceScatter
 from gradcomp.fsdp.residuals import ModelResiduals
 from gradcomp.fsdp.weights import AllGather, Forward
 from gradcomp.kernels import check_device, empty, home
+from gradcomp.kernels.staging import Shared
 from gradcomp.memory.saved import Saved, check_step, write
 from gradcomp.payload.parameters import Parameter, describe_parameters
 
@@ -148,7 +149,7 @@ class FsdpState:
         gradients = _described(wholes, self.codec, options)
         warm_up = Identity() if options.warmup_codec is None else resolve(options.warmup_codec)
         values = _described(wholes, self.weights, options) if self.weights is not None else {}
-        pool, reused = BufferPool(), torch_private.ReusedTensors(empty)
+        pool, reused, staged = BufferPool(), torch_private.ReusedTensors(empty), Shared()
         for one in sharded:
             own = [names[id(p)] for p in one.parameters]
             parts = _parts(one, own, gradients)
@@ -172,6 +173,7 @@ class FsdpState:
                 comm,
                 self.stats,
                 self._probe,
+                staged,
                 self._residuals.add(parts) if feeds_back else None,
             )
             self._reduces.append(reduce)
@@ -192,7 +194,7 @@ class FsdpState:
                 self._forward,
             )
             self._gathers.append(gather)
-            torch_private.all_gather_by(one.module, self._gather_by(gather), reused.take)
+            torch_private.all_gather_by(one.module, self._gather_by(gather), _reusing(reused))
 
     def _agree(
         self, comm: TorchCommunicator, options: Options, described: dict[str, Parameter]
@@ -561,18 +563,25 @@ def _parts(
     ]
 
 
+def _reusing(reused: torch_private.ReusedTensors) -> torch_private.Allocate:
+    """Return what gives host memory again; an accelerator's is torch's own to give again."""
+
+    def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        take = reused.take if home(device) == device else empty
+        return take(numel, dtype, device)
+
+    return allocate
+
+
 def _unless_shards(
     reused: torch_private.ReusedTensors, module: ReduceScatter
 ) -> torch_private.Allocate:
     """Return what gives memory for whole gradients again, and new memory for shards: these become
-    a parameter's ``.grad``. (Memory of an accelerator is torch's own to give again.)
+    a parameter's ``.grad``.
     """
+    take = _reusing(reused)
 
     def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return (
-            reused.take(numel, dtype, device)
-            if module.fits(numel) and home(device) == device
-            else empty(numel, dtype, device)
-        )
+        return (take if module.fits(numel) else empty)(numel, dtype, device)
 
     return allocate

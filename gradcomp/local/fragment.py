@@ -197,7 +197,8 @@ class Fragment:
         """Go on from a state that `check` has passed; that of the averager is loaded before."""
         for name, anchor in self.anchors:
             anchor.copy_(state["anchors"][name])
-            anchor.grad = state["averages"][name].clone() if state["averages"] else None
+            average = state["averages"].get(name)
+            anchor.grad = None if average is None else average.to(anchor.device, copy=True)
         self.optimizer.load_state_dict(copy.deepcopy(state["outer"]))
         self.sent = self.held = bool(state["averages"])
         self.syncs = state["syncs"]

@@ -90,7 +90,7 @@ def at_owners(outer: Outer, count: int) -> tuple[OwnedMomentum, Outer]:
     Raises:
         ValueError: an optimizer other than SGD with one rate and momentum for all.
     """
-    made = outer([nn.Parameter(torch.zeros(1)) for _ in range(count)])
+    made = outer([nn.Parameter(torch.zeros(1, device="cpu")) for _ in range(count)])
     group = made.param_groups[0]
     plain = type(made) in (torch.optim.SGD, SplitSGD) and not (
         group["weight_decay"] or group["dampening"] or group["maximize"]

@@ -151,7 +151,7 @@ class DiLoCo:
         self._averaged, self.inner_steps = False, 0
         outer, transform = outer_optimizer or self._default_outer, None
         try:
-            outer_words = options_of(outer([nn.Parameter(torch.zeros(1))]))
+            outer_words = options_of(outer([nn.Parameter(torch.zeros(1, device="cpu"))]))
             if shard_outer:
                 transform, outer = at_owners(outer, len(named))
             settings = {

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from gradcomp.kernels import CPU
+from gradcomp.kernels import CPU, home
 from gradcomp.memory.moments import SecondMoments
 from gradcomp.memory.planes import Planes
 from gradcomp.memory.saved import Parts
@@ -123,8 +123,8 @@ class Feedback(StateStore):
     residuals: Planes
 
     def __init__(self, numels: Mapping[int, int], device: torch.device = CPU) -> None:
-        super().__init__(Planes(numels, device=device))
-        self._device = device
+        self._device = home(device)
+        super().__init__(Planes(numels, device=self._device))
 
     def owned(self, share: Callable[[int], int]) -> Planes:
         """Return the residuals of the owner's means of these tensors, made at the first call.

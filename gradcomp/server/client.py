@@ -124,7 +124,7 @@ class ParameterClient:
 
         Raises:
             ValueError: an argument out of its range, or arguments that exclude each other.
-            UnsupportedTensor: `value` on another device, sparse, or not contiguous.
+            UnsupportedTensor: `value` sparse, or not contiguous.
             PeerMismatch: another client has made the key with other settings; the key is broken for
                 all.
             PeerLost: the server is gone or silent.
@@ -158,7 +158,7 @@ class ParameterClient:
 
         Args:
             key: initialised by this client.
-            value: a tensor of the key's shape and dtype, contiguous, CPU; or numbers that make one
+            value: a tensor of the key's shape and dtype, contiguous; or numbers that make one
                 (one number is enough for a key of one element). It is copied: the caller may change
                 it at once.
             wait: False: return a `Pending` at once; its `wait` returns or raises what this call
@@ -172,7 +172,7 @@ class ParameterClient:
         Raises:
             ValueError: unknown key, wrong shape or dtype, more than two open rounds, NaN or Inf for
                 an asynchronous key.
-            UnsupportedTensor: another device, sparse, or not contiguous.
+            UnsupportedTensor: sparse, or not contiguous.
             CorruptPayload: a payload that does not decode; every worker's pull of the round fails
                 as well.
             PeerMismatch: other clients use the key with other settings; it is broken for all.

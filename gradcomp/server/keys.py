@@ -54,7 +54,7 @@ class RawCodes:
         if scale < 0:
             raise ValueError(f"the scale of key {key!r} must not be negative, it is {scale}")
         nonfinite = not math.isfinite(scale)
-        payload = torch.zeros(self.payload_shape, dtype=torch.uint8)
+        payload = torch.zeros(self.payload_shape, dtype=torch.uint8, device="cpu")
         if numel:
             payload[HEADER_NBYTES:_CODES_AT].view(torch.float32)[0] = 0.0 if nonfinite else scale
             payload[_CODES_AT:] = codes.view(-1)
@@ -96,6 +96,7 @@ class ClientKey:
         self.shape = spec.shape if is_float else raw.shape if raw is not None else None
         _check_initial(spec, value)
         if value is not None:
+            value = value.detach().cpu()
             self.shape = value.shape
         # the most elements that a payload of so many bytes can hold, where its shape is not known
         most = (ONEBIT if codec is None else codec.form).most_numel(spec.numel)
@@ -123,6 +124,7 @@ class ClientKey:
 
     def settings(self, value: Tensor | None = None) -> Parts:
         """Return the bodies of the INIT requests that make the key and its known shards."""
+        value = value if value is None else value.detach().cpu()
         if not self.is_cut:
             return [(0, pack_spec(self.spec, value))]
         made = [(0, pack_spec(self.spec))]
@@ -143,15 +145,16 @@ class ClientKey:
         if tensor.dtype != dtype or tuple(tensor.shape) != shape:
             got = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
             raise ValueError(f"key {self.key!r} takes {dtype} of shape {shape}, got {got}")
+        tensor = tensor.detach().cpu()
         if self._raw is not None:
             tensor = self._raw.payload(self.key, tensor, self.steps + self.pushes)
-        return tensor.detach().reshape(-1).view(torch.uint8)
+        return tensor.reshape(-1).view(torch.uint8)
 
     def _tensor_of(self, value: object) -> Tensor:
         """Return numbers as a tensor; one number is enough for a key of one element."""
         dtype = DTYPES[self._given.dtype]
         try:
-            numbers = torch.as_tensor(value)
+            numbers = torch.as_tensor(value, device="cpu")
             tensor = numbers.to(dtype)
         except (TypeError, ValueError, RuntimeError) as error:
             text = f"value of key {self.key!r} must be a tensor or numbers, got {value!r}"

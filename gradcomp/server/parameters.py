@@ -236,7 +236,7 @@ class Parameter:
             return mean.view(torch.uint8)
         header = wire.parse(pushes[0].numpy())
         if self._residual is None and codec_of(self.spec, header, len(pushes[0])).error_feedback:
-            self._residual = torch.zeros(mean.numel())
+            self._residual = torch.zeros_like(mean)
         return encode_average(self.spec, self.key, mean, pushes[0], self._residual)
 
 

@@ -50,7 +50,7 @@ def average_payloads(spec: Spec, payloads: Sequence[Tensor]) -> Tensor:
     nbytes = payloads[0].numel()
     codec = codec_of(spec, headers[0], nbytes)
     layout = codec._layout_of(headers[0], nbytes)
-    out = torch.empty(headers[0].numel)
+    out = of(CPU).empty(headers[0].numel)
     if any(header.nonfinite for header in headers):
         return out.fill_(float("nan"))
     if codec.can_share_scale:

@@ -366,7 +366,7 @@ def test_an_abandoned_step_is_waited_for_and_commits_nothing(comm):
     abandoned = engine.begin()
     if comm.rank == 1:
         time.sleep(0.2)
-    abandoned.submit(bucket.flat, bucket.members, lambda: ended.append(True))
+    abandoned.submit(bucket.flat, bucket.members, lambda error: ended.append(error is None))
     step = engine.begin()
     assert ended == [True], "the bucket of the abandoned step was still under way"
     for bucket in averager._buckets:

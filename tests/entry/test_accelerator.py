@@ -9,12 +9,13 @@ and none has run this.
 import contextlib
 import hashlib
 import itertools
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from _ranks import RankFailed
+from _ranks import RankFailed, run_local
 from torch import nn
 
 import gradcomp
@@ -22,6 +23,7 @@ from gradcomp import Advanced, EntropyCoded, OneBit, PeerMismatch, Ternary, Unsu
 from gradcomp.allreduce import Feedback
 from gradcomp.integrations.torchtitan import ReplicaAverage
 from gradcomp.kernels import staging
+from gradcomp.onebit_sgd import AggregateAdagrad, DoubleBuffer, LocalAdagrad
 
 STEPS = 5
 
@@ -102,12 +104,27 @@ def by_averager(device, codec="ternary", *, devices=1, delayed=False, **options)
     return digest(list(model.parameters()), gradients, state)
 
 
-def by_averager_of_one_rank(device):
-    """Residuals of a larger run are handed out."""
+def by_one_rank(device):
+    """Residuals of two ranks are handed out, and a transform has its say."""
+    options = {"min_numel": 0, "advanced": Advanced(transform=LocalAdagrad())}
+
+    def averaged(comm, states=None):
+        p = nn.Parameter(torch.zeros(40, 30, device=device))
+        with gradcomp.GradientAverager([("w", p)], "onebit", comm=comm, **options) as averager:
+            if states is not None:
+                averager.load_state_dict(states)
+            draws = torch.Generator().manual_seed(comm.rank)
+            found = []
+            for _ in range(3):
+                p.grad = torch.randn(40, 30, generator=draws).to(device)
+                averager.average()
+                found.append(p.grad.clone())
+            return found, averager.state_dict()
+
     if dist.get_rank():
         return None
-    comm = gradcomp.comm.LocalCommunicator.group(1)[0]
-    return by_averager(device, "onebit", comm=comm)
+    states = [state for _, state in run_local(2, averaged)]
+    return digest(run_local(1, partial(averaged, states=states))[0])
 
 
 def by_all_reduce(device, codec="onebit"):
@@ -134,6 +151,48 @@ def by_local_steps(device, codec="ternary", **options):
     state = local.state_dict()
     local.close()
     return digest(list(model.parameters()), state)
+
+
+def by_scaler(device):
+    model, data = network(device)
+    scaler = gradcomp.amp.DynamicLossScaler(scale=256.0, interval=2)
+    averager = gradcomp.GradientAverager(model, "onebit", min_numel=0, grad_scaler=scaler)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number, (x, y) in enumerate(data):
+        optimizer.zero_grad()
+        scaler.scale(nn.functional.cross_entropy(model(x), y)).backward()
+        if number == 1 and dist.get_rank() == 1:
+            model[0].bias.grad[0] = float("inf")
+        averager.average()
+        scaler.step(optimizer)
+        scaler.update()
+    state = averager.state_dict()
+    averager.close()
+    return digest(list(model.parameters()), state, scaler.state_dict())
+
+
+def by_double_buffer(device):
+    model, data = network(device)
+    options = {"min_numel": 0, "advanced": Advanced(transform=AggregateAdagrad())}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with DoubleBuffer(model, optimizer, "onebit", exchange="reduce_scatter", **options) as buffer:
+        for x, y in data:
+            buffer.step(lambda x, y: nn.functional.cross_entropy(model(x), y), x, y)
+        buffer.drain()
+        return digest(list(model.parameters()), buffer.state_dict())
+
+
+def by_default_device(device):
+    """Of a program that has every new tensor made on its device."""
+    with torch.device(device):
+        return digest(by_averager(device), by_all_reduce(device), by_local_steps(device))
+
+
+def by_parameter_that_requires_grad(device):
+    p = nn.Parameter(torch.full((6,), float(dist.get_rank())).to(device))
+    with torch.no_grad():
+        gradcomp.all_reduce(p, "bfloat16", key=1)
+    return digest(p)
 
 
 def by_fsdp(device, codec="ternary", **options):
@@ -163,6 +222,7 @@ def by_codec(device):
         assert payload.is_cpu
         assert codec.decode(payload, out=out) is out
         found += [payload, out, residual, codec.decode(payload)]
+    found.append(gradcomp.TernGrad().encode(x, scale=x.abs().max()))
     return digest(found)
 
 
@@ -212,11 +272,15 @@ SAME = {
     "averager delayed": (by_averager, {"delayed": True}),
     "averager on three devices": (by_averager, {"devices": 3}),
     "averager on three devices, delayed": (by_averager, {"devices": 3, "delayed": True}),
-    "averager of one rank": (by_averager_of_one_rank, {}),
+    "averager of one rank": (by_one_rank, {}),
     "all_reduce": (by_all_reduce, {}),
     "all_reduce terngrad": (by_all_reduce, {"codec": "terngrad"}),
     "local steps": (by_local_steps, {}),
     "local steps, fragments": (by_local_steps, {"fragments": 2, "fragment_sync_delay": 1}),
+    "loss scaler": (by_scaler, {}),
+    "double buffer": (by_double_buffer, {}),
+    "default device": (by_default_device, {}),
+    "a parameter itself": (by_parameter_that_requires_grad, {}),
     "fsdp": (by_fsdp, {}),
     "fsdp with weights": (by_fsdp, {"codec": "onebit", "weights": "block8"}),
     "fsdp, kept weights": (by_fsdp, {"weights": "block8", "keep_weights": True}),
@@ -289,8 +353,10 @@ class FutureOfNoDevice(torch.futures.Future):
 
 def fetch_at_once(self, values):
     """As `Staged.fetch`, but its stream does not wait for what has been queued before."""
-    self._copy(self.host, values, values)
+    here = self.host[: values.numel()]
+    self._copy(here, values, values)
     self._arrived = self._stream.record_event()
+    return here
 
 
 MISSING = {
