@@ -25,7 +25,7 @@ TORCH_TESTS := amp averager bench_measure codecs ddp double_buffer exchange fuse
 NATIVE := $(shell find native -type f \( -name '*.[ch]' -o -name '*.txt' -o -name '*.py' \))
 EXTENSION := gradcomp/_gc.abi3.so
 
-.PHONY: help demo docs figures test quick test-torch test-framework promises soak test-long lint native-test native-test-aarch64 wheels build tools everything mpi test-together test-timed clean distclean
+.PHONY: help demo docs figures test quick test-torch test-framework promises soak test-long test-cuda lint native-test native-test-aarch64 wheels build tools everything mpi test-together test-timed clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -34,6 +34,7 @@ help:
 	@echo 'make quick        what starts no processes, for the inner loop: a minute'
 	@echo 'make test-torch TORCH=2.15.0   the tests under another torch, in .venv-torch-2.15.0 (fetches several GB)'
 	@echo 'make test-framework RELEASE=lightning==2.5.0   the tests of an integration under another release of its framework'
+	@echo 'make test-cuda    the tests of accelerators on a GPU (TORCH_INDEX= installs a torch with CUDA)'
 	@echo 'make promises     break each promise on purpose and see that a test notices'
 	@echo 'make test-long    the tests that take minutes: accuracy of whole trainings, whole tables on every transport'
 	@echo 'make soak         20,000 steps of every entry point and 1,000 registrations: nothing grows (SOAK_STEPS=2000)'
@@ -108,6 +109,9 @@ test-framework: everything
 	PYTHONPATH=$(CURDIR)/build/framework $(BIN)/python -c 'import sys; import $(FRAMEWORK) as found; \
 		print("$(FRAMEWORK)", found.__version__, found.__file__); sys.exit("$(firstword $(RELEASE))" != "$(FRAMEWORK)==" + found.__version__)'
 	PYTHONPATH=$(CURDIR)/build/framework $(BIN)/python -m pytest -q tests/integrations/test_$(FRAMEWORK).py $(PYTEST_ARGS)
+
+test-cuda: tools
+	$(BIN)/python -m pytest -rs --accelerator cuda tests/entry/test_accelerator.py $(PYTEST_ARGS)
 
 lint: everything
 	$(BIN)/ruff check .

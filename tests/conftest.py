@@ -59,13 +59,15 @@ def pools(pytestconfig):
     def run(kind, world_size, function, *args, timeout_s=120):
         size = 4 if 1 < world_size < 4 else world_size
         imports = FRAMEWORKS if pytestconfig.running.get_closest_marker("extras") else ()
-        which = (kind, imports) if kind in ("gloo", "lazy") else (kind, size)
+        which = (kind, imports) if kind in ("gloo", "accelerator") else (kind, size)
         pool = kept.get(which)
         if pool is None or not pool.alive():
             if pool is not None:
                 pool.close()
-            if kind in ("gloo", "lazy"):
-                pool = RankPool(imports, "gloo" if kind == "gloo" else "_lazy")
+            if kind == "accelerator":
+                pool = RankPool(imports, "_" + pytestconfig.getoption("--accelerator"))
+            elif kind == "gloo":
+                pool = RankPool(imports)
             else:
                 pool = MpiPool(kind, size)
             kept[which] = pool
@@ -87,11 +89,19 @@ def gloo(pools):
 
 
 @pytest.fixture(scope="session")
-def lazy(pools):
-    """Return run(world_size, function, *args) in processes that have `_lazy`'s device, and a
-    default process group for its tensors.
+def accelerator(pools):
+    """Return run(world_size, function, *args) in processes with an accelerator, `_lazy`'s or that
+    of ``--accelerator``, and a default process group for its tensors.
     """
-    return functools.partial(pools, "lazy")
+    return functools.partial(pools, "accelerator")
+
+
+@pytest.fixture
+def lazy(accelerator, pytestconfig):
+    """Return the same for what `_lazy`'s device alone can show."""
+    if pytestconfig.getoption("--accelerator") != "lazy":
+        pytest.skip("of the device that waits until somebody waits for it")
+    return accelerator
 
 
 @pytest.fixture(params=["gloo", "mpich", "openmpi"])
@@ -140,6 +150,12 @@ def pytest_cmdline_main():
 
 def pytest_addoption(parser):
     parser.addoption(
+        "--accelerator",
+        choices=["lazy", "cuda"],
+        default="lazy",
+        help="what tests of accelerators run on",
+    )
+    parser.addoption(
         "--every-row",
         action="store_true",
         help="whole tables on every transport, not on the first alone",
@@ -165,8 +181,8 @@ def kind_of_ranks(item):
     given = params(item)
     pooled = given.get("flavour", "gloo") if "pools" in item.fixturenames else "local"
     kind = given.get("over") or given.get("ranks") or pooled
-    if "lazy" in item.fixturenames:
-        return "lazy"
+    if "accelerator" in item.fixturenames:
+        return "accelerator"
     return None if kind == "local" else kind
 
 

@@ -2,8 +2,8 @@
 orders copies is needed.
 
 The accelerator is a device for tests (`_lazy`): real tensors of torch's PrivateUse1, whose memory
-the host cannot read and whose copies are made only when somebody waits for them. No GPU is needed,
-and none has run this.
+the host cannot read and whose copies are made only when somebody waits for them. No GPU is needed;
+`make test-cuda` runs the same on one, and none has yet.
 """
 
 import contextlib
@@ -43,19 +43,58 @@ def digest(*values):
     return found.hexdigest()
 
 
-def network(device, *more):
-    """Return a model whose bits are the same on every device, and (x, y) of every step."""
+class Layer(nn.Module):
+    """Its parameters' gradients are what it is given, to the last bit, on any device."""
+
+    def __init__(self, rows, columns):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(rows, columns))
+        self.bias = nn.Parameter(torch.randn(rows))
+
+    def forward(self, before, weight, bias):
+        before = before.to(self.weight.device)
+        return before + (self.weight * weight).sum() + (self.bias * bias).sum()
+
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(65, 48), Layer(40, 65)])
+
+    def forward(self, batch):
+        out = batch[0][0].new_zeros(())
+        for layer, given in zip(self.layers, batch, strict=True):
+            out = layer(out, *given)
+        return out
+
+
+def network(device):
+    """Return a model, and what its gradients are in every step: the same on every device."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(48, 65), nn.ReLU(), nn.Linear(65, 40), *more).to(device)
+    model = Network()
     torch.manual_seed(dist.get_rank())
-    data = [(torch.randn(8, 48), torch.randint(0, 40, (8,))) for _ in range(STEPS)]
-    return model, [(x.to(device), y.to(device)) for x, y in data]
+    sizes = [(layer.weight.shape, layer.bias.shape) for layer in model.layers]
+    data = [[tuple(map(torch.randn, two)) for two in sizes] for _ in range(STEPS)]
+    return model.to(device), moved(data, device, device)
+
+
+def moved(data, *devices):
+    """Return what layers are given on the device of each."""
+    return [
+        [tuple(x.to(device) for x in given) for given, device in zip(batch, devices, strict=True)]
+        for batch in data
+    ]
+
+
+def sgd(model):
+    """Return an optimizer whose products are exact, whether or not a device fuses them."""
+    return torch.optim.SGD(model.parameters(), lr=2**-4, momentum=0.5)
 
 
 def train(model, data, optimizer, after_backward=lambda: None):
-    for x, y in data:
+    for batch in data:
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
+        model(batch).backward()
         after_backward()
         optimizer.step()
 
@@ -66,9 +105,9 @@ def train(model, data, optimizer, after_backward=lambda: None):
 def by_ddp(device, codec="onebit", **options):
     model, data = network(device)
     model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.01)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = sgd(model)
     state = gradcomp.ddp.register(model, codec, min_numel=0, optimizer=optimizer, **options)
-    assert ("lazy tensors are copied to the host" in state.describe()) == (device == "lazy")
+    assert (f"{device} tensors are copied to the host" in state.describe()) == (device != "cpu")
     train(model, data[:3], optimizer)
     saved = state.state_dict()
     train(model, data[3:], optimizer)
@@ -90,12 +129,12 @@ def by_ddp_of_a_stream(device, codec="ternary"):
 def by_averager(device, codec="ternary", *, devices=1, delayed=False, **options):
     model, data = network(device)
     if device != "cpu" and devices > 1:  # one layer here, the other one elsewhere
-        model[0].to("cpu"), model[2].to(f"{device}:1")
-        model[1].register_forward_hook(lambda _, __, out: out.to(f"{device}:1"))
-        data = [(x.cpu(), y.to(f"{device}:1")) for x, y in data]
+        other = f"{device}:{torch.accelerator.device_count() - 1}"
+        model.layers[0].to("cpu"), model.layers[1].to(other)
+        data = moved(data, "cpu", other)
     averager = gradcomp.GradientAverager(model, codec, min_numel=0, bucket_cap_mb=0.01, **options)
     average = averager.average_delayed if delayed else averager.average
-    train(model, data, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), average)
+    train(model, data, sgd(model), average)
     if delayed:
         averager.flush()
     gradients = [p.grad for p in model.parameters()]
@@ -141,12 +180,10 @@ def by_all_reduce(device, codec="onebit"):
 
 def by_local_steps(device, codec="ternary", **options):
     model, data = network(device)
-    inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    inner = sgd(model)
     local = gradcomp.DiLoCo(model, inner, codec, sync_every=2, **options)
-    for x, y in data:
-        inner.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        inner.step()
+    for batch in data:
+        train(model, [batch], inner)
         local.step()
     state = local.state_dict()
     local.close()
@@ -157,12 +194,12 @@ def by_scaler(device):
     model, data = network(device)
     scaler = gradcomp.amp.DynamicLossScaler(scale=256.0, interval=2)
     averager = gradcomp.GradientAverager(model, "onebit", min_numel=0, grad_scaler=scaler)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for number, (x, y) in enumerate(data):
+    optimizer = sgd(model)
+    for number, batch in enumerate(data):
         optimizer.zero_grad()
-        scaler.scale(nn.functional.cross_entropy(model(x), y)).backward()
+        scaler.scale(model(batch)).backward()
         if number == 1 and dist.get_rank() == 1:
-            model[0].bias.grad[0] = float("inf")
+            model.layers[0].bias.grad[0] = float("inf")
         averager.average()
         scaler.step(optimizer)
         scaler.update()
@@ -174,10 +211,10 @@ def by_scaler(device):
 def by_double_buffer(device):
     model, data = network(device)
     options = {"min_numel": 0, "advanced": Advanced(transform=AggregateAdagrad())}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with DoubleBuffer(model, optimizer, "onebit", exchange="reduce_scatter", **options) as buffer:
-        for x, y in data:
-            buffer.step(lambda x, y: nn.functional.cross_entropy(model(x), y), x, y)
+    options |= {"exchange": "reduce_scatter", "whole_steps": True}
+    with DoubleBuffer(model, sgd(model), "onebit", **options) as buffer:
+        for batch in data:
+            buffer.step(model, batch)
         buffer.drain()
         return digest(list(model.parameters()), buffer.state_dict())
 
@@ -201,10 +238,10 @@ def by_fsdp(device, codec="ternary", **options):
 
     model, data = network(device)
     mesh = init_device_mesh(device, (dist.get_world_size(),))
-    for module in (model[0], model[2], model):
+    for module in (*model.layers, model):
         fully_shard(module, mesh=mesh)
     state = gradcomp.fsdp.register(model, codec, min_numel=0, **options)
-    train(model, data, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    train(model, data, sgd(model))
     saved = {key: value for key, value in state.state_dict().items() if key != "parameters"}
     local = [p.to_local() for p in model.parameters()]
     state.close()
@@ -231,11 +268,11 @@ def by_nonfinite_steps(device, **options):
     model, data = network(device)
     averager = gradcomp.GradientAverager(model, "onebit", min_numel=0, **options)
     found = []
-    for number, (x, y) in enumerate(data):
+    for number, batch in enumerate(data):
         model.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
+        model(batch).backward()
         if number == 2 and dist.get_rank() == 1:
-            model[0].weight.grad[3, 4] = float("nan")
+            model.layers[0].weight.grad[3, 4] = float("nan")
         averager.average()
         found.append([p.grad.isnan().all() for p in model.parameters()])
         found.append(averager.state_dict())
@@ -251,11 +288,11 @@ def by_replicas(device, **options):
 
     model, data = network(device)
     mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("replica", "shard"))
-    for module in (model[0], model[2], model):
+    for module in (*model.layers, model):
         fully_shard(module, mesh=mesh["shard"])
     group = mesh["replica"].get_group()
     with ReplicaAverage(model, group, "onebit", min_numel=0) as replicas:
-        train(model, data, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        train(model, data, sgd(model))
         return digest([p.to_local() for p in model.parameters()], replicas.averager.state_dict())
 
 
@@ -270,8 +307,8 @@ SAME = {
     "a stream of the user's": (by_ddp_of_a_stream, {}),
     "averager": (by_averager, {}),
     "averager delayed": (by_averager, {"delayed": True}),
-    "averager on three devices": (by_averager, {"devices": 3}),
-    "averager on three devices, delayed": (by_averager, {"devices": 3, "delayed": True}),
+    "averager on two devices": (by_averager, {"devices": 2}),
+    "averager on two devices, delayed": (by_averager, {"devices": 2, "delayed": True}),
     "averager of one rank": (by_one_rank, {}),
     "all_reduce": (by_all_reduce, {}),
     "all_reduce terngrad": (by_all_reduce, {"codec": "terngrad"}),
@@ -293,10 +330,10 @@ SAME = {
 
 @pytest.mark.every_row
 @pytest.mark.parametrize("row", SAME)
-def test_bits_are_those_of_the_cpu(gloo, lazy, row):
+def test_bits_are_those_of_the_cpu(gloo, accelerator, row):
     function, options = SAME[row]
     expected = gloo(2, on, function, "cpu", options)
-    assert lazy(2, on, function, "lazy", options) == expected
+    assert accelerator(2, on, function, None, options) == expected
 
 
 @pytest.mark.parametrize(
@@ -306,9 +343,9 @@ def test_bits_are_those_of_the_cpu(gloo, lazy, row):
         (by_replicas, {}),
     ],
 )
-def test_bits_are_those_of_the_cpu_between_nodes(gloo, lazy, function, options):
+def test_bits_are_those_of_the_cpu_between_nodes(gloo, accelerator, function, options):
     expected = gloo(4, on, function, "cpu", options)
-    assert lazy(4, on, function, "lazy", options) == expected
+    assert accelerator(4, on, function, None, options) == expected
 
 
 def test_a_device_that_fails_ends_the_step_on_every_rank(lazy):
@@ -322,7 +359,7 @@ def fails():
     model, data = network("lazy")
     model = nn.parallel.DistributedDataParallel(model)
     state = gradcomp.ddp.register(model, "onebit")
-    train(model, data[:1], torch.optim.SGD(model.parameters(), lr=0.1))
+    train(model, data[:1], sgd(model))
     broken = mock.Mock(side_effect=RuntimeError("the device is lost"))
     ours = dist.get_rank() == 1
     with (
@@ -330,14 +367,15 @@ def fails():
         mock.patch.object(staging.Staged, "give", broken) if ours else contextlib.nullcontext(),
         pytest.raises((RuntimeError, gradcomp.PeerLost)) as error,
     ):
-        train(model, data, torch.optim.SGD(model.parameters(), lr=0.1))
+        train(model, data, sgd(model))
     state.close()
     return f"{type(error.value).__name__}: {error.value}"
 
 
 def on(function, device, options):
+    """Return what a function returns on a device; None: on the accelerator."""
     torch.set_num_threads(1)
-    return function(device, **options)
+    return function(device or torch.accelerator.current_accelerator().type, **options)
 
 
 # ---- waits ---------------------------------------------------------------------------------------
@@ -420,7 +458,7 @@ def test_a_device_without_streams_or_pinned_memory_waits_on_the_host(lazy):
 
 
 def without_streams():
-    staging.stream_of.cache_clear()
+    staging._make_stream.cache_clear()
     empty = torch.empty
 
     def unpinned(*args, pin_memory=False, **options):
@@ -435,7 +473,7 @@ def without_streams():
         ):
             return on(by_ddp, "lazy", {})
     finally:
-        staging.stream_of.cache_clear()
+        staging._make_stream.cache_clear()
 
 
 # ---- what is refused, and what goes wrong --------------------------------------------------------
@@ -451,7 +489,7 @@ def differ():
     model, data = network("lazy")
     codec = ("onebit", "ternary")[dist.get_rank()]
     averager = gradcomp.GradientAverager(model, codec, min_numel=0)
-    model(data[0][0]).sum().backward()
+    model(data[0]).backward()
     with pytest.raises(PeerMismatch) as error:
         averager.average()
     gone = all(bool(p.grad.isnan().all()) for p in model.parameters())

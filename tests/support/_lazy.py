@@ -1,8 +1,8 @@
 """A device for tests, ``torch.device("lazy")``: lazy_device.cpp, built at first use, and a process
-group for its tensors and no others, as NCCL is for CUDA's.
+group for its tensors.
 
 Importing this makes it the accelerator of the process, for good: it belongs into ranks that the
-fixture `lazy` starts.
+fixture `accelerator` starts.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import types
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
+from _device_group import register_group
 
 HERE = Path(__file__).parent
 SOURCE = HERE / "lazy_device.cpp"
@@ -50,51 +50,6 @@ def stream(one):
         torch.accelerator.set_stream(before)
 
 
-class DeviceGroup(dist.ProcessGroup):
-    """Collectives of the device's tensors, of copies over gloo; CPU tensors are refused."""
-
-    def __init__(self, options, _=None):
-        super().__init__(options.group_rank, options.group_size)
-        store, self._name = options.store, options.group_id
-        self._gloo = dist.ProcessGroupGloo(store, self.rank(), self.size(), options.timeout)
-
-    def getGroupName(self):
-        return self._name
-
-    def _run(self, call, outputs, inputs):
-        assert all(one.device.type == "lazy" for one in outputs + inputs), "not for CPU tensors"
-        there, given = [one.cpu() for one in outputs], [one.cpu() for one in inputs]
-        call(there, given).wait()
-        for output, host in zip(outputs, there, strict=True):
-            output.copy_(host)
-        future = torch.futures.Future()
-        future.set_result(outputs)
-        return torch._C._distributed_c10d._create_work_from_future(future)
-
-    def broadcast(self, tensors, options):
-        return self._run(lambda out, _: self._gloo.broadcast(out, options), tensors, [])
-
-    def allreduce(self, tensors, options):
-        return self._run(lambda out, _: self._gloo.allreduce(out, options), tensors, [])
-
-    def allgather(self, outputs, inputs, options=None):
-        return self._run(lambda out, given: self._gloo.allgather([out], given), *outputs, inputs)
-
-    def all_gather_single(self, output, given, options=None):
-        return self._run(
-            lambda out, one: self._gloo._allgather_base(out[0], one[0]), [output], [given]
-        )
-
-    def reduce_scatter_single(self, output, given, options):
-        return self._run(
-            lambda out, one: self._gloo._reduce_scatter_base(out[0], one[0], options),
-            [output],
-            [given],
-        )
-
-    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
-
-
 def register():
     ctypes.CDLL(str(build()), mode=ctypes.RTLD_GLOBAL)
     torch.utils.rename_privateuse1_backend("lazy")
@@ -112,7 +67,7 @@ def register():
     module.stream = stream
     torch._register_device_module("lazy", module)
     torch.utils.generate_methods_for_privateuse1_backend()
-    dist.Backend.register_backend(__name__, DeviceGroup, extended_api=True, devices=["lazy"])
+    register_group(__name__, "lazy")
 
 
 register()
