@@ -16,12 +16,14 @@ import importlib
 import itertools
 import os
 import pickle
+import shutil
 import signal
 import time
 
 import _forks
 import hypothesis
 import pytest
+from _lazy_build import build
 from _ranks import MpiPool, Pool, RankPool, run_local, unpacked, with_communicator, with_mpi_beneath
 
 from gradcomp.kernels import native
@@ -89,10 +91,14 @@ def gloo(pools):
 
 
 @pytest.fixture(scope="session")
-def accelerator(pools):
+def accelerator(pools, pytestconfig):
     """Return run(world_size, function, *args) in processes with an accelerator, `_lazy`'s or that
     of ``--accelerator``, and a default process group for its tensors.
     """
+    if pytestconfig.getoption("--accelerator") == "lazy":
+        if shutil.which("g++") is None:
+            pytest.skip("the device for tests is compiled with g++")
+        build()
     return functools.partial(pools, "accelerator")
 
 

@@ -1,5 +1,4 @@
-"""A device for tests, ``torch.device("lazy")``: lazy_device.cpp, built at first use, and a process
-group for its tensors.
+"""A device for tests, ``torch.device("lazy")`` (lazy_device.cpp), and a process group for it.
 
 Importing this makes it the accelerator of the process, for good: it belongs into ranks that the
 fixture `accelerator` starts.
@@ -7,37 +6,11 @@ fixture `accelerator` starts.
 
 import contextlib
 import ctypes
-import fcntl
-import hashlib
-import subprocess
 import types
-from pathlib import Path
 
 import torch
 from _device_group import register_group
-
-HERE = Path(__file__).parent
-SOURCE = HERE / "lazy_device.cpp"
-
-
-def build():
-    """Return the library, compiled unless it has been for this source and torch."""
-    what = SOURCE.read_bytes() + torch.__version__.encode()
-    path = HERE.parents[1] / "build" / f"lazy_device-{hashlib.sha256(what).hexdigest()[:16]}.so"
-    path.parent.mkdir(exist_ok=True)
-    with open(path.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
-            root, made = Path(torch.__file__).parent, path.with_suffix(".new")
-            folders = [root / "include", root / "include/torch/csrc/api/include"]
-            subprocess.run(
-                ["g++", "-O0", "-std=c++20", "-shared", "-fPIC"]
-                + [f"-I{folder}" for folder in folders]
-                + [str(SOURCE), "-o", str(made), f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu"],
-                check=True,
-            )
-            made.rename(path)
-    return path
+from _lazy_build import build
 
 
 @contextlib.contextmanager
