@@ -7,6 +7,7 @@ writes one rule for each parameter, and `run_rules` has the kernel do the arithm
 
 from __future__ import annotations
 
+import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -34,6 +35,9 @@ from gradcomp.optim.split import (
 from gradcomp.optim.state import CHECKSUM, check_saved
 from gradcomp.optim.tracking import Tracking, TrailKeeper
 
+# torch wraps a class's `step` when it is made first: twice by two threads, and hooks ran twice then
+_first = threading.Lock()
+
 
 class SplitOptimizer(TrailKeeper):
     """Base class of the split optimizers; use one of these.
@@ -54,7 +58,8 @@ class SplitOptimizer(TrailKeeper):
         self._packed: list[Any] = []  # of `gradcomp.optim.fused.FusedGradients`
         self._is_made = False
         self.check_options(defaults)
-        super().__init__(params, defaults)
+        with _first:
+            super().__init__(params, defaults)
         adopt(self, self._parameters())
         self._is_made = True
 

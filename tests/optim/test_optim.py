@@ -6,6 +6,8 @@ import copy
 import gc
 import itertools
 import pickle
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -432,6 +434,37 @@ def test_lr_tensors_schedulers_closures_hooks_and_groups(make):
         return weights(net, optimizer)
 
     assert run(True) == run(False)
+
+
+def test_two_threads_do_not_make_the_first_optimizer_of_a_class_at_once(monkeypatch):
+    """torch wraps its `step` then, twice if the second one comes in between: hooks ran twice."""
+
+    class Mine(SplitSGD):
+        def step(self, closure=None):
+            return None
+
+    wrap, inside, most = torch.optim.Optimizer.profile_hook_step, [], []
+
+    def slowly(step):
+        inside.append(step)
+        time.sleep(0.05)
+        most.append(len(inside))
+        inside.pop()
+        return wrap(step)
+
+    monkeypatch.setattr(torch.optim.Optimizer, "profile_hook_step", staticmethod(slowly))
+    start = threading.Barrier(2)
+
+    def make():
+        start.wait()
+        Mine([nn.Parameter(torch.ones(3))])
+
+    threads = [threading.Thread(target=make) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1]
 
 
 def test_autograd_and_compiled_steps_and_negative_gradients():
