@@ -216,11 +216,10 @@ class Codec(ABC):
         if header.nonfinite:
             return out.fill_(float("nan"))
         self.validate_packed(payload, layout)
-        if home(out.device) != out.device:
-            return out.copy_(self.decode(payload, layout=layout))
-        if self.decode_body(of(out.device), [payload], layout, out):
+        here = out if home(out.device) == out.device else of(CPU).empty(size)
+        if self.decode_body(of(here.device), [payload], layout, here):
             refuse_unflagged([payload], [layout])
-        return out
+        return out if here is out else out.copy_(here)
 
     def payload_nbytes(self, numel: int, groups: int = 1) -> int:
         """Return the bytes of a payload of `numel` elements in `groups` scale groups, header

@@ -7,7 +7,6 @@ from functools import partial
 
 from torch import Tensor
 
-from gradcomp.exchange.averages import Averages
 from gradcomp.exchange.routes import Exchange
 from gradcomp.kernels.staging import Staged
 
@@ -23,6 +22,8 @@ class StagedExchange:
         like: a bucket.
     """
 
+    averages = None  # fused updates need weights in host memory
+
     def __init__(self, exchange: Exchange, like: Tensor) -> None:
         self._exchange, self._staged = exchange, Staged(like)
 
@@ -32,16 +33,12 @@ class StagedExchange:
         return self._exchange.flagged
 
     @property
-    def averages(self) -> Averages | None:
-        """The averages, where they are kept packed."""
-        return self._exchange.averages
-
-    @property
     def slices(self) -> tuple[tuple[Step, ...], ...]:
         """The steps of every slice."""
         slices = [list(steps) for steps in self._exchange.slices]
         slices[0][0] = partial(_both, self._staged.wait, slices[0][0])
-        slices[-1][-1] = partial(_both, slices[-1][-1], self._give)  # of one step: both
+        give = partial(self._staged.give, self._bucket)
+        slices[-1][-1] = partial(_both, slices[-1][-1], give)  # of one step: both
         return tuple(map(tuple, slices))
 
     def begin(self, buffer: Tensor, step: int, bucket: int) -> None:
@@ -50,18 +47,11 @@ class StagedExchange:
         self._exchange.begin(self._staged.fetch(buffer), step, bucket)
 
     def unpack(self) -> None:
-        """Write averages that are kept packed into the bucket after all."""
-        if self._exchange.averages is not None:
-            self._exchange.unpack()
-            self._give()
+        """Averages are never packed."""
 
     def commit(self) -> None:
         """Make the residuals and states that this step wrote current."""
         self._exchange.commit()
-
-    def _give(self) -> None:
-        if self.averages is None:
-            self._staged.give(self._bucket)
 
 
 def _both(one: Step, other: Step) -> None:
