@@ -82,6 +82,8 @@ quick: everything
 
 test-long: everything mpi
 	$(BIN)/python -m pytest -rs -m 'long and not soak' --hypothesis-profile long --timeout 1800 $(PYTEST_ARGS)
+	GRADCOMP_TRITON=interpreted $(BIN)/python -m pytest -rs -m 'not long' --hypothesis-profile few --timeout 1800 \
+		-W ignore::RuntimeWarning $(SPREAD) tests/kernels/test_kernel_sets.py $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -rs -m 'not long and not timed' --every-row --hypothesis-profile long $(SPREAD) $(PYTEST_ARGS)
 
 soak: tools
@@ -112,6 +114,8 @@ test-framework: everything
 
 test-cuda: tools
 	$(BIN)/python -m pytest -rs --accelerator cuda tests/entry/test_accelerator.py $(PYTEST_ARGS)
+	GRADCOMP_TRITON=cuda $(BIN)/python -m pytest -rs tests/kernels/test_kernel_sets.py $(PYTEST_ARGS)
+	$(BIN)/python -m gradcomp.bench codec --device cuda
 
 lint: everything
 	$(BIN)/ruff check .
@@ -168,7 +172,7 @@ $(TOOLS): $(BUILT)
 
 $(STAMP): $(TOOLS)
 	@echo 'installing frameworks and what builds the documentation into $(VENV)'
-	$(call install,$(BIN)/python) 'gradcomp[bench,dev,docs,lightning,accelerate,transformers,ray,torchft]' 'peft ; python_version >= "3.11"'
+	$(call install,$(BIN)/python) 'gradcomp[bench,dev,docs,lightning,accelerate,transformers,ray,torchft,cuda]' 'peft ; python_version >= "3.11"'
 	@touch $@
 
 mpi: $(MPI_STAMPS)

@@ -28,8 +28,8 @@ from _ranks import MpiPool, Pool, RankPool, run_local, unpacked, with_communicat
 
 from gradcomp.kernels import native
 
-# make test-long takes --hypothesis-profile long
-for name, examples in (("short", 50), ("long", 400)):
+# make test-long takes --hypothesis-profile long, and few under Triton's interpreter
+for name, examples in (("few", 20), ("short", 50), ("long", 400)):
     hypothesis.settings.register_profile(name, max_examples=examples, deadline=None)
 hypothesis.settings.load_profile("short")
 

@@ -4,6 +4,9 @@ ratio = seconds of the kernel / seconds of memcpy of the same number of fp32 ele
 turn within one run; the median over repetitions is shown. GB/s = numel * 4 bytes / seconds / 1e9,
 whatever the source dtype. Every result is compared with the portable tier's before its kernel is
 timed; the tests compare the portable tier with the NumPy reference.
+
+With --device the kernels of a GPU are timed beside a copy of the same elements on it, from values
+there to a payload in host memory and back. Their results are compared with the CPU's.
 """
 
 from __future__ import annotations
@@ -30,7 +33,17 @@ from gradcomp.bench.options import command_line
 from gradcomp.bench.timing import MEMCPY_NBYTES, Verdict, memcpy_of, turns, using
 from gradcomp.codecs import KINDS, Codec, RngKey
 from gradcomp.codecs.lanes import Lanes
-from gradcomp.kernels import CPU, NO_RESIDUALS, Code, Payloads, Residuals, host, native, of
+from gradcomp.kernels import (
+    CPU,
+    NO_RESIDUALS,
+    Code,
+    Kernels,
+    Payloads,
+    Residuals,
+    host,
+    native,
+    of,
+)
 from gradcomp.payload.form import lanes_form
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.pieces import Slot, whole_pieces
@@ -99,19 +112,19 @@ def cases(numel: int, dtype: torch.dtype) -> list[Case]:
     return found
 
 
-def _cases_of(codec: Codec, x: Tensor) -> list[Case]:
-    """Return encode and decode of one payload of a codec."""
+def _cases_of(codec: Codec, x: Tensor, kernels: Kernels = KERNELS) -> list[Case]:
+    """Return encode and decode of one payload of a codec, with the kernels of x's device."""
     layout, out = _layout(codec, x.numel()), torch.empty_like(x)
     payload, residuals = torch.zeros(layout.nbytes, dtype=torch.uint8), NO_RESIDUALS
     moved, written = x.element_size() + layout.nbytes / x.numel(), [payload]
     if codec.error_feedback:
-        new = torch.zeros(x.numel())
-        residuals = Residuals(_residual(x), new, lambda dropped: None)
+        new = torch.zeros(x.numel(), device=x.device)
+        residuals = Residuals(_residual(x).to(x.device), new, lambda dropped: None)
         written.append(new)
-    _place_scales(codec, layout, x, payload)
-    encode = partial(codec.encode_body, KERNELS, x, layout, payload, KEY, residuals)
+    _place_scales(codec, layout, x, payload, kernels)
+    encode = partial(codec.encode_body, kernels, x, layout, payload, KEY, residuals)
     source = Payloads([payload], codec.code, x.dtype)
-    decode = partial(KERNELS.sum_decode, source, layout.packed, out)
+    decode = partial(kernels.sum_decode, source, layout.packed, out)
     encode()
     return [
         Case(f"{codec.name} encode", encode, moved + 8 * codec.error_feedback, written),
@@ -166,11 +179,13 @@ def _residual(x: Tensor) -> Tensor:
     return torch.randn(x.numel(), generator=torch.Generator().manual_seed(1))
 
 
-def _place_scales(codec: Codec, layout: PayloadLayout, x: Tensor, payload: Tensor) -> None:
+def _place_scales(
+    codec: Codec, layout: PayloadLayout, x: Tensor, payload: Tensor, kernels: Kernels = KERNELS
+) -> None:
     """Write the scales of codes into a payload where the codec measures them before it encodes."""
     if codec.measures:
         scales = torch.empty(layout.group_count)
-        codec.measure(KERNELS, x, layout, codec.scratch(KERNELS, layout), scales)
+        codec.measure(kernels, x, layout, codec.scratch(kernels, layout), scales)
         codec.place_scales(layout, scales, payload)
 
 
@@ -235,6 +250,36 @@ def run(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
+def run_on_device(args: argparse.Namespace, kernels: Kernels, device: torch.device) -> list[Row]:
+    """Check and measure the kernels of a device; ratios are to a copy on it."""
+    rows: list[Row] = []
+    for numel, dtype in itertools.product(args.sizes, args.dtypes):
+        x = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+        x = x.to(getattr(torch, dtype))
+        there, wide = x.to(device), torch.ones(numel, device=device)
+        copy = partial(_waited, device, partial(torch.empty_like(wide).copy_, wide))
+        for codec in map(_grouped, KINDS):
+            for case, here in zip(
+                _cases_of(codec, there, kernels), _cases_of(codec, x), strict=True
+            ):
+                for one in (case, here):
+                    one.run()
+                if not all(map(torch.equal, (a.cpu() for a in case.results), here.results)):
+                    raise SystemExit(f"{case.name} on {device} differs from the CPU's")
+                case.run = partial(_waited, device, case.run)
+                found = measure(case, copy, numel, args.repeat)
+                what = {"kernel": case.name, "tier": str(device), "dtype": dtype, "numel": numel}
+                rows.append({**what, "threads": 1, "nbytes": case.nbytes, **found})
+    return rows
+
+
+def _waited(device: torch.device, run: Callable[[], object]) -> None:
+    """Call, and wait for the device."""
+    run()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 def verdicts(rows: list[Row], gain: float) -> list[Verdict]:
     """Judge every requirement by rows of one tier, size and dtype."""
     best = {(row["kernel"], row["threads"]): row for row in rows}
@@ -259,6 +304,7 @@ def read_options(argv: list[str] | None) -> argparse.Namespace:
         "dtypes": ("float32", "", dtypes, words(*DTYPES)),
         "tiers": ("all", "", tiers, words(*native.tiers(), "all")),
         "threads": ("1", "", "numbers of threads to time with, a list", counts),
+        "device": ("cpu", "", "cpu, or a GPU (cuda), whose kernels need triton", str),
     }
     epilog = """--check takes 64 Mi float32 elements, the tier in use, 1 and 2 threads, and 4 GB.
 
@@ -280,13 +326,34 @@ example:
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     args = read_options(argv)
+    if args.device != "cpu":
+        return _main_on_device(args)
     rows = run(args)
     gain = gain_over_torch(min(max(args.sizes), 1 << 24), args.repeat)
-    form = "{kernel}|{tier}|{dtype}|{numel:,}|{threads}|{ratio:.2f}|{gb_per_s:.2f}"
-    texts = [form.format(**row).split("|") for row in rows]
-    heads = ["kernel", "tier", "dtype", "elements", "threads", "x memcpy", "GB/s of fp32"]
-    title = "Kernels beside memcpy of the same fp32 elements (median)"
-    Console().print(table(heads, texts, left=3, title=title))
+    _show(rows, "memcpy")
     print(f"terngrad encode, one thread: {gain:.0f}x the same codec in torch operations")
     judged = verdicts(rows, gain) if args.check else []
     return timing.finish(args, judged, rows=rows, terngrad_encode_over={"torch": gain})
+
+
+def _main_on_device(args: argparse.Namespace) -> int:
+    device = torch.device(args.device)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        print(f"--device {args.device}: not here; cuda or cuda:1 is a GPU")
+        return 2
+    try:
+        from gradcomp.kernels.cuda import TritonKernels
+    except ModuleNotFoundError as error:
+        print(f"--device {args.device} needs {error.name}: pip install 'gradcomp[cuda]'")
+        return 2
+    rows = run_on_device(args, TritonKernels(device), device)
+    _show(rows, "copy")
+    return timing.finish(args, [], rows=rows)
+
+
+def _show(rows: list[Row], unit: str) -> None:
+    form = "{kernel}|{tier}|{dtype}|{numel:,}|{threads}|{ratio:.2f}|{gb_per_s:.2f}"
+    texts = [form.format(**row).split("|") for row in rows]
+    heads = ["kernel", "tier", "dtype", "elements", "threads", f"x {unit}", "GB/s of fp32"]
+    title = f"Kernels beside {unit} of the same fp32 elements (median)"
+    Console().print(table(heads, texts, left=3, title=title))

@@ -322,6 +322,15 @@ gc_status gc_entropy_sum_decode(const uint8_t *const *payloads, size_t payload_c
                                 size_t segment_count, void *out, int out_dtype, unsigned flags,
                                 uint32_t *nonfinite);
 
+/* The tables, for kernel sets of other devices. By table: symbols[256], by (a + 8) << 4 | (b + 8),
+ * bits, least significant first, and from bit 16 on their number, [0] the escape; decode[2048], by
+ * the next 11 bits, a pair's codes, a byte each, from bit 16 on its number of bits, bit 24 set for
+ * the escape; pair_costs[9][16], in 1/64 bit, by both |code|, 8 standing for all above; tops, the
+ * largest |code| that has symbols. costs[9][16]: of one |code|, by table. octave[32]: 2^(i / 32). */
+enum { GC_TABLE_COUNT = 16 };
+void gc_entropy_tables_of(uint32_t *symbols, uint32_t *decode, uint32_t *costs,
+                          uint32_t *pair_costs, uint32_t *tops, double *octave);
+
 /* ---- plain values: Identity, small and excluded tensors, bf16 second phase ------------------- */
 /* Copy values into the payload as value_dtype (GC_F32 or GC_BF16, little-endian, nearest even). */
 gc_status gc_values_encode(const void *src, int dtype, const gc_segment *segments,

@@ -10,7 +10,6 @@
 #include "blocks.h"
 
 enum {
-    GC_TABLE_COUNT = 16,
     GC_ZEROS_TABLE = 7, /* its zero bits are pairs of 0 */
     GC_CODE_NBITS = 11, /* of a pair, at most */
     GC_TABLE_TOP = 7,   /* largest |code| of a pair that has a symbol in some table */

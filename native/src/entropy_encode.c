@@ -255,3 +255,27 @@ void gc_encode_streams(gc_encode_job *job, const gc_segment *segment,
     _mm_sfence();
 #endif
 }
+
+/* ---- other kernel sets ----------------------------------------------------------------------- */
+void gc_entropy_tables_of(uint32_t *symbols, uint32_t *decode, uint32_t *costs,
+                          uint32_t *pair_costs, uint32_t *tops, double *octave_out)
+{
+    const gc_entropy_tables *all = gc_get_entropy_tables();
+    memcpy(octave_out, octave, sizeof octave);
+    memcpy(costs, all->costs, sizeof all->costs);
+    for (int t = 0; t < GC_TABLE_COUNT; t++) {
+        const gc_entropy_table *from = &all->tables[t];
+        tops[t] = (uint32_t)from->top;
+        memcpy(pair_costs, from->pair_costs, sizeof from->pair_costs);
+        pair_costs += GC_COUNTED_CODES * 16;
+        for (int i = 0; i < GC_SYMBOLS_COUNT; i++) {
+            uint32_t length = from->symbols[i] & 63;
+            *symbols++ = (uint32_t)(from->symbols[i] >> (64 - length)) | length << 16;
+        }
+        for (int i = 0; i < 1 << GC_CODE_NBITS; i++) {
+            uint64_t found = from->decode[i];
+            *decode++ = (uint32_t)(found & 0xFFFF) | (uint32_t)(found >> 48 & 15) << 16 |
+                        (uint32_t)!(found >> 56) << 24;
+        }
+    }
+}

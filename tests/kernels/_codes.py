@@ -7,6 +7,7 @@ differs from the others.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -258,10 +259,27 @@ class Row(NamedTuple):
         return self.name
 
 
-SETS = [
-    *(Row(f"cpu {TIER_NAMES[number]}", kernels.of(kernels.CPU), number) for number in TIERS),
-    Row("shadow", ShadowKernels(), TIERS[-1], part=10),
-]
+def sets() -> list[Row]:
+    """Return the kernel sets that this process tests: the Triton kernels alone where
+    GRADCOMP_TRITON is "cuda", on a GPU, or "interpreted", by Triton's interpreter.
+    """
+    triton = os.environ.get("GRADCOMP_TRITON")
+    if triton is None:
+        cpu = kernels.of(kernels.CPU)
+        tiers = [Row(f"cpu {TIER_NAMES[number]}", cpu, number) for number in TIERS]
+        return [*tiers, Row("shadow", ShadowKernels(), TIERS[-1], part=10)]
+    if triton == "interpreted":
+        os.environ["TRITON_INTERPRET"] = "1"
+    from gradcomp.kernels.cuda import TritonKernels
+
+    device = torch.device("cpu" if triton == "interpreted" else "cuda:0")
+    return [Row(f"triton {triton}", TritonKernels(device), TIERS[-1], part=10)]
+
+
+SETS = sets()
+# kernels that run in the calling thread, or on a device; the interpreter's are NumPy's operations,
+# in the thread's floating-point environment and one payload at a time
+COMPILED = [row for row in SETS if row.name != "triton interpreted"]
 
 
 @contextmanager

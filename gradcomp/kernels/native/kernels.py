@@ -27,6 +27,23 @@ CACHE_NBYTES = 32 << 20
 _TENSORS = ffi.new("gc_gradients *", {"from": lib.GC_FROM_TENSORS})
 
 
+def entropy_tables() -> dict[str, NDArray[Any]]:
+    """Return the tables of entropy-coded streams (gc_entropy_tables_of), by name."""
+    count = lib.GC_TABLE_COUNT
+    shapes = {
+        "symbols": (count, 256),
+        "decode": (count, 2048),
+        "costs": (9, count),
+        "pair_costs": (count, 9, 16),
+        "tops": (count,),
+    }
+    out: dict[str, NDArray[Any]] = {key: np.empty(shape, np.int32) for key, shape in shapes.items()}
+    out["octave"] = np.empty(32)
+    words = [ffi.from_buffer("uint32_t[]", out[name]) for name in shapes]
+    lib.gc_entropy_tables_of(*words, ffi.from_buffer("double[]", out["octave"]))
+    return out
+
+
 class NativeKernels(Kernels):
     """Operations on tensors in host memory; methods are documented in `Kernels`.
 
@@ -67,8 +84,15 @@ class NativeKernels(Kernels):
             table,
             lambda rows, count, _: lib.gc_block_sums(source, dtype, rows, count, blocks, flag),
         )
+        self.ternary_scales(scratch, groups, clip_sigma, out)
+        return bool(flag[0])
+
+    def ternary_scales(
+        self, blocks: Tensor, groups: Groups, clip_sigma: float | None, out: Tensor
+    ) -> None:
+        """Write the scales of groups whose blocks are summed up (`scales`)."""
         status = lib.gc_ternary_scales(
-            blocks,
+            pointer(blocks, "gc_block"),
             ffi.from_buffer("uint64_t[]", groups.blocks),
             ffi.from_buffer("uint32_t[]", groups.numels),
             len(groups.numels),
@@ -76,7 +100,6 @@ class NativeKernels(Kernels):
             pointer(out),
         )
         check(status, "gc_ternary_scales")
-        return bool(flag[0])
 
     # ---- encoding --------------------------------------------------------------------------------
 

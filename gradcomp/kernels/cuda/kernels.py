@@ -1,0 +1,549 @@
+"""The kernel set of CUDA devices: Triton kernels, the CPU's bits.
+
+Rotation is done by the CPU's set on copies in host memory; weights are not split or updated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gradcomp.errors import UnsupportedTensor
+from gradcomp.kernels import host
+from gradcomp.kernels.cuda import elementwise, programs, streams
+from gradcomp.kernels.cuda.plan import CHUNK, Plan
+from gradcomp.kernels.interface import NO_RESIDUALS, Code, Kernels, Payloads, Residuals
+from gradcomp.kernels.native.kernels import NativeKernels, entropy_tables
+from gradcomp.kernels.tables import BLOCK, DTYPES, Groups, Table
+
+BLOCKS = 32  # that one program adds up
+SPANS = 64
+CHAINS = 64  # halves of streams that one program reads
+NUMEL = 1024  # elements of a program that works on one value at a time
+ZEROS = {2: 1.5, 4: 7.0, 8: 127.0}  # the code of 0, of levels by their bits
+BLOCK2_STEP = 0.9957  # GC_BLOCK2_STEP
+LARGEST = float(np.finfo(np.float32).max)
+FEED_BACK = {"nearest": programs.NEAREST, "block": programs.LEVELS, "onebit": programs.SIGNS}
+# bits of a code, scales of a group
+FORMS = {"ternary": (2, 1), "nearest": (2, 1), "onebit": (1, 2), "entropy": (0, 1)}
+LAUNCH: dict[str, Any] = {"enable_fp_fusion": False}
+_interpreter = threading.Lock()  # Triton's runs one program at a time
+STREAM_WARPS = 8  # of a stream's program: its 4,096 elements stay in registers
+
+
+class EntropyTables(NamedTuple):
+    """The tables of entropy-coded streams on a device (gc_entropy_tables_of); octave: 2^(i / 32),
+    float64.
+    """
+
+    octave: Tensor
+    symbols: Tensor
+    decode: Tensor
+    costs: Tensor
+    pair_costs: Tensor
+    tops: Tensor
+
+    @classmethod
+    def on(cls, device: torch.device) -> EntropyTables:
+        """Return them in memory of a device."""
+        return cls(**{k: torch.from_numpy(v).to(device) for k, v in entropy_tables().items()})
+
+
+class TritonKernels(Kernels):
+    """Operations on tensors of one device; methods are documented in `Kernels`.
+
+    Args:
+        device: of the values; "cpu" under Triton's interpreter (``TRITON_INTERPRET=1``).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self._native = device, NativeKernels()
+        self._name, self._entropy = f"cuda {device}", cast("EntropyTables | None", None)
+
+    # ---- memory ----------------------------------------------------------------------------------
+
+    def empty(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    # ---- statistics ------------------------------------------------------------------------------
+
+    def scratch(self, groups: Groups, free: Tensor | None = None) -> Tensor:
+        return self._native.scratch(groups)
+
+    def scales(
+        self,
+        values: Tensor,
+        table: Table,
+        groups: Groups,
+        clip_sigma: float | None,
+        scratch: Tensor,
+        out: Tensor,
+    ) -> bool:
+        if not table.numel:
+            return self._native.scales(values[:0].cpu(), table, groups, clip_sigma, scratch, out)
+        plan = self._plan(table)
+        sums, counts = self._block_sums(plan, values, None, programs.MOMENTS)
+        both, largest = sums.cpu().numpy(), counts[0].cpu().numpy()
+        blocks = scratch.numpy().view(BLOCK)
+        rows = plan.block_rows()
+        both[np.isnan(both)] = np.nan  # of all NaNs the one that is pinned
+        blocks["sum"][rows], blocks["sum_squares"][rows] = both
+        blocks["absmax_bits"][rows], blocks["reserved"][rows] = largest, 0
+        self._native.ternary_scales(scratch, groups, clip_sigma, out)
+        return bool((largest >= 0x7F800000).any())
+
+    # ---- encoding --------------------------------------------------------------------------------
+
+    def encode(
+        self,
+        code: Code,
+        values: Tensor,
+        table: Table,
+        payload: Tensor,
+        *,
+        key: tuple[int, int, int, int] | None = None,
+        residuals: Residuals = NO_RESIDUALS,
+        kept: Tensor | None = None,
+    ) -> bool:
+        name = code.encoder or code.kernel
+        if not table.numel:
+            return False
+        plan = self._plan(table, code)
+        memory = torch.empty(plan.packed.nbytes, dtype=torch.uint8, device=self.device)
+        flag = memory[:4].view(torch.int32).zero_()
+        codes = memory[plan.packed.codes :]
+        if name == "values":
+            wide = code.dtype == torch.float32
+            self._launch(
+                programs.encode_values,
+                plan.chunk_count,
+                (_words(values), plan.chunks, plan.segments, codes, flag),
+                FROM=DTYPES[values.dtype],
+                WIDE=wide,
+                E=CHUNK,
+            )
+        elif name == "ternary":
+            self._draw(plan, values, payload, memory, key or (0, 0, 0, 0))
+        else:
+            encode = self._encode_streams if name == "entropy" else self._encode_levels
+            dropped = encode(plan, code, values, memory, residuals, kept)
+            if dropped is not None and residuals.counted is not None and not flag.item():
+                residuals.counted((1.0 - code.decay) * float(dropped.sum()))  # type: ignore[operator]
+        here, packed = _host_copy(memory), plan.packed
+        measured = name not in ("values", "ternary")
+        host.copy(payload, here, packed.down if measured else packed.codes_down)
+        return bool(here[:4].view(torch.int32).item())
+
+    def _encode_levels(
+        self,
+        plan: Plan,
+        code: Code,
+        values: Tensor,
+        memory: Tensor,
+        residuals: Residuals,
+        kept: Tensor | None,
+    ) -> Tensor | None:
+        """Measure scales and write codes with error feedback; return what they left by chunks,
+        where that is counted.
+        """
+        kind = FEED_BACK[code.encoder or code.kernel]
+        bits, per_group = _form(code)
+        old, new = residuals.old, residuals.new
+        sums, counts = self._group_sums(
+            plan, values, old, programs.CLASSES if kind == programs.SIGNS else programs.SQUARES
+        )
+        packed = plan.packed
+        scales = memory[packed.scales :][: 4 * per_group * plan.group_count].view(torch.float32)
+        zero = 1.0 if kind == programs.NEAREST else ZEROS.get(bits, 1.0)
+        most = LARGEST if kind == programs.NEAREST else LARGEST / (2 * zero)
+        means = code.means or (0.0, 0.0)
+        # of float64, which a launch would make float32
+        step = torch.tensor(code.step or BLOCK2_STEP, dtype=torch.float64, device=self.device)
+        self._launch(
+            programs.measure_scales,
+            -(-plan.group_count // SPANS),
+            (sums, counts, plan.blocks()[3], plan.group_count, step, zero, most, *means, scales),
+            memory[:4].view(torch.int32),
+            KIND=kind,
+            OF_SQUARES=bits == 2,
+            HAS_MEANS=code.means is not None,
+            B=SPANS,
+        )
+        has_new, dropped = self._dropped(code, residuals, plan.chunk_count)
+        self._launch(
+            programs.encode_codes,
+            plan.chunk_count,
+            (_words(values), old, new, kept, plan.chunks, plan.segments, scales),
+            memory[packed.codes :],
+            dropped,
+            1.0 if code.decay is None else code.decay,
+            zero,
+            FROM=DTYPES[values.dtype],
+            KIND=kind,
+            BITS=bits,
+            PADDING=1 if kind == programs.NEAREST else 0,
+            HAS_OLD=old is not None,
+            HAS_NEW=has_new,
+            KEEPS=kept is not None and old is not None,
+            COUNTS=dropped is not None,
+            E=CHUNK,
+        )
+        return dropped
+
+    def _draw(
+        self,
+        plan: Plan,
+        values: Tensor,
+        payload: Tensor,
+        memory: Tensor,
+        key: tuple[int, int, int, int],
+    ) -> None:
+        """Draw ternary codes with the scales of the payload."""
+        packed, (seed, rank, step, stream) = plan.packed, key
+        end = packed.scales + 4 * plan.group_count
+        here = _pinned(end)
+        host.copy(here, payload, packed.scales_up)
+        scales = memory[packed.scales : end]
+        scales.copy_(here[packed.scales :], non_blocking=True)
+        words = torch.tensor([seed | rank << 32, step, stream], dtype=torch.uint64)
+        self._launch(
+            programs.draw_codes,
+            plan.chunk_count,
+            (_words(values), plan.chunks, plan.segments, scales.view(torch.float32)),
+            memory[packed.codes :],
+            words.view(torch.int64).to(self.device),
+            memory[:4].view(torch.int32),
+            FROM=DTYPES[values.dtype],
+            E=CHUNK,
+        )
+
+    def _encode_streams(
+        self,
+        plan: Plan,
+        code: Code,
+        values: Tensor,
+        memory: Tensor,
+        residuals: Residuals,
+        kept: Tensor | None,
+    ) -> Tensor | None:
+        """Write entropy-coded streams and their scales; return what they left by streams, where
+        that is counted.
+        """
+        old, new, packed = residuals.old, residuals.new, plan.packed
+        sums, counts = self._group_sums(plan, values, old, programs.SQUARES)
+        memory[packed.codes :].zero_()
+        scales = memory[packed.scales :][: 4 * plan.group_count].view(torch.float32)
+        has_new, dropped = self._dropped(code, residuals, plan.group_count)
+        tables = self._tables()
+        self._launch(
+            streams.encode_streams,
+            plan.group_count,
+            (_words(values), old, new, kept, plan.streams(), plan.group_count, sums, counts),
+            *(tables.octave, tables.costs, tables.pair_costs, tables.symbols, tables.tops),
+            *(scales, memory.view(torch.int32), dropped, memory[:4].view(torch.int32)),
+            1.0 if code.decay is None else code.decay,
+            FROM=DTYPES[values.dtype],
+            HAS_OLD=old is not None,
+            HAS_NEW=has_new,
+            KEEPS=kept is not None and old is not None,
+            COUNTS=dropped is not None,
+            num_warps=STREAM_WARPS,
+        )
+        return dropped
+
+    def _dropped(self, code: Code, residuals: Residuals, parts: int) -> tuple[bool, Tensor | None]:
+        """Return whether new residuals are written, and memory for what codes leave, by parts,
+        where that is counted.
+        """
+        has_new = code.decay is not None and residuals.new is not None
+        if not has_new or residuals.counted is None or (code.decay or 0.0) >= 1:
+            return has_new, None
+        return has_new, torch.empty(parts, dtype=torch.float64, device=self.device)
+
+    # ---- averages --------------------------------------------------------------------------------
+
+    def sum_decode(self, payloads: Payloads, table: Table, out: Tensor, written: int = 0) -> bool:
+        if not table.numel:
+            return False
+        code = payloads.code
+        plan = self._plan(table, code)
+        packed, tensors = plan.packed, payloads.tensors
+        kind, zero, count = _decoder(code, len(tensors))
+        tensors = tensors[:1] if code.kernel == "lanes" else tensors
+        stride = packed.nbytes + -packed.nbytes % 16
+        here, ranges = _pinned(stride * len(tensors)), packed.up
+        for number, payload in enumerate(tensors):
+            host.copy(here[stride * number :], payload, ranges)
+        there = here.to(self.device, non_blocking=True)
+        flag = torch.zeros(1, dtype=torch.int32, device=self.device)
+        read = self._read(plan, there, stride, len(tensors)) if kind == programs.ENTROPY else None
+        self._launch(
+            programs.decode_average,
+            plan.chunk_count,
+            (
+                there,
+                stride,
+                read,
+                plan.numel,
+                count,
+                packed.scales,
+                packed.codes,
+                plan.chunks,
+                plan.segments,
+            ),
+            _words(out),
+            float(np.float32(1) / np.float32(len(tensors))),
+            zero,
+            flag,
+            KIND=kind,
+            BITS=_form(code)[0],
+            OUT=DTYPES[out.dtype],
+            E=CHUNK,
+        )
+        return bool(flag.item())
+
+    def _read(self, plan: Plan, payloads: Tensor, stride: int, count: int) -> Tensor:
+        """Return the codes of streams, ``(count, numel)`` int16."""
+        read = torch.empty(count, plan.numel, dtype=torch.int16, device=self.device)
+        self._launch(
+            streams.read_streams,
+            -(-2 * plan.group_count * count // CHAINS),
+            (payloads, stride, plan.streams(), plan.group_count, count, read, plan.numel),
+            self._tables().decode,
+            B=CHAINS,
+        )
+        return read
+
+    def update(
+        self,
+        table: Table,
+        targets: NDArray[Any],
+        rules: NDArray[Any],
+        payloads: Payloads | None = None,
+        norms: NDArray[Any] | None = None,
+    ) -> bool:
+        raise UnsupportedTensor(f"weights on {self.device} are not updated in place yet")
+
+    def targets(self, **tensors: Sequence[Tensor | None]) -> NDArray[Any]:
+        raise UnsupportedTensor(f"weights on {self.device} are not updated in place yet")
+
+    def are_finite(self, values: Tensor) -> bool:
+        flag = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self._each(elementwise.find_special, values.numel(), values.view(torch.int32), flag)
+        return not flag.item()
+
+    # ---- units of second moments -----------------------------------------------------------------
+
+    def divide(
+        self,
+        values: Tensor,
+        residual: Tensor | None,
+        moments: Tensor,
+        floor: float,
+        units: Tensor,
+        out: Tensor,
+    ) -> None:
+        self._each(
+            elementwise.divide_values,
+            values.numel(),
+            *(values, residual, moments, floor, units, out),
+            HAS_RESIDUAL=residual is not None,
+        )
+
+    def multiply(self, values: Tensor, units: Tensor) -> bool:
+        flag = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self._each(elementwise.multiply_values, values.numel(), values, units, flag)
+        return bool(flag.item())
+
+    def follow(
+        self,
+        values: Tensor,
+        inverse: float,
+        before: Tensor | None,
+        keep: float,
+        gain: float,
+        after: Tensor,
+    ) -> bool:
+        flag = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self._each(
+            elementwise.follow_squares,
+            values.numel(),
+            *(values, inverse, before, keep, gain, after, flag),
+            HAS_BEFORE=before is not None,
+        )
+        return bool(flag.item())
+
+    # ---- rotation --------------------------------------------------------------------------------
+
+    def rotate(
+        self,
+        values: Tensor,
+        group_numel: int,
+        first: int,
+        parameter: int,
+        key: tuple[int, int, int, int],
+        *,
+        back: bool = False,
+    ) -> None:
+        call = partial(self._native.rotate, back=back)
+        _there(values, lambda here: call(here, group_numel, first, parameter, key))
+
+    def unbias(self, values: Tensor, group_numel: int, first: int) -> None:
+        _there(values, lambda here: self._native.unbias(here, group_numel, first))
+
+    # ---- residuals and weights -------------------------------------------------------------------
+
+    def rescale(self, plane: Tensor, factor: float) -> None:
+        self._each(elementwise.scale_values, plane.numel(), plane, factor)
+
+    def split(self, weights: Tensor, top: Tensor, trail: Tensor, *, nearest: bool) -> None:
+        raise UnsupportedTensor(f"weights on {self.device} are not split yet")
+
+    def join(self, top: Tensor, trail: Tensor, weights: Tensor, *, nearest: bool) -> None:
+        raise UnsupportedTensor(f"weights on {self.device} are not split yet")
+
+    # ---- programs --------------------------------------------------------------------------------
+
+    def _plan(self, table: Table, code: Code | None = None) -> Plan:
+        """Return the plan of a table, of scales alone without a code."""
+        bits, per_group = (2, 1) if code is None else _form(code)
+        nbytes = 0 if code is None else code.stream_nbytes or 0
+        kind = f"{self._name} {bits} {per_group} {nbytes}"
+        if kind not in table.prepared:
+            table.prepared[kind] = Plan(table, bits, per_group, self.device, nbytes)
+        found: Plan = table.prepared[kind]
+        return found
+
+    def _tables(self) -> EntropyTables:
+        if self._entropy is None:
+            self._entropy = EntropyTables.on(self.device)
+        return self._entropy
+
+    def _block_sums(
+        self, plan: Plan, values: Tensor, old: Tensor | None, kind: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``(2, blocks)`` float64 and ``(3, blocks)`` int32 (`programs.add_blocks`)."""
+        blocks = plan.blocks()[0]
+        sums, counts = self._sums(len(blocks))
+        self._launch(
+            programs.add_blocks,
+            -(-len(blocks) // BLOCKS),
+            (_words(values), old, blocks, len(blocks), sums, counts),
+            FROM=DTYPES[values.dtype],
+            KIND=kind,
+            HAS_OLD=old is not None,
+            B=BLOCKS,
+        )
+        return sums, counts
+
+    def _group_sums(
+        self, plan: Plan, values: Tensor, old: Tensor | None, kind: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the same of every group."""
+        sums, counts = self._block_sums(plan, values, old, kind)
+        for spans in plan.blocks()[1:3]:
+            parts, (into, numbers) = sums.shape[1], self._sums(spans.number)
+            self._launch(
+                programs.add_in_order,
+                -(-spans.number // SPANS),
+                (sums, counts, parts, spans.rows, spans.number, spans.most, into, numbers),
+                B=SPANS,
+            )
+            sums, counts = into, numbers
+        return sums, counts
+
+    def _sums(self, count: int) -> tuple[Tensor, Tensor]:
+        there: Any = {"device": self.device}
+        return (
+            torch.empty(2, count, dtype=torch.float64, **there),
+            torch.empty(3, count, dtype=torch.int32, **there),
+        )
+
+    def _each(self, program: Any, numel: int, *given: Any, **constants: Any) -> None:
+        """Launch a program for every `NUMEL` values."""
+        if numel:
+            self._launch(program, -(-numel // NUMEL), given, numel, E=NUMEL, **constants)
+
+    def _launch(
+        self, program: Any, count: int, given: tuple[Any, ...], *more: Any, **constants: Any
+    ) -> None:
+        plain = [_plain(one) for one in (*given, *more)]
+        with self._on_device():
+            program[(count,)](*plain, **constants, **LAUNCH)
+
+    def _on_device(self) -> contextlib.AbstractContextManager[Any]:
+        if self.device.type == "cpu":
+            return _interpreter
+        return torch.accelerator.device_index(self.device.index)
+
+
+def _plain(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _words(values: Tensor) -> Tensor:
+    """Return values as programs take them: 16-bit numbers as int16."""
+    return values if values.dtype == torch.float32 else values.view(torch.int16)
+
+
+def _form(code: Code) -> tuple[int, int]:
+    """Return bits of a code and scales of a group."""
+    if code.kernel == "values":
+        assert code.dtype is not None
+        return 8 * code.dtype.itemsize, 0
+    return (code.bits, 1) if code.bits is not None else FORMS[code.kernel]
+
+
+def _decoder(code: Code, count: int) -> tuple[int, float, int]:
+    """Return the kind of a code's decoder, its code of 0 or what shared scales are divided by, and
+    the number of ranks or payloads.
+    """
+    if code.kernel == "values":
+        return programs.PLAIN, 0.0, count
+    if code.kernel == "lanes":
+        assert code.world_size is not None
+        return programs.LANE_SUMS, float(code.world_size), code.world_size
+    if code.kernel == "onebit":
+        return programs.SIGNS, 0.0, count
+    if code.kernel == "block":
+        assert code.bits is not None
+        return programs.LEVELS, ZEROS[code.bits], count
+    if code.kernel == "entropy":
+        return programs.ENTROPY, 0.0, count
+    return (programs.SHARED, float(count), count) if code.shared else (programs.TERNARY, 1.0, count)
+
+
+def _pinned(nbytes: int) -> Tensor:
+    """Return host memory from which a copy to a device can be queued."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+
+
+def _host_copy(memory: Tensor) -> Tensor:
+    """Return a copy in host memory, when it has arrived."""
+    if memory.device.type == "cpu":
+        return memory
+    here = _pinned(memory.numel())
+    here.copy_(memory, non_blocking=True)
+    torch.cuda.current_stream(memory.device).synchronize()
+    return here
+
+
+def _copied(tensor: Tensor | None) -> Tensor | None:
+    """Return a copy in host memory."""
+    return None if tensor is None else tensor.detach().to("cpu", copy=True)
+
+
+def _there(values: Tensor, call: Callable[[Tensor], None]) -> None:
+    """Have a call change a copy in host memory, and copy it back."""
+    here = _copied(values)
+    assert here is not None
+    call(here)
+    values.copy_(here)
