@@ -59,12 +59,16 @@ def _accelerator() -> str:
     """Return what becomes of gradients on this machine's accelerator."""
     import torch
 
+    from gradcomp.kernels import CPU, USES_CUDA, home
+
     found = torch.accelerator.current_accelerator(check_available=True)
-    return (
-        "none"
-        if found is None
-        else f"{found.type}: gradients are copied to the host and encoded there (no GPU has run it)"
+    if found is None:
+        return "none"
+    there = torch.device(found.type, torch.accelerator.current_device_index())
+    how = (
+        "copied to the host and encoded there" if home(there) == CPU else f"encoded, {USES_CUDA}=1"
     )
+    return f"{found.type}: gradients are {how} (no GPU has run it)"
 
 
 def _mpi() -> str:

@@ -18,7 +18,7 @@ from gradcomp.exchange.routes import run_stages
 from gradcomp.exchange.second import owners_feed_back
 from gradcomp.exchange.sizing import EXCHANGES, BucketPlan, Strategy, choose
 from gradcomp.exchange.slices import Slicing
-from gradcomp.exchange.staged import StagedExchange
+from gradcomp.exchange.staged import beside
 from gradcomp.exchange.stats import Stats
 from gradcomp.kernels import home
 from gradcomp.kernels.staging import join
@@ -142,9 +142,8 @@ def all_reduce(
         found.timeout_s = timeout_s
         found.state = StateStore(residuals if codec.error_feedback else None, owned)
         flat = tensor.as_strided((tensor.numel(),), (1,)) if order else tensor.view(-1)
-        staged = home(flat.device) != flat.device
         try:
-            run_stages(StagedExchange(found, flat) if staged else found, flat, now)
+            run_stages(beside(found, flat, home(flat.device)), flat, now)
             join(flat.device)
         except BaseException:
             # a slice behind the one that failed may still be under way into its memory

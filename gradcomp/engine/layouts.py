@@ -26,9 +26,9 @@ from gradcomp.exchange.routes import (
     make_route,
 )
 from gradcomp.exchange.second import owners_feed_back
-from gradcomp.exchange.staged import StagedExchange
+from gradcomp.exchange.staged import beside
 from gradcomp.exchange.stats import Stats
-from gradcomp.kernels import device_of, home
+from gradcomp.kernels import CPU, device_of
 from gradcomp.memory.moments import Precondition, SecondMoments
 from gradcomp.memory.planes import Planes
 from gradcomp.memory.store import StateStore
@@ -109,7 +109,7 @@ class Layouts:
         tensors = {index: likes[index] for index in sorted(self.trained)}
         self._device = device_of(tensors.values())
         self._staged = sorted(
-            {t.device.type for t in tensors.values() if home(t.device) != t.device}
+            {t.device.type for t in tensors.values() if t.device not in (self._device, CPU)}
         )
         try:
             states = keep_states(options.advanced.transform, tensors, self.route.owner_numel)
@@ -199,12 +199,12 @@ class Layouts:
             seed=codec.seed,
             timeout_s=self._timeout_s,
             keeps_packed=self.keeps_packed,
-            device=home(buffer.device),
+            device=self._device,
         )
         exchange = self.route.exchange(slots, codec, options)
         idle = isinstance(exchange, SingleRankExchange) and exchange.is_idle
-        if options.device != buffer.device and not idle:
-            exchange = StagedExchange(exchange, buffer)
+        if not idle:
+            exchange = beside(exchange, buffer, self._device)
         self._exchanges[kind] = exchange
         return exchange, self._compared(slots, buffer, step, bucket)
 

@@ -1,16 +1,71 @@
-"""The exchange of a bucket on an accelerator, in host memory."""
+"""The exchange of a bucket on an accelerator: on a stream beside the model's, or in host memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from gradcomp.exchange.routes import Exchange
-from gradcomp.kernels.staging import Staged
+from gradcomp.kernels.staging import Staged, follow, on_stream, stream_of
 
 Step = Callable[[], None]
+
+
+def beside(exchange: Exchange, like: Tensor, home: torch.device) -> Exchange:
+    """Return an exchange of the device `home` as one of buckets like this one. Work on an
+    accelerator runs on the stream of its copies; `gradcomp.kernels.staging.join` waits for it.
+    """
+    if like.is_cpu:
+        return exchange
+    return DeviceExchange(exchange) if like.device == home else StagedExchange(exchange, like)
+
+
+class DeviceExchange:
+    """An exchange that averages a bucket where it is, by the kernels of its device.
+
+    Args:
+        exchange: of that device.
+    """
+
+    averages = None  # nothing updates weights from packed averages there
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    @property
+    def flagged(self) -> bool:
+        """Whether some rank's bucket, or the average, is not finite."""
+        return self._exchange.flagged
+
+    @property
+    def slices(self) -> tuple[tuple[Step, ...], ...]:
+        """The steps of every slice."""
+        return tuple(
+            tuple(partial(self._run, step) for step in steps) for steps in self._exchange.slices
+        )
+
+    def begin(self, buffer: Tensor, step: int, bucket: int) -> None:
+        """Take the bucket to average."""
+        self._device = buffer.device
+        follow(buffer.device)
+        if (stream := stream_of(buffer.device)) is not None:
+            # the memory is not given to anybody else before the average is made
+            buffer.record_stream(stream)
+        self._run(partial(self._exchange.begin, buffer, step, bucket))
+
+    def unpack(self) -> None:
+        """Averages are never packed."""
+
+    def commit(self) -> None:
+        """Make the residuals and states that this step wrote current."""
+        self._exchange.commit()
+
+    def _run(self, step: Step) -> None:
+        with on_stream(self._device):
+            step()
 
 
 class StagedExchange:

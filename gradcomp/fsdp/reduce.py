@@ -23,7 +23,7 @@ from gradcomp.exchange.stats import Stats
 from gradcomp.fsdp.parts import Part, number_of, slots_of
 from gradcomp.fsdp.residuals import ModuleResiduals
 from gradcomp.kernels import home
-from gradcomp.kernels.staging import Shared, Staged, join, on_stream
+from gradcomp.kernels.staging import Shared, Staged, follow, join, on_stream
 from gradcomp.kernels.tables import DTYPES
 from gradcomp.memory.store import StateStore
 from gradcomp.payload.pieces import BySlots
@@ -86,19 +86,20 @@ class ReduceScatter:
         output.fill_(float("nan"))
         exchange = self._exchange(given.dtype, given.device, self._trained())
         staged = None if home(given.device) == given.device else self._staged.like(given)
+        follow(given.device)
         exchange.begin(given if staged is None else staged.fetch(given), self.steps, 0)
         self._stats.baseline_bytes += 2 * (given.numel() - output.numel()) * given.element_size()
         self.is_under_way = True
-        encode = partial(self.encode, exchange, staged)
+        encode = partial(self.encode, exchange, staged, given.device)
         finish = partial(self.finish, exchange, output, factor)
         # nothing is done with a module while it travels and the next one is encoded
         return Task((encode, *[lambda: None] * (IN_FLIGHT - 1), finish), self._end)
 
-    def encode(self, exchange: BucketExchange, staged: Staged | None) -> None:
+    def encode(self, exchange: BucketExchange, staged: Staged | None, device: torch.device) -> None:
         """Encode gradients and send them."""
         if staged is not None:
             staged.wait()
-        with peers_answer("first_phase", 0):
+        with peers_answer("first_phase", 0), on_stream(device):
             exchange.measure()
             exchange.encode()
         exchange.forget()
@@ -119,8 +120,8 @@ class ReduceScatter:
             torch.float32,
             exchange.shard.device,
         ) and all(there == here for there, here, _ in places)
-        exchange.average_shard(output if as_they_are else None)
         with on_stream(output.device):
+            exchange.average_shard(output if as_they_are else None)
             self._store(exchange, output, factor, places, as_they_are=as_they_are)
         join(output.device)
         self._stats.add_seconds("exposed", time.perf_counter() - begun)

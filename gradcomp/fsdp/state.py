@@ -48,7 +48,7 @@ from gradcomp.fsdp.parts import Part, number_of
 from gradcomp.fsdp.reduce import ReduceScatter
 from gradcomp.fsdp.residuals import ModelResiduals
 from gradcomp.fsdp.weights import AllGather, Forward
-from gradcomp.kernels import check_device, empty, home
+from gradcomp.kernels import check_device, empty
 from gradcomp.kernels.staging import Shared
 from gradcomp.memory.saved import Saved, check_step, write
 from gradcomp.payload.parameters import Parameter, describe_parameters
@@ -567,7 +567,7 @@ def _reusing(reused: torch_private.ReusedTensors) -> torch_private.Allocate:
     """Return what gives host memory again; an accelerator's is torch's own to give again."""
 
     def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        take = reused.take if home(device) == device else empty
+        take = reused.take if device.type == "cpu" else empty
         return take(numel, dtype, device)
 
     return allocate

@@ -89,7 +89,7 @@ class AllGather:
         self._parts, self._codec, self._comm = list(parts), codec, comm
         self._stats, self._pool = stats, pool
         self._each = sum(part.padded_numel for part in parts)
-        self._gathers: dict[torch.dtype, ShardGather] = {}
+        self._gathers: dict[tuple[torch.dtype, torch.device], ShardGather] = {}
         self._failed: GradcompError | None = None
 
     def fits(self, given: Tensor, ranks: int) -> bool:
@@ -102,7 +102,8 @@ class AllGather:
 
     def start(self, output: Tensor, given: Tensor) -> Callable[[], None]:
         """Encode ``(k,)`` and send it; return what waits for the others and writes ``(N * k,)``."""
-        gather = self._gather(given.dtype)
+        there = home(given.device)
+        gather = self._gather(given.dtype, there)
         self._stats.baseline_bytes += (output.numel() - given.numel()) * given.element_size()
         in_backward = torch_private.graph_task() >= 0
         if in_backward and self._kept is not None and self._kept[0] is gather:
@@ -114,7 +115,7 @@ class AllGather:
         if not keep and self._kept is not None:
             self._pool.give(self._kept[1])
             self._kept = None
-        here = given.to(home(given.device))
+        here = given.to(there)
         self._guarded(lambda: gather.start(here, self.count))
         self.count += 1
         self._stats.steps += 1
@@ -127,10 +128,11 @@ class AllGather:
         if keep:
             self._kept = None if buffer is None else (gather, buffer)
 
-    def _gather(self, dtype: torch.dtype) -> ShardGather:
-        if dtype not in self._gathers:
+    def _gather(self, dtype: torch.dtype, device: torch.device) -> ShardGather:
+        kind = dtype, device
+        if kind not in self._gathers:
             comm = self._comm
-            self._gathers[dtype] = ShardGather(
+            self._gathers[kind] = ShardGather(
                 self._codec,
                 slots_of(self._parts, comm.world_size),
                 comm.rank * self._each,
@@ -140,8 +142,9 @@ class AllGather:
                 dtype=dtype,
                 timeout_s=comm.timeout_s,
                 module=number_of(self._parts),
+                device=device,
             )
-        return self._gathers[dtype]
+        return self._gathers[kind]
 
     @staticmethod
     def _write(call: Callable[[Tensor], Result], output: Tensor) -> Result:

@@ -7,6 +7,7 @@ the CPU's set works on them (`gradcomp.kernels.staging`).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 
 import torch
@@ -20,11 +21,23 @@ from gradcomp.version import warn_about_torch
 warn_about_torch(torch.__version__)
 
 CPU = torch.device("cpu")
-MakeKernels = Callable[[torch.device], Kernels]
+# returns None for a device whose values are copied to host memory after all
+MakeKernels = Callable[[torch.device], "Kernels | None"]
+USES_CUDA = "GRADCOMP_CUDA_KERNELS"  # environment variable: 1 encodes on GPUs
 _native = NativeKernels()
+
+
+def _cuda(device: torch.device) -> Kernels | None:
+    if os.environ.get(USES_CUDA) != "1":
+        return None
+    from gradcomp.kernels.cuda import checked
+
+    return checked(device)
+
+
 # how the set of a device is made, by the kind of device
-_makers: dict[str, MakeKernels] = {"cpu": lambda _: _native}
-_sets: dict[torch.device, Kernels] = {}
+_makers: dict[str, MakeKernels] = {"cpu": lambda _: _native, "cuda": _cuda}
+_sets: dict[torch.device, Kernels | None] = {}
 
 __all__ = [
     "CPU",
@@ -47,13 +60,11 @@ def of(device: torch.device) -> Kernels:
     """Return the kernel set of a device.
 
     Raises:
-        UnsupportedTensor: a kind of device that has none.
+        UnsupportedTensor: a device that has none.
     """
-    found = _sets.get(device)
+    found = _find(device)
     if found is None:
-        if device.type not in _makers:
-            raise UnsupportedTensor(f"there are no kernels for {device}")
-        found = _sets.setdefault(device, _makers[device.type](device))
+        raise UnsupportedTensor(f"there are no kernels for {device}")
     return found
 
 
@@ -61,7 +72,14 @@ def home(device: torch.device) -> torch.device:
     """Return where values of a device are encoded and averaged: there if it has a kernel set,
     else in host memory.
     """
-    return device if device.type in _makers else CPU
+    return CPU if _find(device) is None else device
+
+
+def _find(device: torch.device) -> Kernels | None:
+    if device not in _sets:
+        make = _makers.get(device.type)
+        _sets[device] = None if make is None else make(device)
+    return _sets[device]
 
 
 def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -75,9 +93,9 @@ def check_device(device: torch.device, name: str, *, staged: bool = True) -> Non
     """Raise UnsupportedTensor, for a tensor called `name`, unless its device has a kernel set or,
     where that is enough (`staged`), is this machine's accelerator.
     """
-    if device.type in _makers:
+    if _find(device) is not None:
         return
-    kinds = [kind.upper() for kind in _makers]
+    kinds = ["CPU"]
     if staged and (accelerator := torch.accelerator.current_accelerator()) is not None:
         if accelerator.type == device.type:
             return
@@ -88,8 +106,9 @@ def check_device(device: torch.device, name: str, *, staged: bool = True) -> Non
 
 
 def device_of(tensors: Iterable[Tensor]) -> torch.device:
-    """Return `home` of the first of some tensors, which are all on one device; the CPU for none."""
-    return home(next((tensor.device for tensor in tensors), CPU))
+    """Return `home` of some tensors; the CPU where they have none or several."""
+    homes = {home(tensor.device) for tensor in tensors}
+    return homes.pop() if len(homes) == 1 else CPU
 
 
 def install(kind: str, make: MakeKernels | None) -> MakeKernels | None:

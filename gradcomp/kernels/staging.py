@@ -51,6 +51,13 @@ def on_stream(device: torch.device) -> Iterator[None]:
             torch.accelerator.set_stream(before)
 
 
+def follow(device: torch.device) -> None:
+    """Have copies that are queued from now on wait for what was queued so far."""
+    stream = None if device.type == "cpu" else stream_of(device)
+    if stream is not None:
+        stream.wait_event(torch.accelerator.current_stream(device).record_event())
+
+
 def join(device: torch.device) -> None:
     """Have what is queued from now on wait for the copies that were queued so far."""
     stream = None if device.type == "cpu" else stream_of(device)
@@ -80,8 +87,7 @@ class Staged:
         where to, in `host`.
         """
         here = self.host[: values.numel()]
-        if self._stream is not None:
-            self._stream.wait_event(torch.accelerator.current_stream(self._device).record_event())
+        follow(self._device)
         self._copy(here, values, values)
         if self._stream is not None:
             self._arrived = self._stream.record_event()

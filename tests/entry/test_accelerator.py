@@ -15,11 +15,20 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from _hosted import HostedKernels
 from _ranks import RankFailed, run_local
 from torch import nn
 
 import gradcomp
-from gradcomp import Advanced, EntropyCoded, OneBit, PeerMismatch, Ternary, UnsupportedTensor
+from gradcomp import (
+    Advanced,
+    EntropyCoded,
+    OneBit,
+    PeerMismatch,
+    Ternary,
+    UnsupportedTensor,
+    kernels,
+)
 from gradcomp.allreduce import Feedback
 from gradcomp.integrations.torchtitan import ReplicaAverage
 from gradcomp.kernels import staging
@@ -107,7 +116,10 @@ def by_ddp(device, codec="onebit", **options):
     model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.01)
     optimizer = sgd(model)
     state = gradcomp.ddp.register(model, codec, min_numel=0, optimizer=optimizer, **options)
-    assert (f"{device} tensors are copied to the host" in state.describe()) == (device != "cpu")
+    copied = f"{device} tensors are copied to the host" in state.describe()
+    assert copied == (
+        kernels.home(next(model.parameters()).device) != next(model.parameters()).device
+    )
     train(model, data[:3], optimizer)
     saved = state.state_dict()
     train(model, data[3:], optimizer)
@@ -336,6 +348,56 @@ def test_bits_are_those_of_the_cpu(gloo, accelerator, row):
     assert accelerator(2, on, function, None, options) == expected
 
 
+BY_KERNELS = [
+    "ddp",
+    "ddp ternary",
+    "ddp entropy",
+    "ddp slices",
+    "a stream of the user's",
+    "averager delayed",
+    "averager on two devices",
+    "all_reduce terngrad",
+    "loss scaler",
+    "double buffer",
+    "fsdp",
+    "fsdp with weights",
+    "fsdp, kept weights",
+    "fsdp, warm-up",
+    "codecs",
+    "not finite, atomic",
+]
+
+
+@pytest.mark.every_row
+@pytest.mark.parametrize("row", BY_KERNELS)
+def test_bits_are_those_of_the_cpu_where_the_device_has_kernels(gloo, accelerator, row):
+    """A GPU's are Triton's; the device for tests has the CPU's, on copies (`_hosted`)."""
+    function, options = SAME[row]
+    expected = gloo(2, on, function, "cpu", options)
+    assert accelerator(2, by_kernels, function, options) == expected
+
+
+def by_kernels(function, options):
+    device = torch.accelerator.current_accelerator().type
+    made = []
+
+    def make(there):
+        if device == "cuda":
+            from gradcomp.kernels.cuda import checked
+
+            made.append(checked(there))
+        else:
+            made.append(HostedKernels(there))
+        return made[-1]
+
+    before = kernels.install(device, make)
+    try:
+        return on(function, device, options)
+    finally:
+        kernels.install(device, before)
+        assert made and all(made)
+
+
 @pytest.mark.parametrize(
     ("function", "options"),
     [
@@ -405,6 +467,8 @@ MISSING = {
     "the caller's for averages": ("engine.step.join", print),
     "all_reduce's for averages": ("allreduce.join", print),
     "FSDP's for averages": ("fsdp.reduce.join", print),
+    "the kernels' for gradients": ("exchange.staged.follow", print),
+    "the kernels' stream": ("exchange.staged.on_stream", contextlib.nullcontext),
 }
 
 
@@ -429,6 +493,23 @@ def test_a_missing_wait_shows(lazy, what, function):
         pass  # NaN, or other bytes on other ranks
 
 
+@pytest.mark.parametrize(
+    ("what", "function"),
+    [
+        ("the kernels' for gradients", by_averager),
+        ("the kernels' stream", by_ddp_of_a_stream),
+    ],
+)
+def test_a_wait_that_kernels_of_the_device_miss_shows(lazy, what, function):
+    expected = lazy(2, by_kernels, function, {})
+    try:
+        assert (
+            lazy(2, by_kernels, without_kernels, {"what": what, "function": function}) != expected
+        )
+    except RankFailed:
+        pass
+
+
 def without(what, function):
     where, instead = MISSING[what]
     with contextlib.ExitStack() as patches:
@@ -436,6 +517,10 @@ def without(what, function):
         if function is by_ddp:  # whose futures and steps both wait
             patches.enter_context(mock.patch("gradcomp.engine.step.join", print))
         return on(function, "lazy", {})
+
+
+def without_kernels(device, what, function):
+    return without(what, function)
 
 
 def test_memory_that_is_freed_too_early_is_read_all_the_same(lazy):

@@ -157,6 +157,35 @@ def test_the_benchmark_compares_results_before_it_times(interpreted, monkeypatch
         codec_bench.run_on_device(args, interpreted, kernels.CPU)
 
 
+@np.errstate(all="ignore")
+def test_kernels_that_differ_from_the_cpus_are_not_used(interpreted, monkeypatch, caplog):
+    from gradcomp.kernels.cuda import check
+
+    monkeypatch.setattr(check, "CODES", {name: check.CODES[name] for name in ("OneBit", "bf16")})
+    monkeypatch.setattr(check, "TritonKernels", lambda device: interpreted)
+    assert check.checked(kernels.CPU) is interpreted
+    assert not caplog.records
+    monkeypatch.setattr(interpreted, "sum_decode", lambda *_: False)
+    assert check.checked(kernels.CPU) is None
+    said = caplog.records[-1].getMessage()
+    assert "differ from the CPU's: OneBit of float32, OneBit of bfloat16" in said
+    assert "copied to the host" in said
+
+
+def test_a_gpu_that_cannot_be_had_is_named(monkeypatch, caplog):
+    before = kernels.install("cuda", kernels._cuda)  # forgets what was found
+    there = torch.device("cuda:77")
+    try:
+        assert kernels.home(there) == kernels.CPU
+        assert not caplog.records
+        kernels.install("cuda", kernels._cuda)
+        monkeypatch.setenv(kernels.USES_CUDA, "1")
+        assert kernels.home(there) == kernels.CPU
+        assert "gradients on cuda:77 are copied to the host" in caplog.records[-1].getMessage()
+    finally:
+        kernels.install("cuda", before)
+
+
 @functools.cache
 def compiled(*target: str) -> list[dict[str, object]]:
     """Return what `_compile.py` finds."""

@@ -1,5 +1,6 @@
 """Kernels for CUDA devices, written in Triton (``pip install 'gradcomp[cuda]'``)."""
 
+from gradcomp.kernels.cuda.check import checked
 from gradcomp.kernels.cuda.kernels import TritonKernels
 
-__all__ = ["TritonKernels"]
+__all__ = ["TritonKernels", "checked"]

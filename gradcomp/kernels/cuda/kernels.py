@@ -532,7 +532,7 @@ def _host_copy(memory: Tensor) -> Tensor:
         return memory
     here = _pinned(memory.numel())
     here.copy_(memory, non_blocking=True)
-    torch.cuda.current_stream(memory.device).synchronize()
+    torch.accelerator.current_stream(memory.device).synchronize()
     return here
 
 
