@@ -67,6 +67,7 @@ class TritonKernels(Kernels):
     def __init__(self, device: torch.device) -> None:
         self.device, self._native = device, NativeKernels()
         self._name, self._entropy = f"cuda {device}", cast("EntropyTables | None", None)
+        self._numbers: dict[float, Tensor] = {}
 
     # ---- memory ----------------------------------------------------------------------------------
 
@@ -165,8 +166,7 @@ class TritonKernels(Kernels):
         zero = 1.0 if kind == programs.NEAREST else ZEROS.get(bits, 1.0)
         most = LARGEST if kind == programs.NEAREST else LARGEST / (2 * zero)
         means = code.means or (0.0, 0.0)
-        # of float64, which a launch would make float32
-        step = torch.tensor(code.step or BLOCK2_STEP, dtype=torch.float64, device=self.device)
+        step = self._number(code.step or BLOCK2_STEP)
         self._launch(
             programs.measure_scales,
             -(-plan.group_count // SPANS),
@@ -421,6 +421,13 @@ class TritonKernels(Kernels):
             table.prepared[kind] = Plan(table, bits, per_group, self.device, nbytes)
         found: Plan = table.prepared[kind]
         return found
+
+    def _number(self, value: float) -> Tensor:
+        """Return a number of float64, which a launch would make float32."""
+        if value not in self._numbers:
+            made = torch.tensor(value, dtype=torch.float64, device=self.device)
+            self._numbers[value] = made
+        return self._numbers[value]
 
     def _tables(self) -> EntropyTables:
         if self._entropy is None:
