@@ -6,6 +6,7 @@ from collections import OrderedDict
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gradcomp.codecs import Codec, resolve
@@ -126,7 +127,9 @@ def all_reduce(
     strategy = choose(codec, comm.world_size, exchange)
     if comm.world_size == 1:
         return tensor
-    memory = tensor.shape, order, tensor.dtype, tensor.device
+    # residuals in host memory have the tensor copied there
+    where = home(tensor.device) if feedback is None else feedback.device
+    memory = tensor.shape, order, tensor.dtype, tensor.device, where
     what = (*memory, repr(codec), exchange, feedback is not None)
     with call.lease:
         # at every call: gloo ends the process where another rank sends as many bytes as another
@@ -138,12 +141,12 @@ def all_reduce(
             if owners_feed_back(strategy.second_phase, codec):
                 owned = feedback.owned(partial(ByElements(comm.world_size).numel, rank=comm.rank))
             feedback.begin_step()
-        found = _exchange(call, what, strategy, tensor, codec, key, residuals, owned)
+        found = _exchange(call, what, strategy, tensor, where, codec, key, residuals, owned)
         found.timeout_s = timeout_s
         found.state = StateStore(residuals if codec.error_feedback else None, owned)
         flat = tensor.as_strided((tensor.numel(),), (1,)) if order else tensor.view(-1)
         try:
-            run_stages(beside(found, flat, home(flat.device)), flat, now)
+            run_stages(beside(found, flat, where), flat, now)
             join(flat.device)
         except BaseException:
             # a slice behind the one that failed may still be under way into its memory
@@ -178,6 +181,7 @@ def _exchange(
     what: tuple[Any, ...],
     strategy: Strategy,
     tensor: Tensor,
+    where: torch.device,
     codec: Codec,
     key: int,
     residuals: Planes | None,
@@ -197,7 +201,7 @@ def _exchange(
             codec, [slot], strategy, comm.world_size, comm.rank, owned, slicing=Slicing()
         )
         found = call.exchanges[kind] = BucketExchange(
-            plan, comm, tensor.dtype, Stats(), seed=codec.seed, device=home(tensor.device)
+            plan, comm, tensor.dtype, Stats(), seed=codec.seed, device=where
         )
         if len(call.exchanges) > MOST_EXCHANGES:
             call.exchanges.popitem(last=False)

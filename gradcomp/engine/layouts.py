@@ -15,7 +15,7 @@ from gradcomp.comm.base import Communicator
 from gradcomp.comm.rounds import ring_bytes
 from gradcomp.engine.buckets import Source
 from gradcomp.engine.options import Options, check_rotation
-from gradcomp.errors import GradcompError
+from gradcomp.errors import GradcompError, UnsupportedTensor
 from gradcomp.exchange.agree import Shown, codec_fields
 from gradcomp.exchange.quality import Probe
 from gradcomp.exchange.routes import (
@@ -177,6 +177,11 @@ class Layouts:
         kind = (members, buffer.dtype, buffer.device, codec)
         if kind in self._exchanges:
             return self._exchanges[kind], None
+        if self._device not in (CPU, buffer.device):
+            raise UnsupportedTensor(
+                f"the bucket is on {buffer.device}, and its residuals on {self._device}: move the"
+                " model before it is registered"
+            )
         slots = self._slots(members)
         if sum(s.numel for s in slots) != buffer.numel():
             raise ValueError(
@@ -198,7 +203,7 @@ class Layouts:
             probe=None if self.options.is_plain(step) else self.probe,
             seed=codec.seed,
             timeout_s=self._timeout_s,
-            keeps_packed=self.keeps_packed,
+            keeps_packed=self.keeps_packed and buffer.is_cpu,
             device=self._device,
         )
         exchange = self.route.exchange(slots, codec, options)

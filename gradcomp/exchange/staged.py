@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradcomp.exchange.routes import Exchange
-from gradcomp.kernels.staging import Staged, follow, on_stream, stream_of
+from gradcomp.kernels.staging import Staged, on_stream, stream_of
 
 Step = Callable[[], None]
 
@@ -43,18 +43,18 @@ class DeviceExchange:
     @property
     def slices(self) -> tuple[tuple[Step, ...], ...]:
         """The steps of every slice."""
-        return tuple(
-            tuple(partial(self._run, step) for step in steps) for steps in self._exchange.slices
-        )
+        slices = [[partial(self._run, step) for step in steps] for steps in self._exchange.slices]
+        slices[0][0] = partial(_both, self._wait, slices[0][0])
+        return tuple(map(tuple, slices))
 
     def begin(self, buffer: Tensor, step: int, bucket: int) -> None:
         """Take the bucket to average."""
-        self._device = buffer.device
-        follow(buffer.device)
+        self._device, self._ready = buffer.device, None
         if (stream := stream_of(buffer.device)) is not None:
             # the memory is not given to anybody else before the average is made
             buffer.record_stream(stream)
-        self._run(partial(self._exchange.begin, buffer, step, bucket))
+            self._ready = torch.accelerator.current_stream(buffer.device).record_event()
+        self._exchange.begin(buffer, step, bucket)
 
     def unpack(self) -> None:
         """Averages are never packed."""
@@ -62,6 +62,14 @@ class DeviceExchange:
     def commit(self) -> None:
         """Make the residuals and states that this step wrote current."""
         self._exchange.commit()
+
+    def _wait(self) -> None:
+        """Wait on the host for the bucket. Its stream has other buckets' steps, which are not to
+        wait for this one.
+        """
+        if self._ready is not None:
+            with torch.accelerator.device_index(self._device.index):
+                self._ready.synchronize()
 
     def _run(self, step: Step) -> None:
         with on_stream(self._device):

@@ -7,7 +7,9 @@ the CPU's set works on them (`gradcomp.kernels.staging`).
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
 from collections.abc import Callable, Iterable
 
 import torch
@@ -20,6 +22,8 @@ from gradcomp.version import warn_about_torch
 
 warn_about_torch(torch.__version__)
 
+logger = logging.getLogger("gradcomp")
+
 CPU = torch.device("cpu")
 # returns None for a device whose values are copied to host memory after all
 MakeKernels = Callable[[torch.device], "Kernels | None"]
@@ -30,14 +34,24 @@ _native = NativeKernels()
 def _cuda(device: torch.device) -> Kernels | None:
     if os.environ.get(USES_CUDA) != "1":
         return None
-    from gradcomp.kernels.cuda import checked
-
+    try:
+        from gradcomp.kernels.cuda import checked
+    except ImportError as error:
+        logger.warning(
+            "gradcomp: gradients on %s are copied to the host and encoded there, although %s=1: %s"
+            " (pip install 'gradcomp[cuda]')",
+            device,
+            USES_CUDA,
+            error,
+        )
+        return None
     return checked(device)
 
 
 # how the set of a device is made, by the kind of device
 _makers: dict[str, MakeKernels] = {"cpu": lambda _: _native, "cuda": _cuda}
 _sets: dict[torch.device, Kernels | None] = {}
+_lock = threading.RLock()  # two threads may be the first to ask
 
 __all__ = [
     "CPU",
@@ -77,8 +91,10 @@ def home(device: torch.device) -> torch.device:
 
 def _find(device: torch.device) -> Kernels | None:
     if device not in _sets:
-        make = _makers.get(device.type)
-        _sets[device] = None if make is None else make(device)
+        with _lock:
+            if device not in _sets:
+                make = _makers.get(device.type)
+                _sets[device] = None if make is None else make(device)
     return _sets[device]
 
 
@@ -90,10 +106,11 @@ def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def check_device(device: torch.device, name: str, *, staged: bool = True) -> None:
-    """Raise UnsupportedTensor, for a tensor called `name`, unless its device has a kernel set or,
-    where that is enough (`staged`), is this machine's accelerator.
+    """Raise UnsupportedTensor, for a tensor called `name`, unless its device has a kernel set or is
+    this machine's accelerator; where host memory is not enough (`staged` False), unless it is the
+    CPU.
     """
-    if _find(device) is not None:
+    if device.type == CPU.type or (staged and _find(device) is not None):
         return
     kinds = ["CPU"]
     if staged and (accelerator := torch.accelerator.current_accelerator()) is not None:

@@ -118,13 +118,16 @@ class Feedback(StateStore):
     Args:
         numels: elements of each tensor, by its key.
         device: of the tensors.
+
+    Attributes:
+        device: of the residuals, where these tensors are encoded then.
     """
 
     residuals: Planes
 
     def __init__(self, numels: Mapping[int, int], device: torch.device = CPU) -> None:
-        self._device = home(device)
-        super().__init__(Planes(numels, device=self._device))
+        self.device = home(device)
+        super().__init__(Planes(numels, device=self.device))
 
     def owned(self, share: Callable[[int], int]) -> Planes:
         """Return the residuals of the owner's means of these tensors, made at the first call.
@@ -134,7 +137,7 @@ class Feedback(StateStore):
         """
         if self.owner_residuals is None:
             numels = {key: share(numel) for key, numel in self.residuals.numels.items()}
-            self.owner_residuals = Planes(numels, device=self._device)
+            self.owner_residuals = Planes(numels, device=self.device)
         return self.owner_residuals
 
     def residual(self, key: int) -> Tensor:

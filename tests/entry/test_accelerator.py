@@ -356,6 +356,7 @@ BY_KERNELS = [
     "a stream of the user's",
     "averager delayed",
     "averager on two devices",
+    "all_reduce",
     "all_reduce terngrad",
     "loss scaler",
     "double buffer",
@@ -467,7 +468,7 @@ MISSING = {
     "the caller's for averages": ("engine.step.join", print),
     "all_reduce's for averages": ("allreduce.join", print),
     "FSDP's for averages": ("fsdp.reduce.join", print),
-    "the kernels' for gradients": ("exchange.staged.follow", print),
+    "the kernels' for gradients": ("exchange.staged.DeviceExchange._wait", print),
     "the kernels' stream": ("exchange.staged.on_stream", contextlib.nullcontext),
 }
 

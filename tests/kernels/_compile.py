@@ -85,6 +85,34 @@ KERNELS = {
         programs.encode_values,
         {**OF_TABLE, "values": F, "codes": B, "flag": I, "FROM": 0, "WIDE": False, "E": CHUNK},
     ),
+    "moments of blocks": (
+        programs.add_blocks,
+        {**SUMS, "values": H, "blocks": L, "FROM": 2, "KIND": programs.MOMENTS}
+        | {"HAS_OLD": False, "B": kernels.BLOCKS},
+    ),
+    "1 bit, bf16": (
+        programs.encode_codes,
+        {**ENCODE, "values": H, "kept": F, "dropped": D, "KEEPS": True, "COUNTS": True}
+        | {"FROM": 1, "KIND": programs.SIGNS, "BITS": 1, "PADDING": 0},
+    ),
+    "fp32 values": (
+        programs.encode_values,
+        {**OF_TABLE, "values": H, "codes": B, "flag": I, "FROM": 2, "WIDE": True, "E": CHUNK},
+    ),
+    "average of fp32": (programs.decode_average, {**DECODE, "KIND": programs.PLAIN, "BITS": 32}),
+    "average of bf16": (
+        programs.decode_average,
+        {**DECODE, "out": H, "OUT": 1, "KIND": programs.PLAIN, "BITS": 16},
+    ),
+    "average of 1 bit": (
+        programs.decode_average,
+        {**DECODE, "out": H, "OUT": 2, "KIND": programs.SIGNS, "BITS": 1},
+    ),
+    "average of 8 bits": (programs.decode_average, {**DECODE, "KIND": programs.LEVELS, "BITS": 8}),
+    "average of TernGrad": (
+        programs.decode_average,
+        {**DECODE, "KIND": programs.SHARED, "BITS": 2},
+    ),
     "average of ternary": (
         programs.decode_average,
         {**DECODE, "KIND": programs.TERNARY, "BITS": 2},
@@ -108,6 +136,8 @@ KERNELS = {
         {**EACH, "residual": F, "moments": F, "floor": "fp32", "units": F, "out": F}
         | {"HAS_RESIDUAL": True},
     ),
+    "factor": (elementwise.scale_values, {**EACH, "factor": "fp32"}),
+    "find special": (elementwise.find_special, {**EACH, "values": I}),
     "multiply": (elementwise.multiply_values, {**EACH, "units": F}),
     "follow": (
         elementwise.follow_squares,
@@ -127,7 +157,8 @@ def compiled(name, target):
         if not is_type:
             constants[argument] = getattr(value, "value", value)
     source = ASTSource(fn=function, signature=types, constexprs=constants)
-    options = kernels.LAUNCH | ({"num_warps": kernels.STREAM_WARPS} if name == "streams" else {})
+    warps = {"streams": kernels.STREAM_WARPS, "codes of streams": 1}.get(name, 4)
+    options = kernels.LAUNCH | {"num_warps": warps}
     return triton.compile(source, target=target, options=options)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,11 +17,15 @@ from gradcomp.kernels.tables import Groups, Table
 
 logger = logging.getLogger("gradcomp")
 
-NUMEL, GROUP, STREAM = 9_001, 700, 4096
+NUMELS = 5_001, 4_200  # of two parameters
+GROUP, STREAM, LARGE = 700, 4096, 300_000
+GAP = 40_000  # bytes of a payload for each
+RANKS = 3
 CODES = {
     "TernGrad": Code("ternary", shared=False),
     "Ternary": Code("ternary", "nearest", shared=False, step=1.8, decay=0.25),
     "OneBit": Code("onebit", decay=1.0),
+    "OneBit of signs": Code("onebit", means=(-1.0, 1.0), decay=0.25),
     "Block(2)": Code("block", bits=2, decay=0.25),
     "Block(4)": Code("block", bits=4, decay=0.25),
     "Block(8)": Code("block", bits=8, decay=0.25),
@@ -28,6 +33,7 @@ CODES = {
     "fp32": Code("values", dtype=torch.float32),
     "bf16": Code("values", dtype=torch.bfloat16),
 }
+SUMS = Code("lanes", world_size=RANKS, bits=3)
 
 
 def checked(device: torch.device) -> Kernels | None:
@@ -54,62 +60,132 @@ def checked(device: torch.device) -> Kernels | None:
 
 def differing(kernels: Kernels) -> Iterator[str]:
     """Yield the codes, and other operations, whose results are not the CPU's to the last bit."""
-    generator = torch.Generator().manual_seed(7)
-    # from denormals to 2^60, some of them 0
-    x = torch.randn(NUMEL, generator=generator) ** 9
-    x[::50], x[1::50] = 0, x[1::50] * 2.0**-140
-    residual = torch.randn(NUMEL, generator=generator)
-    native = NativeKernels()
+    native, draws = NativeKernels(), torch.Generator().manual_seed(7)
+    # over 40 powers of ten, denormals and zeros among them
+    x = torch.randn(sum(NUMELS) + 16, generator=draws)
+    x *= 10.0 ** torch.randint(-20, 20, x.shape, generator=draws)
+    x[::50], x[1::50] = 0, x[1::50] * 1e-25
+    ordinary, residual = (torch.randn(len(x), generator=draws) for _ in range(2))
+    special = ordinary.clone()
+    special[4_000], special[6_500] = torch.inf, torch.nan
     for name, code in CODES.items():
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            values = x.to(dtype).nan_to_num_()
-            if _results(kernels, code, values, residual) != _results(
-                native, code, values, residual
-            ):
-                yield f"{name} of {dtype}".replace("torch.", "")
-    if _measured(kernels, x) != _measured(native, x):
+            for values in (x, ordinary, special):
+                given = values.clamp(-60_000, 60_000).to(dtype) if dtype.itemsize == 2 else values
+                found = [_results(one, code, given, residual) for one in (kernels, native)]
+                if found[0] != found[1]:
+                    yield f"{name} of {dtype}".replace("torch.", "")
+                    break
+    large = torch.randn(LARGE, generator=draws)
+    if _of_one_group(kernels, large) != _of_one_group(native, large):
+        yield "sums of large groups"
+    if _sums(kernels, residual) != _sums(native, residual):
+        yield "sums of codes"
+    if any(_measured(kernels, one) != _measured(native, one) for one in (x, special)):
         yield "scales"
     if _moments(kernels, x, residual) != _moments(native, x, residual):
         yield "second moments"
 
 
-def _results(kernels: Kernels, code: Code, x: Tensor, residual: Tensor) -> list[bytes]:
-    """Return the bytes of a payload, of the new residual, and of an average of three payloads."""
-    group = STREAM if code.kernel == "entropy" else GROUP
-    scales = 8 * (NUMEL // GROUP + 1)
-    table = Table([(0, 0, scales, 0, 0, 0, NUMEL, group, 3)])
-    payload = torch.zeros(scales + 4 * NUMEL, dtype=torch.uint8)
-    payload[: 4 * (NUMEL // GROUP + 1)].view(torch.float32).fill_(2.0)  # which TernGrad is given
-    old, new = (_there(kernels, residual) for _ in range(2))
-    values = _there(kernels, x)
-    given = Residuals() if code.decay is None else Residuals(old, new)
-    kernels.encode(code, values, table, payload, key=(1, 2, 3, 4), residuals=given)
-    out = kernels.empty(NUMEL, x.dtype)
-    kernels.sum_decode(Payloads([payload] * 3, code, x.dtype), table, out)
-    return [_bytes(one) for one in (payload, new, out)]
+def _table(group: int) -> Table:
+    """Return two segments anywhere in memory; the second begins inside a group."""
+    first, second = NUMELS
+    return Table(
+        [
+            (3, 1, 501, 101, 0, 0, first, group, 3),
+            (first + 6, first + 3, GAP + 601, GAP + 102, 0, 1_000, second, group, 4),
+        ]
+    )
 
 
-def _measured(kernels: Kernels, x: Tensor) -> bytes:
-    """Return TernGrad's scales."""
-    numels = np.full(-(-NUMEL // GROUP), GROUP)
-    numels[-1] = NUMEL % GROUP
-    counts = -(-numels // 512)
-    edges = np.concatenate([[0], np.cumsum(counts)])
-    groups = Groups(edges.astype(np.uint64), numels.astype(np.uint32))
-    out, table = torch.empty(len(numels)), Table([(0, 0, 0, 0, 0, 0, NUMEL, GROUP, 0)])
-    kernels.scales(_there(kernels, x), table, groups, 2.5, kernels.scratch(groups), out)
+def _payload() -> Tensor:
+    """Return memory for the payload of `_table`, with scales of 2, which TernGrad is given."""
+    payload = torch.zeros(2 * GAP, dtype=torch.uint8)
+    for first in (101, GAP + 102):
+        payload[first : first + 32] = torch.full((8,), 2.0).view(torch.uint8)
+    return payload
+
+
+def _results(kernels: Kernels, code: Code, x: Tensor, residual: Tensor) -> list[Any]:
+    """Return flags and bytes of payloads, planes and averages: with residuals and without, of one
+    payload and of several.
+    """
+    table = _table(STREAM if code.kernel == "entropy" else GROUP)
+    values, out = _there(kernels, x), kernels.empty(len(x), x.dtype).zero_()
+    found: list[Any] = []
+    for feeds_back in (False, True):
+        payload = _payload()
+        counted: list[float] = []
+        old, new, kept = (_there(kernels, residual) for _ in range(3))
+        given, copy = Residuals(), None
+        if feeds_back and code.decay is not None:
+            given, copy = Residuals(old, new, counted.append), kept
+        flag = kernels.encode(
+            code, values, table, payload, key=(1, 2, 3, 4), residuals=given, kept=copy
+        )
+        found += [bool(flag), len(counted), *map(_bytes, (payload, new, kept))]
+        shares = [code.shared] if code.shared is None else [False, True]
+        for count in (1, RANKS):
+            for shared in shares:
+                source = Code(code.kernel, dtype=code.dtype, bits=code.bits, shared=shared,
+                              stream_nbytes=code.stream_nbytes)  # fmt: skip
+                flag = kernels.sum_decode(Payloads([payload] * count, source, x.dtype), table, out)
+                found += [bool(flag), _bytes(out)]
+    return found
+
+
+def _of_one_group(kernels: Kernels, x: Tensor) -> list[bytes]:
+    """Return the payload of a group whose blocks are added in several runs, and its residual, which
+    replaces the old one.
+    """
+    table, payload = (
+        Table([(0, 0, 8, 0, 0, 0, LARGE, LARGE, 0)]),
+        torch.zeros(LARGE, dtype=torch.uint8),
+    )
+    plane = _there(kernels, x.flip(0))
+    code = Code("onebit", decay=1.0)
+    kernels.encode(code, _there(kernels, x), table, payload, residuals=Residuals(plane, plane))
+    return [_bytes(payload), _bytes(plane)]
+
+
+def _sums(kernels: Kernels, x: Tensor) -> bytes:
+    """Return averages from sums of the codes of `RANKS` ranks."""
+    draws = torch.Generator().manual_seed(8)
+    payload, out = _payload(), kernels.empty(len(x)).zero_()
+    numbers = torch.randint(0, 2 * RANKS + 1, (2, 8, 1_000), generator=draws)
+    words = (numbers << 3 * torch.arange(8)[:, None]).sum(1)  # eight of three bits in three bytes
+    for first, row in zip((501, GAP + 601), words, strict=True):
+        payload[first : first + 3_000] = (
+            row.to(torch.int32).view(torch.uint8).view(-1, 4)[:, :3].reshape(-1)
+        )
+    kernels.sum_decode(Payloads([payload], SUMS, torch.float32), _table(GROUP), out)
     return _bytes(out)
 
 
-def _moments(kernels: Kernels, x: Tensor, residual: Tensor) -> list[bytes]:
-    """Return units, quotients, products and the moments that follow."""
+def _measured(kernels: Kernels, x: Tensor) -> list[Any]:
+    """Return TernGrad's scales."""
+    numel = NUMELS[0]
+    numels = np.full(-(-numel // GROUP), GROUP)
+    numels[-1] = numel % GROUP
+    edges = np.concatenate([[0], np.cumsum(-(-numels // 512))])
+    groups = Groups(edges.astype(np.uint64), numels.astype(np.uint32))
+    out, table = torch.empty(len(numels)), Table([(0, 0, 0, 0, 0, 0, numel, GROUP, 0)])
+    flag = kernels.scales(_there(kernels, x), table, groups, 2.5, kernels.scratch(groups), out)
+    return [bool(flag), _bytes(out)]
+
+
+def _moments(kernels: Kernels, x: Tensor, residual: Tensor) -> list[Any]:
+    """Return units, quotients, products, the moments that follow, and flags."""
     values, added, squares = (_there(kernels, one) for one in (x, residual, x.abs()))
-    units, out, after = (kernels.empty(NUMEL) for _ in range(3))
-    kernels.divide(values, added, squares, 1e-8, units, out)
-    kernels.follow(values, 0.7, squares, 0.95, 0.05, after)
-    kernels.multiply(values, units)
+    units, out, after = (kernels.empty(len(x)) for _ in range(3))
+    found: list[Any] = [kernels.are_finite(values)]
+    for left_out, before in ((added, squares), (None, None)):
+        kernels.divide(values, left_out, squares, 1e-8, units, out)
+        found.append(bool(kernels.follow(values, 0.7, before, 0.95, 0.05, after)))
+        found += map(_bytes, (units, out, after))
+    found.append(bool(kernels.multiply(values, units)))
     kernels.rescale(added, 0.3)
-    return [_bytes(one) for one in (units, out, after, values, added)]
+    return [*found, _bytes(values), _bytes(added)]
 
 
 def _there(kernels: Kernels, values: Tensor) -> Tensor:

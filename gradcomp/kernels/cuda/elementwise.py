@@ -8,7 +8,10 @@ import triton.language as tl
 from gradcomp.kernels.cuda.programs import ABS, INF_BITS, bits_of
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["count"],
+    do_not_specialize_on_alignment=["values", "residual", "moments", "units", "out"],
+)
 def divide_values(
     values, residual, moments, floor, units, out, count, HAS_RESIDUAL: tl.constexpr, E: tl.constexpr
 ):
@@ -22,7 +25,7 @@ def divide_values(
     tl.store(out + i, tl.div_rn(x, unit), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["values", "units"])
 def multiply_values(values, units, flag, count, E: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * E + tl.arange(0, E)
     live = i < count
@@ -32,7 +35,9 @@ def multiply_values(values, units, flag, count, E: tl.constexpr):
     tl.store(flag + i * 0, tl.full((E,), 1, tl.int32), mask=special)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["count"], do_not_specialize_on_alignment=["values", "before", "after"]
+)
 def follow_squares(
     values,
     inverse,
@@ -57,14 +62,14 @@ def follow_squares(
     tl.store(flag + i * 0, tl.full((E,), 1, tl.int32), mask=special)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["values"])
 def scale_values(values, factor, count, E: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * E + tl.arange(0, E)
     live = i < count
     tl.store(values + i, tl.load(values + i, mask=live, other=0.0) * factor, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["values"])
 def find_special(values, flag, count, E: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * E + tl.arange(0, E)
     live = i < count

@@ -26,7 +26,7 @@ from gradcomp.kernels.tables import BLOCK, DTYPES, Groups, Table
 
 BLOCKS = 32  # that one program adds up
 SPANS = 64
-CHAINS = 64  # halves of streams that one program reads
+CHAINS = 32  # halves of streams that one warp reads
 NUMEL = 1024  # elements of a program that works on one value at a time
 ZEROS = {2: 1.5, 4: 7.0, 8: 127.0}  # the code of 0, of levels by their bits
 BLOCK2_STEP = 0.9957  # GC_BLOCK2_STEP
@@ -34,7 +34,7 @@ LARGEST = float(np.finfo(np.float32).max)
 FEED_BACK = {"nearest": programs.NEAREST, "block": programs.LEVELS, "onebit": programs.SIGNS}
 # bits of a code, scales of a group
 FORMS = {"ternary": (2, 1), "nearest": (2, 1), "onebit": (1, 2), "entropy": (0, 1)}
-LAUNCH: dict[str, Any] = {"enable_fp_fusion": False}
+LAUNCH: dict[str, Any] = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
 _interpreter = threading.Lock()  # Triton's runs one program at a time
 STREAM_WARPS = 8  # of a stream's program: its 4,096 elements stay in registers
 
@@ -94,7 +94,7 @@ class TritonKernels(Kernels):
         sums, counts = self._block_sums(plan, values, None, programs.MOMENTS)
         both, largest = sums.cpu().numpy(), counts[0].cpu().numpy()
         blocks = scratch.numpy().view(BLOCK)
-        rows = plan.block_rows()
+        rows = plan.block_rows
         both[np.isnan(both)] = np.nan  # of all NaNs the one that is pinned
         blocks["sum"][rows], blocks["sum_squares"][rows] = both
         blocks["absmax_bits"][rows], blocks["reserved"][rows] = largest, 0
@@ -319,6 +319,7 @@ class TritonKernels(Kernels):
             (payloads, stride, plan.streams(), plan.group_count, count, read, plan.numel),
             self._tables().decode,
             B=CHAINS,
+            num_warps=1,
         )
         return read
 
@@ -530,7 +531,10 @@ def _decoder(code: Code, count: int) -> tuple[int, float, int]:
 
 def _pinned(nbytes: int) -> Tensor:
     """Return host memory from which a copy to a device can be queued."""
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    except RuntimeError:  # no page-locked memory is left: copies are waited for
+        return torch.empty(nbytes, dtype=torch.uint8)
 
 
 def _host_copy(memory: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ device.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -194,8 +195,9 @@ class Plan:
         whole, nbytes = numel == STREAM_NUMEL, self._stream_nbytes
         return np.where(whole, nbytes - 4, -(-numel * nbytes // STREAM_NUMEL) + 4)
 
+    @functools.cached_property
     def block_rows(self) -> NDArray[Any]:
-        """Return where in a table of block sums every block's belong."""
+        """Where in a table of block sums every block's belong."""
         segment, _, numel = self._group_arrays()
         counts = self._by_segment(segment, -(-numel // BLOCK_NUMEL))
         first: NDArray[Any] = np.repeat(self._rows["block"] - _starts(counts), counts)

@@ -4,6 +4,9 @@ Sums are float64 in the order that gradcomp.h pins: 16 lanes inside a block of 5
 over the lanes, blocks in runs of 512, runs one after the other. Programs are launched with
 `enable_fp_fusion=False`, so that no product and sum become one rounding.
 
+Sizes and the alignment of values choose no other binary: what was compiled for the self-check is
+what training runs.
+
 A *segment* is a row of `plan.COLUMNS`, a *chunk* (segment, first element) is what one program
 encodes or decodes.
 """
@@ -128,7 +131,7 @@ def store_as(pointer, x, mask, OUT: tl.constexpr):
 
 
 # ---- statistics ----------------------------------------------------------------------------------
-@triton.jit
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["values", "old"])
 def add_blocks(
     values,
     old,
@@ -184,7 +187,7 @@ def add_blocks(
     tl.store(counts + 2 * count + b, tl.sum(above, axis=1), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts", "count", "most"])
 def add_in_order(sums, counts, parts, spans, count, most, into_sums, into_counts, B: tl.constexpr):
     """Sums of spans of `parts` sums, each added in order to 0: spans ``(count, 2)`` are first and
     number, at most `most`.
@@ -213,7 +216,7 @@ def add_in_order(sums, counts, parts, spans, count, most, into_sums, into_counts
     tl.store(into_counts + 2 * count + b, above, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def measure_scales(
     sums,
     counts,
@@ -293,7 +296,7 @@ def group_of(segments, row, i):
     return column(segments, row, 7) + ((cut + i).to(tl.uint32) // size.to(tl.uint32)).to(tl.int64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["values", "old", "new", "kept"])
 def encode_codes(
     values,
     old,
@@ -357,7 +360,7 @@ def encode_codes(
         tl.store(dropped + chunk, tl.sum(tl.where(live, tl.abs(left), 0.0).to(tl.float64)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["values"])
 def draw_codes(
     values,
     chunks,
@@ -411,7 +414,7 @@ def draw_codes(
     tl.store(flag + i * 0, tl.full((E,), 1, tl.int32), mask=special)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["values"])
 def encode_values(
     values,
     chunks,
@@ -464,24 +467,31 @@ def decoded(
     BITS: tl.constexpr,
 ):
     """Values that one payload gives to elements."""
+    # one return: Triton compiles what stands behind a branch that returns
     codes = payload + place
-    if KIND == PLAIN:
-        if BITS == 32:
-            return tl.load(codes.to(tl.pointer_type(tl.float32)) + i, mask=live, other=0.0)
-        half = tl.load(codes.to(tl.pointer_type(tl.int16)) + i, mask=live, other=0)
-        return (half.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     table = (payload + scales).to(tl.pointer_type(tl.float32))
-    if KIND == ENTROPY:
+    if KIND == PLAIN and BITS == 32:
+        value = tl.load(codes.to(tl.pointer_type(tl.float32)) + i, mask=live, other=0.0)
+    elif KIND == PLAIN:
+        half = tl.load(codes.to(tl.pointer_type(tl.int16)) + i, mask=live, other=0)
+        value = (half.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    elif KIND == ENTROPY:
         number = tl.load(read + element + i, mask=live, other=0)
-        return number.to(tl.float32) * tl.load(table + group, mask=live, other=0.0)
-    code = code_at(codes, i, live, BITS)
-    if KIND == SIGNS:
-        return tl.load(table + 2 * group + code, mask=live, other=0.0)
-    scale = tl.load(table + group, mask=live, other=0.0)
-    return (code.to(tl.float32) - zero) * scale
+        value = number.to(tl.float32) * tl.load(table + group, mask=live, other=0.0)
+    elif KIND == SIGNS:
+        code = code_at(codes, i, live, BITS)
+        value = tl.load(table + 2 * group + code, mask=live, other=0.0)
+    else:
+        code = code_at(codes, i, live, BITS)
+        scale = tl.load(table + group, mask=live, other=0.0)
+        value = (code.to(tl.float32) - zero) * scale
+    return value
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["stride", "total", "count", "scales", "codes"],
+    do_not_specialize_on_alignment=["out"],
+)
 def decode_average(
     payloads,
     stride,

@@ -175,7 +175,7 @@ def nbytes_of(length, numel):
 def put_word(words, at, part, mask):
     """Add 32 bits to memory that is 0 there."""
     part = part.to(tl.uint32).to(tl.int32, bitcast=True)
-    tl.atomic_or(words + at, part, mask=mask & (part != 0))
+    tl.atomic_or(words + at, part, mask=mask & (part != 0), sem="relaxed")
 
 
 @triton.jit
@@ -203,7 +203,9 @@ def swapped(x):
 
 
 # ---- a stream ------------------------------------------------------------------------------------
-@triton.jit
+@triton.jit(
+    do_not_specialize=["count"], do_not_specialize_on_alignment=["values", "old", "new", "kept"]
+)
 def encode_streams(
     values,
     old,
@@ -292,7 +294,7 @@ def encode_streams(
             scale = scale * 0
             table = table * 0 + ZEROS_TABLE
     tl.store(scales + stream, scale)
-    tl.atomic_or(words + place // 4, table << (place % 4 * 8).to(tl.int32))
+    tl.atomic_or(words + place // 4, table << (place % 4 * 8).to(tl.int32), sem="relaxed")
     if HAS_NEW or COUNTS:
         known = scale > 0
         code = rounded(x, tl.where(known, tl.div_rn(1.0, tl.where(known, scale, 1.0)), 0.0))
@@ -325,7 +327,7 @@ def next_bytes(codes, at, nbytes, backwards, mask, COUNT: tl.constexpr):
     return word
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride", "count", "payload_count", "total"])
 def read_streams(
     payloads, stride, streams, count, payload_count, read, total, decode, B: tl.constexpr
 ):
