@@ -34,6 +34,7 @@ help:
 	@echo 'make quick        what starts no processes, for the inner loop: a minute'
 	@echo 'make test-torch TORCH=2.15.0   the tests under another torch, in .venv-torch-2.15.0 (fetches several GB)'
 	@echo 'make test-framework RELEASE=lightning==2.5.0   the tests of an integration under another release of its framework'
+	@echo 'make test-triton  the kernels for GPUs without one: interpreted, and compiled (fetches Triton, 1 GB)'
 	@echo 'make test-cuda    the tests of accelerators on a GPU (TORCH_INDEX= installs a torch with CUDA)'
 	@echo 'make promises     break each promise on purpose and see that a test notices'
 	@echo 'make test-long    the tests that take minutes: accuracy of whole trainings, whole tables on every transport'
@@ -82,8 +83,6 @@ quick: everything
 
 test-long: everything mpi
 	$(BIN)/python -m pytest -rs -m 'long and not soak' --hypothesis-profile long --timeout 1800 $(PYTEST_ARGS)
-	GRADCOMP_TRITON=interpreted $(BIN)/python -m pytest -rs -m 'not long' --hypothesis-profile few --timeout 1800 \
-		-W ignore::RuntimeWarning $(SPREAD) tests/kernels/test_kernel_sets.py $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -rs -m 'not long and not timed' --every-row --hypothesis-profile long $(SPREAD) $(PYTEST_ARGS)
 
 soak: tools
@@ -111,6 +110,16 @@ test-framework: everything
 	PYTHONPATH=$(CURDIR)/build/framework $(BIN)/python -c 'import sys; import $(FRAMEWORK) as found; \
 		print("$(FRAMEWORK)", found.__version__, found.__file__); sys.exit("$(firstword $(RELEASE))" != "$(FRAMEWORK)==" + found.__version__)'
 	PYTHONPATH=$(CURDIR)/build/framework $(BIN)/python -m pytest -q tests/integrations/test_$(FRAMEWORK).py $(PYTEST_ARGS)
+
+# Triton in an environment of its own, on top of .venv: programs that have it print warnings of its binding when they end.
+test-triton: tools
+	@test -x $(VENV)-triton/bin/python || $(PYTHON) -m venv $(VENV)-triton
+	$(VENV)-triton/bin/python -m pip install -q --no-deps -c constraints.txt triton
+	@for made in $(BIN) $(VENV)-triton/bin; do $$made/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; done | \
+		{ read ours; read theirs; echo "import site; site.addsitedir('$$ours')" > $$theirs/gradcomp-development.pth; }
+	$(VENV)-triton/bin/python -m pytest -q -W ignore::RuntimeWarning tests/kernels/test_cuda.py $(PYTEST_ARGS)
+	GRADCOMP_TRITON=interpreted $(VENV)-triton/bin/python -m pytest -q -W ignore::RuntimeWarning --hypothesis-profile few \
+		--timeout 1800 tests/kernels/test_kernel_sets.py $(PYTEST_ARGS)
 
 test-cuda: tools
 	$(BIN)/python -m pytest -rs --accelerator cuda tests/entry/test_accelerator.py $(PYTEST_ARGS)
@@ -172,7 +181,7 @@ $(TOOLS): $(BUILT)
 
 $(STAMP): $(TOOLS)
 	@echo 'installing frameworks and what builds the documentation into $(VENV)'
-	$(call install,$(BIN)/python) 'gradcomp[bench,dev,docs,lightning,accelerate,transformers,ray,torchft,cuda]' 'peft ; python_version >= "3.11"'
+	$(call install,$(BIN)/python) 'gradcomp[bench,dev,docs,lightning,accelerate,transformers,ray,torchft]' 'peft ; python_version >= "3.11"'
 	@touch $@
 
 mpi: $(MPI_STAMPS)

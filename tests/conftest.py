@@ -13,6 +13,7 @@ does the mark ``every_row``:
 import functools
 import gc
 import importlib
+import importlib.util
 import itertools
 import os
 import pickle
@@ -27,6 +28,12 @@ from _lazy_build import build
 from _ranks import MpiPool, Pool, RankPool, run_local, unpacked, with_communicator, with_mpi_beneath
 
 from gradcomp.kernels import native
+
+# before anything imports Triton
+if os.environ.get("GRADCOMP_TRITON") != "cuda":
+    os.environ["TRITON_INTERPRET"] = "1"
+# make test-triton has it
+collect_ignore = [] if importlib.util.find_spec("triton") else ["kernels/test_cuda.py"]
 
 # make test-long takes --hypothesis-profile long, and few under Triton's interpreter
 for name, examples in (("few", 20), ("short", 50), ("long", 400)):

@@ -268,8 +268,6 @@ def sets() -> list[Row]:
         cpu = kernels.of(kernels.CPU)
         tiers = [Row(f"cpu {TIER_NAMES[number]}", cpu, number) for number in TIERS]
         return [*tiers, Row("shadow", ShadowKernels(), TIERS[-1], part=10)]
-    if triton == "interpreted":
-        os.environ["TRITON_INTERPRET"] = "1"
     from gradcomp.kernels.cuda import TritonKernels
 
     device = torch.device("cpu" if triton == "interpreted" else "cuda:0")

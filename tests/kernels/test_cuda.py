@@ -1,8 +1,8 @@
 """Triton kernels without a GPU: under Triton's interpreter they write what the CPU's set writes;
 compiled for NVIDIA's processors, they round every operation as C does.
 
-``make test-long`` runs all of `test_kernel_sets.py` on them, under the interpreter; ``make
-test-cuda`` on a GPU.
+``make test-triton`` runs this, and all of `test_kernel_sets.py` on them under the interpreter;
+``make test-cuda`` does on a GPU.
 """
 
 from __future__ import annotations
@@ -41,8 +41,6 @@ from gradcomp import EntropyCoded, GradientAverager, Ternary, kernels
 from gradcomp.bench import codec as codec_bench
 from gradcomp.codecs import KINDS as CODECS
 
-pytestmark = pytest.mark.extras
-
 NATIVE = kernels.of(kernels.CPU)
 ENCODED = [TERNARY, *NEAREST[:2], ONEBIT, *BLOCKS, *VALUES, ENTROPY[0]]
 DECODED = [TERNARY, ONEBIT, *BLOCKS, *VALUES, lanes(4), lanes(300), ENTROPY[1]]
@@ -54,7 +52,6 @@ CHOICES = {"setp", "selp", "min", "max", "neg", "abs", "cvt", "mov"}
 @pytest.fixture(scope="module")
 def interpreted():
     """Return the set, whose kernels are interpreted on tensors in host memory."""
-    os.environ["TRITON_INTERPRET"] = "1"
     from gradcomp.kernels.cuda import TritonKernels, programs
 
     assert type(programs.canonical).__name__ == "InterpretedFunction"
