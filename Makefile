@@ -25,7 +25,7 @@ TORCH_TESTS := amp averager bench_measure codecs ddp double_buffer exchange fuse
 NATIVE := $(shell find native -type f \( -name '*.[ch]' -o -name '*.txt' -o -name '*.py' \))
 EXTENSION := gradcomp/_gc.abi3.so
 
-.PHONY: help demo docs figures test quick test-torch test-framework promises soak test-long test-cuda lint native-test native-test-aarch64 wheels build tools everything mpi test-together test-timed clean distclean
+.PHONY: help demo docs figures test quick test-torch test-framework promises soak test-long test-triton test-cuda lint native-test native-test-aarch64 wheels build tools everything mpi test-together test-timed clean distclean
 .DEFAULT_GOAL := help
 
 help:
