@@ -71,19 +71,19 @@ test: lint mpi
 SPREAD := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 test-together: tools mpi
-	$(BIN)/python -m pytest -rs --durations=60 --durations-min=2 -m 'not long and not timed' $(SPREAD) $(ONCE_MORE) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -rfEsR --durations=60 --durations-min=2 -m 'not long and not timed' $(SPREAD) $(ONCE_MORE) $(PYTEST_ARGS)
 
 TIMED = $(shell grep -rlw 'mark\.timed' tests --include='test_*.py')  # not every file is imported for them
 
 test-timed: tools
-	$(BIN)/python -m pytest -rsR --durations=10 --durations-min=2 -m 'timed and not long' --reruns 2 --reruns-delay 5 $(or $(PYTEST_ARGS),$(TIMED)) || test $$? -eq 5
+	$(BIN)/python -m pytest -rfEsR --durations=10 --durations-min=2 -m 'timed and not long' --reruns 2 --reruns-delay 5 $(or $(PYTEST_ARGS),$(TIMED)) || test $$? -eq 5
 
 quick: everything
 	$(BIN)/python -m pytest -q -m 'not long and not timed and not slow' -n $(WORKERS) $(PYTEST_ARGS)
 
 test-long: everything mpi
-	$(BIN)/python -m pytest -rs -m 'long and not soak' --hypothesis-profile long --timeout 1800 $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -rs -m 'not long and not timed' --every-row --hypothesis-profile long $(SPREAD) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -rfEs -m 'long and not soak' --hypothesis-profile long --timeout 1800 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -rfEs -m 'not long and not timed' --every-row --hypothesis-profile long $(SPREAD) $(PYTEST_ARGS)
 
 soak: tools
 	$(BIN)/python -m pytest -v -m soak -n 1 $(PYTEST_ARGS)
