@@ -23,7 +23,7 @@ WATCH_S = 10.0  # a shorter wait is no news
 USUAL = 3.0  # nor is one of up to so many times the longest of its kind that ended well
 _SLOT = struct.Struct("<d120s")  # when it began on time.monotonic's clock, 0 for none; for what
 _SLOTS = mmap.PAGESIZE // _SLOT.size
-_RANK = re.compile(rb"(?:RANK|OMPI_COMM_WORLD_RANK|PMI_RANK|SLURM_PROCID)=(\d+)")
+_RANK = re.compile(rb"\0(?:RANK|OMPI_COMM_WORLD_RANK|PMI_RANK|SLURM_PROCID)=(\d+)")
 
 
 class Wait:
@@ -96,7 +96,7 @@ def look(pid: int) -> Seen | None:
     for file in (folder / "fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
             if NAME in os.readlink(file):
-                found = _RANK.search((folder / "environ").read_bytes())
+                found = _RANK.search(b"\0" + (folder / "environ").read_bytes())
                 seen = Seen(int(found[1]) if found else None, _read(file.read_bytes()))
     return seen
 

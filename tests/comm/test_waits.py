@@ -54,21 +54,25 @@ def test_more_waits_than_the_page_has_room_for_are_left_out():
 CHILD = """
 import os, sys
 from gradcomp import waits
+
+def write(*words):  # at once: print writes the end of a line later where PYTHONUNBUFFERED is set
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
 with waits.waiting("a", "parent"):
     child = os.fork()
     if child == 0:
         with waits.waiting("b", "child"):
-            print(*[what for what, _ in waits.look(os.getpid()).waits], flush=True)
+            write(*[what for what, _ in waits.look(os.getpid()).waits])
             sys.stdin.readline()
         os._exit(0)
-    print(os.getpid(), flush=True)
+    write(os.getpid())
     os.waitpid(child, 0)
 """
 
 
 def test_a_fork_has_a_page_of_its_own():
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    environ = os.environ | {"RANK": "3"}
+    environ = {"LOCAL_RANK": "1", "GROUP_RANK": "2"} | os.environ | {"RANK": "3"}
     with subprocess.Popen([sys.executable, "-c", CHILD], env=environ, **pipes) as process:
         lines = {process.stdout.readline().strip(), process.stdout.readline().strip()}
         assert lines == {"child", str(process.pid)}
