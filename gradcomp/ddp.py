@@ -22,7 +22,7 @@ from gradcomp.engine.layouts import Members
 from gradcomp.engine.options import Advanced, CommonOptions, takes
 from gradcomp.engine.step import Engine, Step
 from gradcomp.engine.watch import Newcomers
-from gradcomp.errors import GradcompError, PeerLost, UnsupportedTensor
+from gradcomp.errors import GradcompError, PeerLost
 from gradcomp.optim import SplitOptimizer
 from gradcomp.optim.fused import FusedGradients, agree_on_optimizer, replicated, why_not_fused
 from gradcomp.payload.order import storage_order, storage_view
@@ -230,10 +230,6 @@ class CompressionState(Controls):
 
     def handle(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         """Average a bucket in its own memory; the future completes when that is done."""
-        if isinstance(bucket, tuple):
-            raise UnsupportedTensor(
-                "compiled autograd's python reducer passes (grad, param) pairs: not supported yet"
-            )
         buffer = bucket.buffer()
         # DDP's stream waits for what has been queued when the future completes
         devices = [] if buffer.is_cpu else [buffer.device]

@@ -172,6 +172,9 @@ def taken_hook(model: Any) -> str:
     if any(hasattr(p, "_in_backward_optimizers") for p in model.parameters()):
         what = "optimizers in backward (_apply_optimizer_in_backward) step in it"
         return f"{what}; step after backward"
+    if getattr(model, "_use_python_reducer", False):
+        what = 'torch._dynamo.config.optimize_ddp = "python_reducer" hands it single gradients'
+        return f"{what}; leave it at True, compiled autograd works with that, too"
     return ""
 
 

@@ -35,9 +35,20 @@ DIVIDES, OTHERS = ("adam", "rmsprop"), ("adamax", "lamb", "onebit", "zeroone")
 SIDE, STRIDE = 128, 6151  # of a square of normal numbers; odd, so that every one comes once
 
 
+def unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer that makes the steps: another one inside torch's
+    `ZeroRedundancyOptimizer` and what accelerate, Lightning and torchft wrap around an optimizer.
+    """
+    for name in ("optim", "optimizer"):
+        wrapped = getattr(optimizer, name, None)
+        if hasattr(wrapped, "param_groups"):
+            return unwrapped(wrapped)
+    return optimizer
+
+
 def divides_by_squares(optimizer: Optimizer) -> bool:
     """Whether noise shortens the steps of an optimizer, by the names of its class and bases."""
-    names = [kind.__name__.lower() for kind in type(optimizer).__mro__]
+    names = [kind.__name__.lower() for kind in type(unwrapped(optimizer)).__mro__]
     divides, other = (
         any(word in name for name in names for word in words) for words in (DIVIDES, OTHERS)
     )

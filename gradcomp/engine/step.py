@@ -26,7 +26,7 @@ from gradcomp.engine.buckets import Gradient, Source
 from gradcomp.engine.guard import Guard
 from gradcomp.engine.layouts import Layouts, Members
 from gradcomp.engine.options import Options
-from gradcomp.engine.rate import LongerSteps, divides_by_squares, gains, shortening
+from gradcomp.engine.rate import LongerSteps, divides_by_squares, gains, shortening, unwrapped
 from gradcomp.engine.watch import Growth
 from gradcomp.errors import GradcompError, PeerMismatch, peers_answer
 from gradcomp.exchange.agree import (
@@ -376,8 +376,9 @@ class Engine:
             return
         factor = self.layouts.lr_factor = shortening(self.codec, self.layouts.strategy)
         if factor != 1.0:
-            self._longer = LongerSteps(optimizer, factor, options.warmup_steps)
-            self._rate = f"learning rate of {type(optimizer).__name__} x {factor:.3g} in steps"
+            stepping = unwrapped(optimizer)
+            self._longer = LongerSteps(stepping, factor, options.warmup_steps)
+            self._rate = f"learning rate of {type(stepping).__name__} x {factor:.3g} in steps"
 
     # ---- failures --------------------------------------------------------------------------------
 

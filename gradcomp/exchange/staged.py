@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradcomp.exchange.routes import Exchange
-from gradcomp.kernels.staging import Staged, on_stream, stream_of
+from gradcomp.kernels.staging import Staged, on_stream, refuse_graphs, stream_of
 
 Step = Callable[[], None]
 
@@ -49,6 +49,7 @@ class DeviceExchange:
 
     def begin(self, buffer: Tensor, step: int, bucket: int) -> None:
         """Take the bucket to average."""
+        refuse_graphs(buffer.device)
         self._device, self._ready = buffer.device, None
         if (stream := stream_of(buffer.device)) is not None:
             # the memory is not given to anybody else before the average is made

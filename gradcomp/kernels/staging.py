@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradcomp.errors import UnsupportedTensor
+
 _lock = threading.Lock()  # two threads may be the first to ask for a stream
 
 
@@ -51,8 +53,19 @@ def on_stream(device: torch.device) -> Iterator[None]:
             torch.accelerator.set_stream(before)
 
 
+def refuse_graphs(device: torch.device) -> None:
+    """Raise UnsupportedTensor while a CUDA graph is recorded on the current stream."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedTensor(
+            "a CUDA graph records no exchange, whose messages the host sends: record forward and"
+            " backward of a model without DDP or fully_shard, and call GradientAverager's average()"
+            " after each replay"
+        )
+
+
 def follow(device: torch.device) -> None:
     """Have copies that are queued from now on wait for what was queued so far."""
+    refuse_graphs(device)
     stream = None if device.type == "cpu" else stream_of(device)
     if stream is not None:
         stream.wait_event(torch.accelerator.current_stream(device).record_event())

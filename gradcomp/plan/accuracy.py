@@ -17,6 +17,7 @@ from typing import Any
 from gradcomp.arguments import suggestion
 from gradcomp.codecs import Block, Codec, EntropyCoded, Identity, OneBit, Ternary, TernGrad
 from gradcomp.codecs.feedback import FeedbackCodec
+from gradcomp.engine.rate import unwrapped
 
 ENOUGH_SEEDS = 3  # a figure of fewer is shown and decides nothing
 TOLERANCES: Mapping[str, float] = {"nats": 0.02, "points": 0.3}  # deviations over three seeds
@@ -282,13 +283,15 @@ def written(codec: Codec) -> str:
 
 
 def family_of(optimizer: Any) -> str | None:
-    """Return the family of an optimizer, by its class and bases; None: not in the table."""
+    """Return the family of an optimizer, by the class and bases of the one that makes the steps;
+    None: not in the table.
+    """
     if isinstance(optimizer, type) or not hasattr(optimizer, "param_groups"):
         name = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
         raise TypeError(
             f"optimizer must be an optimizer, such as torch.optim.AdamW(...), got {name}"
         )
-    return family_of_names([kind.__name__ for kind in type(optimizer).__mro__])
+    return family_of_names([kind.__name__ for kind in type(unwrapped(optimizer)).__mro__])
 
 
 def check_optimizer(name: str) -> str:

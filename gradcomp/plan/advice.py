@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from gradcomp.codecs import Block, Codec, resolve
 from gradcomp.engine.buckets import Source
 from gradcomp.engine.options import Advanced, CommonOptions, Options
-from gradcomp.engine.rate import divides_by_squares, gains
+from gradcomp.engine.rate import divides_by_squares, gains, unwrapped
 from gradcomp.optim.base import SplitOptimizer
 from gradcomp.payload.order import storage_shape
 from gradcomp.payload.parameters import THIN_GROUP_NUMEL, Parameter, describe_parameters
@@ -74,7 +74,7 @@ def resolve_auto(
     mine = Options(**common, advanced=advanced)  # type: ignore[arg-type]
     if mine.warmup_codec is not None:
         mine = replace(mine, warmup_codec=decayed(resolve(mine.warmup_codec), optimizer))
-    name = type(optimizer).__name__
+    name = type(unwrapped(optimizer)).__name__
     if not (isinstance(codec, str) and codec == AUTO):
         known = resolve(codec)
         found = decayed(known, optimizer)
@@ -136,8 +136,9 @@ def warning_of(
     if safe is not None:
         how = f" with {safe.given()}" if safe.given() else ""
         more = f"; {written(safe.codec)}{how} all but {max(0.0, safe.loss):.3f}"
+    name = type(unwrapped(optimizer)).__name__
     return (
-        f"{codec!r} under {type(optimizer).__name__} without precondition=True: {done.who} lost"
+        f"{codec!r} under {name} without precondition=True: {done.who} lost"
         f" {worst.loss:.2f} {unit} over fp32's {done.fp32:.2f} after {done.steps:,} steps."
         f" {best.given(start=not options.warmup_steps)} keeps all but {best.loss:.3f} {unit}{more}"
         f" ({done.source})"
