@@ -111,13 +111,14 @@ def run_and_show(
     measures = {name: workload.measure for name, workload in workloads.items()}
     save_json(file, benchmark="accuracy", arguments=arguments, measures=measures, rows=rows)
     console, found = Console(), tables(rows, measures)
-    panels = [(title, partial(draw_curves, here), plots.HEIGHT) for title, here, _ in found]
-    plots.write(file.with_suffix(".png"), panels)
+    panels = [panel for title, here, _ in found for panel in panels_of(title, here)]
+    if panels:
+        plots.write(file.with_suffix(".png"), panels)
     for title, _, shown in found:
         console.print(title, shown, sep="\n", highlight=False)
     for line in longest(rows, workloads, arguments.get("within", WITHIN)):
         console.print(line, highlight=False, soft_wrap=True)
-    console.print(f"wrote {file}, {file.with_suffix('.png')}")
+    console.print(f"wrote {file}" + (f", {file.with_suffix('.png')}" if panels else ""))
     return 0
 
 
@@ -207,13 +208,51 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     return row["method"], f"x {row['factor']:g}", *figures, seeds
 
 
+def panels_of(title: str, rows: Sequence[Result]) -> list[plots.Panel]:
+    """Return the pictures of one table: what methods send and where they end, and their curves."""
+    counted = [row for row in rows if row["bits"] and row["mean"] is not None]
+    panels: list[plots.Panel] = []
+    if len({row["bits"] for row in counted}) > 1:
+        panels.append((title, partial(draw_bits, counted), plots.HEIGHT))
+    if any(row["curve"] for row in rows):
+        panels.append((title, partial(draw_curves, rows), plots.HEIGHT))
+    return panels
+
+
+def draw_bits(rows: Sequence[Mapping[str, Any]], figure: Any) -> None:
+    """Draw mean and deviation of one table's measure over the bits that are sent of a value."""
+    ax = figure.subplots()
+    for number, row in enumerate(sorted(rows, key=lambda row: row["bits"])):
+        ax.errorbar(
+            row["bits"],
+            row["mean"],
+            row["deviation"],
+            fmt="os^D"[number // 10 % 4],  # ten colours
+            capsize=3,
+            label=label_of(row),
+        )
+    base = next((row["mean"] for row in rows if (row["method"], row["factor"]) == ("fp32", 1.0)), 0)
+    if base:
+        ax.axhline(base, color="gray", linewidth=0.8, linestyle="--")
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.set(xlabel="bits per value and phase", ylabel="measure")
+    ax.grid(alpha=0.3)
+    ax.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+
+
+def label_of(row: Mapping[str, Any]) -> str:
+    """Return a row's name in a picture."""
+    rate = "" if row["factor"] == 1.0 else f", rate x {row['factor']:g}"
+    bits = "" if row["bits"] is None else f" ({row['bits']:.1f} bits)"
+    return f"{row['method']}{rate}{bits}"
+
+
 def draw_curves(rows: Sequence[Mapping[str, Any]], figure: Any) -> None:
     """Draw the mean curves of one table over steps."""
     curves = {}
     for row in (row for row in rows if row["curve"]):
-        label = row["method"] + ("" if row["factor"] == 1.0 else f", rate x {row['factor']:g}")
-        label += "" if row["bits"] is None else f" ({row['bits']:.1f} bits)"
-        curves[label] = (
+        curves[label_of(row)] = (
             [point[0] for point in row["curve"]],
             [point[-1] for point in row["curve"]],
         )

@@ -34,10 +34,12 @@ NONE = "none"  # the model alone: what a step takes without an exchange
 NOOP = "noop"  # under DDP, with a hook that averages nothing
 FSDP2 = "fsdp2"  # fully_shard in place of DDP: alone, or fsdp2:CODEC[,weights=CODEC[,keep]]
 DEFAULT = ("fp32", "bf16", "ternary", "block2", "block4", "onebit")
+ONE_BUCKET = 1_000_000  # MB
 POWERSGD_START = 2  # exchanges in fp32 first, the fewest that it takes with error feedback
 
 FP16 = default_hooks.fp16_compress_hook
-Hook = Callable[[DistributedDataParallel], Any]  # returns what has `stats` and `close`, or None
+# returns what has `stats` and `close`, PowerSGD's state, or None
+Hook = Callable[[DistributedDataParallel], Any]
 
 
 def _noop(model: DistributedDataParallel) -> None:
@@ -63,11 +65,12 @@ def _bf16(model: DistributedDataParallel) -> None:
     model.register_comm_hook(None, hook)
 
 
-def _powersgd(model: DistributedDataParallel, rank: int) -> None:
+def _powersgd(model: DistributedDataParallel, rank: int) -> powerSGD_hook.PowerSGDState:
     state = powerSGD_hook.PowerSGDState(
         None, matrix_approximation_rank=rank, start_powerSGD_iter=POWERSGD_START
     )
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return state
 
 
 # whether a tensor travels in fp32, by name and shape
@@ -89,6 +92,7 @@ class Method:
     # registers with DDP what averages in place of a codec; None: the model alone
     hook: Hook | None = None
     bits: int = 0  # a value that `hook` sends, where it is known
+    bucket_cap_mb: int | None = None  # of DDP's buckets; None: its default
     exempt: str = "none"  # which tensors travel in fp32: a key of `PRESETS`
     options: dict[str, Any] = field(default_factory=dict)  # common ones of `gradcomp.ddp.register`
     feedback: bool = True  # keep residuals; otherwise they are zero again after every step
@@ -121,8 +125,9 @@ METHODS: dict[str, Method] = {
         Method("fp32", Identity(), lambda model: None, 32),
         Method("bf16", None, _bf16, 16),
         Method("fp16", None, lambda model: model.register_comm_hook(None, FP16), 16),
-        Method("powersgd1", None, partial(_powersgd, rank=1)),
-        Method("powersgd4", None, partial(_powersgd, rank=4)),
+        # over gloo it hangs with several buckets, whose collectives ranks start in any order
+        Method("powersgd1", None, partial(_powersgd, rank=1), bucket_cap_mb=ONE_BUCKET),
+        Method("powersgd4", None, partial(_powersgd, rank=4), bucket_cap_mb=ONE_BUCKET),
         *(Method(codec.name, codec) for codec in KINDS if not isinstance(codec, Identity)),
         Method("terngrad-requantize", TernGrad(scale="own", second_phase="requantize")),
     )
@@ -394,7 +399,7 @@ def wrap(
         options = {"min_numel": 0}
     elif codec is None:
         return Ready(method, model, optimizers)
-    wrapped = DistributedDataParallel(model)
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=method.bucket_cap_mb)
     if codec is None:
         assert method.hook is not None
         return Ready(method, wrapped, optimizers, method.hook(wrapped))

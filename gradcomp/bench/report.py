@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gradcomp.bench import plots
-from gradcomp.bench.accuracy import draw_curves, tables
+from gradcomp.bench.accuracy import panels_of, tables
 from gradcomp.bench.methods import NONE
 from gradcomp.bench.options import Option, command_line
 from gradcomp.bench.step_table import draw_steps, draw_times, table_of
@@ -158,7 +158,7 @@ def sections_of(found: Any) -> list[Section]:
         if found.get("rows") and "bits" in found["rows"][0]:
             cases = tables(found["rows"], found.get("measures", {}))
             return [
-                Section(title, table, [], rows, _curves(title, rows, draw_curves))
+                Section(title, table, [], rows, panels_of(title, rows))
                 for title, rows, table in cases
             ]
     raise ValueError("not a result of bench train or bench accuracy, or one of an older version")
@@ -170,7 +170,9 @@ def _train(found: dict[str, Any], case: dict[str, Any]) -> Section:
     title += f", {1e3 * case['latency_s']:g} ms" if case["latency_s"] else ""
     title += ", over MPI" if case.get("over") == "mpi" else ""
     good = [row for row in rows if not row.get("failed")]
-    panels = _curves(title, good, draw_times)
+    panels: list[plots.Panel] = []
+    if any(row["curve"] for row in good):
+        panels.append((title, partial(draw_times, good), plots.HEIGHT))
     if len(good) > 1 and any(row["method"] == NONE for row in good):
         panels.insert(0, (title, partial(draw_steps, good), 1.2 + 0.36 * len(good)))
     measure = "measure" if any(row.get("measure") is not None for row in rows) else ""
@@ -179,9 +181,3 @@ def _train(found: dict[str, Any], case: dict[str, Any]) -> Section:
     about = {"workload": given["workload"], "ranks": case["ranks"], "link": case["link"]}
     table = table_of(rows, measure, given.get("target"))
     return Section(title, table, notes, [about | row for row in rows], panels)
-
-
-def _curves(title: str, rows: Sequence[dict[str, Any]], draw: Any) -> list[plots.Panel]:
-    """Return a panel of the rows' curves, if they have any."""
-    has_curves = any(row["curve"] for row in rows)
-    return [(title, partial(draw, rows), plots.HEIGHT)] if has_curves else []

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 from gradcomp.bench.methods import Ready, parse, wrap
 from gradcomp.bench.optimizers import OPTIMIZERS
@@ -165,6 +166,10 @@ def _total_nbytes(ready: Ready, values: int, world: int) -> int | None:
     if hasattr(ready.state, "stats"):
         first = getattr(ready.state, "start_stats", None)
         return int(ready.state.stats.bytes_sent) + (first.bytes_sent if first is not None else 0)
+    if isinstance(ready.state, PowerSGDState):  # it does not count its first exchanges, in fp32
+        numel = sum(p.numel() for p in ready.model.parameters())
+        first = min(values, ready.state.start_powerSGD_iter * numel)
+        return ring_bytes(first + ready.state.total_numel_after_compression, world)
     return ring_bytes(values, world) * ready.method.bits // 32 if ready.method.bits else None
 
 

@@ -87,6 +87,9 @@ def test_an_epoch_takes_every_image_once_in_an_order_of_the_seed_alone():
         taken(0, batch=51)
 
 
+METHODS = ["fp32", "bf16", "onebit", "powersgd1", "terngrad:every=3"]
+
+
 @pytest.mark.slow
 def test_a_table_of_small_runs_continues_where_it_was(tmp_path, capsys):
     words = b"the quick brown fox jumps over the lazy dog. " * (HELD_OUT_SHARE * BLOCK // 45 + 1)
@@ -98,7 +101,7 @@ def test_a_table_of_small_runs_continues_where_it_was(tmp_path, capsys):
     assert len(first.splitlines()) == 4
     # killed while it wrote a line
     (out / "runs.jsonl").write_text(first + first.splitlines()[0][:50])
-    assert accuracy.main([*options.split(), "fp32", "bf16", "onebit", "terngrad:every=3"]) == 0
+    assert accuracy.main([*options.split(), *METHODS]) == 0
     assert (out / "runs.jsonl").read_text().startswith(first)
     printed = capsys.readouterr().out
     assert "held-out loss, nats a byte" in printed and "to bf16" in printed
@@ -108,6 +111,8 @@ def test_a_table_of_small_runs_continues_where_it_was(tmp_path, capsys):
     for name, bits in (("fp32", 32), ("bf16", 16), ("terngrad:every=3", 2 / 3)):
         assert rows[name]["bits"] == pytest.approx(bits, rel=0.1 if bits < 1 else 0.01)
     assert 1 < rows["onebit"]["bits"] < 4
+    # of three steps one; two in fp32
+    assert 2 / 3 * 32 < rows["powersgd1"]["bits"] < 2 / 3 * 32 + 1
     assert (out / "accuracy.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -163,8 +168,8 @@ def test_a_run_that_diverged_is_counted_and_not_averaged():
 
 
 def test_a_method_whose_bytes_are_not_known_has_a_row():
-    """PowerSGD's hook does not count what it sends."""
-    (row,) = rows = accuracy.summarize([result("powersgd1", 2.0, bits=None)])
+    """A hook of the user's own does not count what it sends."""
+    (row,) = rows = accuracy.summarize([result("module:hook", 2.0, bits=None)])
     ((_, _, table),) = accuracy.tables(rows, {"w": "loss"})
     assert row["bits"] is None and list(table.columns[2].cells) == ["-"]
 
