@@ -38,8 +38,8 @@ ONE_BUCKET = 1_000_000  # MB
 POWERSGD_START = 2  # exchanges in fp32 first, the fewest that it takes with error feedback
 
 FP16 = default_hooks.fp16_compress_hook
-# returns what has `stats` and `close`, PowerSGD's state, or None
-Hook = Callable[[DistributedDataParallel], Any]
+# takes a DDP model and options; returns what has `stats` and `close`, PowerSGD's state, or None
+Hook = Callable[..., Any]
 
 
 def _noop(model: DistributedDataParallel) -> None:
@@ -65,9 +65,11 @@ def _bf16(model: DistributedDataParallel) -> None:
     model.register_comm_hook(None, hook)
 
 
-def _powersgd(model: DistributedDataParallel, rank: int) -> powerSGD_hook.PowerSGDState:
+def _powersgd(
+    model: DistributedDataParallel, rank: int, warmup_steps: int
+) -> powerSGD_hook.PowerSGDState:
     state = powerSGD_hook.PowerSGDState(
-        None, matrix_approximation_rank=rank, start_powerSGD_iter=POWERSGD_START
+        None, matrix_approximation_rank=rank, start_powerSGD_iter=warmup_steps
     )
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     return state
@@ -94,7 +96,8 @@ class Method:
     bits: int = 0  # a value that `hook` sends, where it is known
     bucket_cap_mb: int | None = None  # of DDP's buckets; None: its default
     exempt: str = "none"  # which tensors travel in fp32: a key of `PRESETS`
-    options: dict[str, Any] = field(default_factory=dict)  # common ones of `gradcomp.ddp.register`
+    # common ones of `gradcomp.ddp.register`, or those of `hook`
+    options: dict[str, Any] = field(default_factory=dict)
     feedback: bool = True  # keep residuals; otherwise they are zero again after every step
     double: bool = False  # `gradcomp.onebit_sgd.DoubleBuffer` in place of DDP
     # arguments of `gradcomp.DiLoCo`, outer_lr and outer_momentum; empty: no local steps
@@ -125,9 +128,16 @@ METHODS: dict[str, Method] = {
         Method("fp32", Identity(), lambda model: None, 32),
         Method("bf16", None, _bf16, 16),
         Method("fp16", None, lambda model: model.register_comm_hook(None, FP16), 16),
-        # over gloo it hangs with several buckets, whose collectives ranks start in any order
-        Method("powersgd1", None, partial(_powersgd, rank=1), bucket_cap_mb=ONE_BUCKET),
-        Method("powersgd4", None, partial(_powersgd, rank=4), bucket_cap_mb=ONE_BUCKET),
+        *(
+            Method(
+                f"powersgd{rank}",
+                hook=partial(_powersgd, rank=rank),
+                # over gloo it hangs with several, whose collectives ranks start in any order
+                bucket_cap_mb=ONE_BUCKET,
+                options={"warmup_steps": POWERSGD_START},
+            )
+            for rank in (1, 4)
+        ),
         *(Method(codec.name, codec) for codec in KINDS if not isinstance(codec, Identity)),
         Method("terngrad-requantize", TernGrad(scale="own", second_phase="requantize")),
     )
@@ -142,9 +152,10 @@ GRAMMAR = f"""
 methods: {", ".join(name for name in METHODS if name not in (NONE, NOOP))}, {FSDP2},
   module:factory (registers a hook of your own with a DDP model); codecs with options after a
   colon: onebit:exempt=ends,warmup_steps=100
-  exempt={"|".join(PRESETS)}   tensors that travel in fp32 (ends: vectors, embeddings, head)
+  exempt={"|".join(PRESETS)}     tensors that travel in fp32 (ends: vectors, embeddings, head)
   min_numel=N, slice_numel=N   smallest tensor that is compressed; values of a slice
-  warmup_steps=N                 first step that is compressed; steps before it are sent in fp32
+  warmup_steps=N               first step that is compressed; steps before it are sent in fp32
+                               (powersgd: at least 2, the default)
   start=METHOD                 codec of the first warmup_steps steps, in place of fp32
   second=PHASE                 what owners of means send: exact, requantize, block2, block4, block8,
                                bf16, fp32
@@ -152,7 +163,7 @@ methods: {", ".join(name for name in METHODS if name not in (NONE, NOOP))}, {FSD
   scale_lr                     keep the length of Adam's steps (with precondition)
   exchange=all_gather|reduce_scatter
   rotate                       rotate values at random, without bias and residuals (onebit)
-  bits=X                         of a value (entropy)
+  bits=X                       of a value (entropy)
   decay=X                      factor of residuals from step to step: residual_decay (ternary,
                                onebit, block, entropy)
   step=X, group=row|tensor|N   scale in root mean squares (ternary); values that share a scale
@@ -282,6 +293,9 @@ def _check(method: Method) -> None:
     refused = {
         "feedback=off is for codecs that have feedback": forgets and not feeds_back,
         "start= packs the first steps and needs warmup_steps=N": starts and not warm,
+        "PowerSGD sends at least 2 steps in fp32": (
+            name.startswith("powersgd") and (warm or 0) < POWERSGD_START
+        ),
         "a step that is forgotten has no second moments": forgets and options.get("precondition"),
         "double buffering has neither local steps nor feedback=off": (
             method.double and (local or forgets)
@@ -289,13 +303,25 @@ def _check(method: Method) -> None:
         "local steps need a codec and every=H, and exclude feedback=off": (
             local and (without or "sync_every" not in local or forgets)
         ),
-        f"{name} takes no options but those of local steps (every=H)": (
-            (method.hook is not None or without) and not local and ":" in text
+        f"{name} takes no options but {_known_to(name)}": (
+            (method.hook is not None or without) and not local and not _only_changes(method, name)
         ),
     }
     for why, wrong in refused.items():
         if wrong:
             raise ValueError(f"{text}: {why}")
+
+
+def _known_to(name: str) -> str:
+    """Return what a method that is no codec takes."""
+    return ", ".join(METHODS[name].options) or "those of local steps (every=H)"
+
+
+def _only_changes(method: Method, name: str) -> bool:
+    """Whether a method is a row of `METHODS` with other values of the row's own options."""
+    row = METHODS[name]
+    known = method.options.keys() == row.options.keys()
+    return known and method == replace(row, name=method.name, options=method.options)
 
 
 def _renamed(text: str) -> str:
@@ -315,14 +341,14 @@ def _sharded(text: str) -> Method:
     packs, keep = weights.removesuffix(",keep"), weights.endswith(",keep")
     packed = Method(rest, OVER_MPI[rest]) if rest in OVER_MPI else parse(rest)
     codec = packed.codec
-    if packed != Method(rest, codec, packed.hook, packed.bits):
-        raise ValueError(
-            f"{text}: under FSDP2 a codec takes second=, step=, decay= and group= alone"
-        )
     if codec is None:
         raise ValueError(
             f"{text!r}: FSDP2 takes {FSDP2}:terngrad, {FSDP2}:onebit, {FSDP2}:bf16,"
             f" {FSDP2}:terngrad,weights=block8,keep"
+        )
+    if packed != Method(rest, codec, packed.hook, packed.bits):
+        raise ValueError(
+            f"{text}: under FSDP2 a codec takes second=, step=, decay= and group= alone"
         )
     try:
         by = weights_codec(OVER_MPI.get(packs, packs)) if packs else None
@@ -402,7 +428,7 @@ def wrap(
     wrapped = DistributedDataParallel(model, bucket_cap_mb=method.bucket_cap_mb)
     if codec is None:
         assert method.hook is not None
-        return Ready(method, wrapped, optimizers, method.hook(wrapped))
+        return Ready(method, wrapped, optimizers, method.hook(wrapped, **method.options))
     if options.get("scale_lr"):
         options["optimizer"] = optimizers[0]
     state = gradcomp.ddp.register(wrapped, codec, comm=comm, **options)
