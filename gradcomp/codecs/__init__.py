@@ -32,6 +32,7 @@ KINDS: tuple[Codec, ...] = (
     Identity("bf16"),
 )
 _BY_NAME = {kind.name: kind for kind in KINDS}
+_BY_NAME["bf16"] = _BY_NAME["bfloat16"]
 
 
 def resolve(codec: Codec | str) -> Codec:

@@ -158,8 +158,7 @@ class DiLoCo:
                 "fragment_sync_delay": delay,
                 "fragment_update_alpha": alpha,
                 "codec": codec,
-            } | {
-                "warmup_steps": options.warmup_steps,
+                "warmup_steps": options.compared()["warmup_steps"],
                 "outer_optimizer": repr(outer_words),
                 "shard_outer": shard_outer,
             }

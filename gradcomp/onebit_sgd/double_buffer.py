@@ -74,7 +74,7 @@ class DoubleBuffer:
         TypeError: a DDP model, or no module.
         ValueError: an option; an optimizer of other parameters.
         UnsupportedTensor: a parameter.
-        PeerMismatch: the ranks' parameters differ.
+        PeerMismatch: the ranks' parameters differ, or `whole_steps` does.
         PeerLost: a rank did not answer.
     """
 
@@ -114,6 +114,7 @@ class DoubleBuffer:
         )
         self._engine = self._averager._engine
         self._engine.origin = {"kind": type(self).__name__, "whole_steps": whole_steps}
+        self._engine.replicated = lambda: [("whole_steps", whole_steps)]
         self._stepping = self._closed = False
         self._sent: GroupOptions = []  # the groups' options of the exchange under way
         self._minibatches = 0

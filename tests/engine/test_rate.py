@@ -16,7 +16,6 @@ from gradcomp import (
     GradientAverager,
     Identity,
     OneBit,
-    PeerMismatch,
     Ternary,
     TernGrad,
 )
@@ -230,13 +229,3 @@ def test_bad_options(comm):
     for make, why in ((lambda p, lr: torch.optim.SGD(p, lr=lr), "got SGD"),):
         with pytest.raises(ValueError, match=why):
             averager_of(comm, p, make=make, precondition=True, scale_lr=True)
-
-
-@each_rank(2, "local")
-def test_ranks_that_scale_and_do_not(comm):
-    p = parameter()
-    averager, _ = averager_of(comm, p, precondition=True, scale_lr=[None, False][comm.rank])
-    p.grad = torch.ones_like(p)
-    with pytest.raises(PeerMismatch, match=r"learning rate x 1.13 \(scale_lr\)|learning rate"):
-        averager.average()
-    averager.close()
