@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -69,6 +69,16 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
+def _generator_of(device: torch.device) -> Callable[[], None]:
+    """Return what puts a device's generator of random numbers back to where it is now."""
+    module: Any = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+    if not hasattr(module, "get_rng_state"):
+        return lambda: None
+    which: tuple[Any, ...] = () if device.type == "mps" else (device,)  # it has one device
+    state = module.get_rng_state(*which)
+    return lambda: module.set_rng_state(state, *which)
+
+
 @contextmanager
 def rolled_back(
     model: nn.Module, optimizer: torch.optim.Optimizer, others: Sequence[Any]
@@ -77,8 +87,9 @@ def rolled_back(
 
     That is: parameters and buffers of every module (the tensors themselves and their bits),
     training modes, the optimizer's options and state, the state of `others`, and the generators of
-    torch (CPU), Python and NumPy. Gradients become None. Memory: one more copy of all of it. An
-    average that a `DoubleBuffer` among `others` has under way is applied first.
+    torch (CPU and the model's devices), Python and NumPy. Gradients become None. Memory: one more
+    copy of all of it. An average that a `DoubleBuffer` among `others` has under way is applied
+    first.
     """
     states = [copy.deepcopy(other.state_dict()) for other in others]  # first: a buffer drains
     modules = [(m, m.training, dict(m._parameters), dict(m._buffers)) for m in model.modules()]
@@ -90,6 +101,7 @@ def rolled_back(
     state: Any = optimizer.state_dict() if loads else list(optimizer.state.items())
     kept: Any = copy.deepcopy(state if loads else [held for _, held in state])
     generators = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    draws = [_generator_of(device) for device in {tensor.device for tensor, _ in tensors}]
 
     def restore() -> None:
         with torch.inference_mode(False), torch.no_grad():
@@ -110,6 +122,8 @@ def rolled_back(
                     own.update(held)
                     optimizer.state[parameter] = own
             write_options(optimizer, options)
+        for put_back in draws:
+            put_back()
         torch.set_rng_state(generators[0])
         random.setstate(generators[1])
         np.random.set_state(generators[2])

@@ -33,6 +33,7 @@ from gradcomp.allreduce import Feedback
 from gradcomp.integrations.torchtitan import ReplicaAverage
 from gradcomp.kernels import staging
 from gradcomp.onebit_sgd import AggregateAdagrad, DoubleBuffer, LocalAdagrad
+from gradcomp.onebit_sgd.restore import rolled_back
 
 STEPS = 5
 
@@ -581,6 +582,21 @@ def differ():
     gone = all(bool(p.grad.isnan().all()) for p in model.parameters())
     averager.close()
     return str(error.value), gone
+
+
+def test_a_rolled_back_training_draws_the_same_numbers_again(lazy):
+    assert lazy(1, draws_rolled_back) == [True]
+
+
+def draws_rolled_back():
+    model, _ = network("lazy")
+    before = torch.lazy.get_rng_state("lazy:0")
+    with rolled_back(model, sgd(model), []):
+        torch.lazy.set_rng_state(
+            torch.Generator().manual_seed(7).get_state(), torch.device("lazy:0")
+        )
+        assert not torch.equal(torch.lazy.get_rng_state("lazy:0"), before)
+    return torch.equal(torch.lazy.get_rng_state("lazy:0"), before)
 
 
 def test_what_is_not_taken_is_refused_by_name(lazy):

@@ -30,6 +30,9 @@ def register():
     module.is_available = module.is_initialized = lambda: True
     module._is_in_bad_fork = lambda: False
     module.manual_seed_all = lambda seed: None
+    generators = [torch.Generator(), torch.Generator()]
+    module.get_rng_state = lambda device: generators[torch.device(device).index].get_state()
+    module.set_rng_state = lambda state, device: generators[device.index].set_state(state)
     module.device_count = lambda: 2
     module.current_device = accelerator.current_device_index
     module.set_device = accelerator.set_device_index
