@@ -113,6 +113,8 @@ def readme() -> Iterator[Figure]:
         ('`"onebit"` | 1', "onebit"),
     ):
         yield f"| {cells} | {{:.0f}} |", (ms(step("mlp-1gbit", method)),)
+    entropy = step("mlp-entropy", "entropy:bits=1.25", "1gbit")
+    yield '| `"auto"`: `EntropyCoded(1.25)` | 1.25 | {:.0f} |', (ms(entropy),)
 
 
 def benchmarks() -> Iterator[Figure]:
@@ -245,6 +247,12 @@ def codecs() -> Iterator[Figure]:
             f"| {label} | {accuracy} | {{}} ± {{}} | {{:.0f}} | {{:,.0f}} |",
             (*fashion, None, None, *seconds),
         )
+    entropy = [ms(step("mlp-entropy", "entropy:bits=1.25", link)) for link in ("1gbit", "100mbit")]
+    method = "entropy:bits=1.25,exempt=vectors,precondition,decay=0.25"
+    found = losses(method, "entropy.jsonl", steps=2000, batch=0)
+    text = '| `EntropyCoded(1.25)`, what `"auto"` takes | 1.25 | | {:.3f} ± {:.3f} |'
+    spread = statistics.fmean(found), statistics.stdev(found)
+    yield text + " {:.0f} | {:.0f} |", (*spread, *entropy)
     here = [ms(step("mlp", method, "none")) for method in ("fp32", "ternary", "onebit", "bf16")]
     yield "fp32 adds {:.0f} ms, ternary {:.0f}, 1 bit {:.0f} and bf16 {:.0f}", tuple(here)
     base = {link: step("mlp-entropy", "fp32", link) for link in ("100mbit", "1gbit")}
