@@ -105,6 +105,10 @@ def all_reduce(
     phase = codec.resolved_second_phase(comm.world_size)
     if feedback is not None and not (codec.error_feedback or owners_feed_back(phase, codec)):
         raise ValueError(f"{codec!r} takes no feedback")
+    if feedback is not None and feedback.residuals.numels.get(key) != tensor.numel():
+        has = feedback.residuals.numels.get(key)
+        there = f"no residuals of key {key}" if has is None else f"{has} residuals of key {key}"
+        raise ValueError(f"feedback has {there}, and the tensor {tensor.numel()} elements")
     if (
         feedback is None
         and codec.second_phase is None
@@ -144,7 +148,8 @@ def all_reduce(
         found = _exchange(call, what, strategy, tensor, where, codec, key, residuals, owned)
         found.timeout_s = timeout_s
         found.state = StateStore(residuals if codec.error_feedback else None, owned)
-        flat = tensor.as_strided((tensor.numel(),), (1,)) if order else tensor.view(-1)
+        plain = tensor.detach()
+        flat = plain.as_strided((tensor.numel(),), (1,)) if order else plain.view(-1)
         try:
             run_stages(beside(found, flat, where), flat, now)
             join(flat.device)

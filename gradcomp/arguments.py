@@ -11,9 +11,23 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 SIMILAR, VERY_SIMILAR = 0.6, 0.8  # shares of letters in common
+
+
+def to_write(text: str) -> Path:
+    """Return the path of a file that can be written there, for argparse: it is asked before
+    anything is measured.
+    """
+    path = Path(text)
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise argparse.ArgumentTypeError(
+            f"{text}: there is no such folder, or nothing can be written there"
+        )
+    return path
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:

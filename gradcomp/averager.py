@@ -323,6 +323,7 @@ def _pairs(named_parameters: Any) -> list[tuple[str, nn.Parameter]]:
 
     Raises:
         TypeError: anything else.
+        ValueError: two of one name.
     """
     if isinstance(named_parameters, nn.parallel.DistributedDataParallel):
         raise TypeError(
@@ -339,4 +340,10 @@ def _pairs(named_parameters: Any) -> list[tuple[str, nn.Parameter]]:
                 "GradientAverager takes a model, or the pairs of model.named_parameters(), got"
                 f" {type(pair).__name__}: residuals and checkpoints go by names"
             )
+    names = [name for name, _ in pairs]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(
+            f"several parameters are called {twice[0]!r}: residuals and checkpoints go by names, so"
+            " prefix those of each module"
+        )
     return pairs

@@ -40,7 +40,8 @@ class Checkpoints:
             of this rank alone where that is not in use.
         timeout_s: seconds to wait for the other ranks.
         shared: what else the run needs, by name: model, optimizer, scheduler, whatever has
-            `state_dict` and `load_state_dict`. Rank 0 writes it.
+            `state_dict` and `load_state_dict`. Rank 0 writes it; with a `DiLoCo`, between whose
+            syncs ranks have weights of their own, every rank writes its own, too.
 
     Raises:
         ValueError: `keep` below 1.
@@ -68,6 +69,7 @@ class Checkpoints:
         self._comm = comm or default_or_alone()
         self._timeout_s = timeout_s
         self._writes_shared = every_rank or self._comm.rank == 0
+        self._apart = getattr(state, "own_weights", False)
         self._own = f"rank-{self._comm.rank}-of-{self._comm.world_size}.pt"
 
     def save(self, step: int) -> None:
@@ -78,6 +80,10 @@ class Checkpoints:
             PeerLost: a rank does not save; the checkpoints of before are as they were.
             OSError: it cannot be written; the checkpoints of before are as they were.
         """
+        own = self._state.state_dict()  # first: it may apply an update that is under way
+        shared = {}
+        if self._writes_shared or self._apart:
+            shared = {name: one.state_dict() for name, one in self._shared.items()}
         folder = self._at(step)
         if self._agree(step, folder.exists()):
             # of a run that went on from an earlier step: files of two must not make a checkpoint
@@ -85,10 +91,8 @@ class Checkpoints:
             self._agree(step)
         folder.mkdir(parents=True, exist_ok=True)
         if self._writes_shared:
-            write_saved(
-                folder / SHARED, {name: one.state_dict() for name, one in self._shared.items()}
-            )
-        write_saved(folder / self._own, self._state.state_dict())
+            write_saved(folder / SHARED, shared)
+        write_saved(folder / self._own, {"state": own, SHARED: shared} if self._apart else own)
         self._agree(step)
         # another rank may have begun to save the next one
         until_now = [one for one in self._steps() if one <= step]
@@ -120,9 +124,16 @@ class Checkpoints:
             why = "; ".join(bad.values()) or "another rank has none, or cannot read its own"
             raise ValueError(f"no checkpoint in {self._folder} can be read by every rank: {why}")
         shared, own = found
+        of_others = isinstance(own, list)  # of another number of ranks
+        if self._apart and of_others:
+            own = [one.get("state", one) for one in own]
+        elif self._apart and SHARED in own:
+            own, shared = own["state"], own[SHARED]
         self._state.load_state_dict(own)  # which looks before it changes anything
         for name, one in self._shared.items():
             one.load_state_dict(shared[name])
+        if self._apart and of_others:
+            self._state.restore()  # from rank 0's weights to those that all ranks agreed on
         return step
 
     # ---- parts -----------------------------------------------------------------------------------

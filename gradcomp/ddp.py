@@ -86,7 +86,7 @@ class CompressionState(Controls):
                 f"model must be wrapped in DistributedDataParallel, got {_kind_of(model)}"
             )
         _check_dtypes(model)
-        check_layers(model.module, getattr(model, "parameters_to_ignore", ()))
+        check_layers(model.module, model.parameters_to_ignore)
         taken = torch_private.taken_hook(model)
         if any(
             isinstance(state, CompressionState) and not state._detached
@@ -95,7 +95,7 @@ class CompressionState(Controls):
             raise ValueError(f"this model is registered with gradcomp already: {_ONCE}")
         if taken:
             raise ValueError(f"this model has no communication hook left for gradcomp: {taken}")
-        named = list(model.module.named_parameters())
+        named = _averaged(model)
         sources = [Gradient(name, p) for name, p in named]
         codec, options, chosen, guarded = resolve_auto(
             codec, common, advanced, optimizer, sources, model.process_group.size()
@@ -337,6 +337,7 @@ class CompressionState(Controls):
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         if self._detached:
             return
+        self._handled = sys.exc_info()[1]  # of a caller that goes on in an except block
         if self._engine.error is not None:
             raise self._engine.error
         if not torch.is_grad_enabled():
@@ -362,6 +363,8 @@ class CompressionState(Controls):
         the state is lost, too.
         """
         error = sys.exc_info()[1]
+        if output is not None or error is self._handled:  # it has not failed
+            return
         if self._detached or not isinstance(error, RuntimeError) or self._engine.error is not None:
             return
         text = str(error)
@@ -512,13 +515,19 @@ def _kind_of(model: object) -> str:
     return f"{type(model).__name__}; for a model without DDP use gradcomp.GradientAverager"
 
 
+def _averaged(model: nn.parallel.DistributedDataParallel) -> list[tuple[str, nn.Parameter]]:
+    """Return the named parameters but for those that DDP was told to ignore."""
+    ignored = model.parameters_to_ignore
+    return [(name, p) for name, p in model.module.named_parameters() if name not in ignored]
+
+
 def _check_dtypes(model: nn.parallel.DistributedDataParallel) -> None:
     """Raise ValueError if parameters changed their dtype after DDP was made: it would not see
     their gradients.
     """
     names = {torch.float32: "float", torch.bfloat16: "c10::BFloat16", torch.float16: "c10::Half"}
     seen = torch_private.bucket_dtypes(model)
-    for name, parameter in model.module.named_parameters():
+    for name, parameter in _averaged(model):
         wanted = names.get(parameter.dtype)
         if (
             parameter.requires_grad

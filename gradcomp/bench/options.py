@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
-from gradcomp.arguments import Parser, count
+from gradcomp.arguments import Parser, count, to_write
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -30,8 +29,8 @@ COMMON: dict[str, Option] = {
     "jobs": (os.cpu_count() or 1, "N", "trainings at a time, each on one core", count),
     "repeat": (9, "N", "repetitions of each measurement; shown is the median", count),
     "check": (False, "", "judge the limits: print pass or FAIL; exit with status 1 if one fails"),
-    "json": (Path, "FILE", "write the measurements to this file"),
-    "plot": (Path, "FILE", "draw the measurements into this file (PNG, SVG or PDF)"),
+    "json": (to_write, "FILE", "write the measurements to this file"),
+    "plot": (to_write, "FILE", "draw the measurements into this file (PNG, SVG or PDF)"),
 }
 
 

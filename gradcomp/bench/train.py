@@ -25,7 +25,7 @@ from typing import Any
 from rich.console import Console
 from torch import nn
 
-from gradcomp.arguments import count
+from gradcomp.arguments import count, to_write
 from gradcomp.bench import workloads
 from gradcomp.bench.about import save_json
 from gradcomp.bench.hosts import INTERFACE, Hosts, NoHosts
@@ -112,7 +112,7 @@ def read_options(argv: Sequence[str]) -> argparse.Namespace:
         "points": (10, "N", points, count),
         "target": (float, "X", target),
         "hang": (60.0, "S", "seconds of silence after which a method counts as hung"),
-        "json": (Path, "FILE", json),
+        "json": (to_write, "FILE", json),
     }
     return command_line("train", __doc__, EPILOG, options).parse_args(argv)
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-from gradcomp.arguments import Parser, count, counts
+from gradcomp.arguments import Parser, count, counts, to_write
 from gradcomp.plan.accuracy import TOLERANCES, check_optimizer
 from gradcomp.plan.links import parse_seconds
 
@@ -133,10 +131,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = build_parser()
     options = parser.parse_args(argv)
     if options.json not in (None, "-"):
-        folder = Path(options.json).absolute().parent
-        if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(options.json).is_dir():
-            text = "there is no such folder, or nothing can be written there"
-            parser.error(f"--json {options.json}: {text}")
+        try:
+            to_write(options.json)
+        except argparse.ArgumentTypeError as error:
+            parser.error(f"--json {error}")
     return options
 
 

@@ -277,6 +277,11 @@ class Layouts:
     # ---- parts -----------------------------------------------------------------------------------
 
     @property
+    def compresses(self) -> bool:
+        """Whether anything travels by the codec."""
+        return self.comm.world_size > 1 and self.route.packs and bool(self._packed)
+
+    @property
     def _packed(self) -> dict[int, int]:
         """Elements of the trained tensors that are compressed, by position."""
         return {

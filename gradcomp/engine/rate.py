@@ -101,11 +101,18 @@ def _normal() -> Tensor:
     """Return ``(SIDE, SIDE)`` float32 numbers, the same on every machine, in no order."""
     n = SIDE * SIDE
     values = [NormalDist().inv_cdf((i * STRIDE % n + 0.5) / n) for i in range(n)]
-    return torch.tensor(values, device="cpu").view(SIDE, SIDE)
+    return torch.tensor(values, dtype=torch.float32, device="cpu").view(SIDE, SIDE)
+
+
+# of an optimizer, the newest last: only that one changes rates, or factors would multiply
+_OF: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[LongerSteps]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class LongerSteps:
     """Multiplies the rates of an optimizer during its steps; between them they are as they were.
+    Of several for one optimizer the newest does, as long as it lives.
 
     Decoupled weight decay (`AdamW`), which is a multiple of the rate, stays as it is. The optimizer
     does not keep this alive, and with it this ends.
@@ -138,6 +145,8 @@ class LongerSteps:
             optimizer.register_step_pre_hook(call(before)),
             optimizer.register_step_post_hook(call(after)),
         ]
+        self._all = _OF.setdefault(optimizer, [])
+        self._all.append(weakref.ref(self))
 
     def factor(self, group: Mapping[str, Any]) -> float:
         """Return the factor of a group of parameters in this step.
@@ -156,9 +165,12 @@ class LongerSteps:
         """End this."""
         while self._hooks:
             self._hooks.pop().remove()
+        self._all[:] = [one for one in self._all if one() not in (None, self)]
 
     def _before(self, optimizer: Optimizer) -> None:
         self._after(optimizer)  # a step that raised has left them
+        if next(one for ref in reversed(self._all) if (one := ref()) is not None) is not self:
+            return
         for group in optimizer.param_groups:
             factor = self.factor(group)
             changed = {"lr": group["lr"] * factor}

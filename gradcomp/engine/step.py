@@ -370,7 +370,7 @@ class Engine:
         if self._longer is not None:  # of other ranks
             self._longer.close()
             self._longer, self._rate, self.layouts.lr_factor = None, "", 1.0
-        if not (shortens and wanted) or self.comm.world_size == 1:
+        if not (shortens and wanted and self.layouts.compresses):
             return
         if options.scale_lr is None and not gains(self.codec):
             return

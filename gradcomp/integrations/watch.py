@@ -60,16 +60,11 @@ class DdpWatch(Watch):
 
         self._forwards = self._synced = 0
         super().__init__(model.parameters(), now, self._cause, automatic=automatic)
-        self._hooks.append(model.register_forward_pre_hook(self._forward))
+        self._hooks.append(model.register_forward_pre_hook(_Forward(self)))
 
     def check(self, optimizer: torch.optim.Optimizer, args: Any = (), kwargs: Any = None) -> None:
         super().check(optimizer, args, kwargs)
         self._forwards = self._synced = 0
-
-    def _forward(self, module: Any, _: Any) -> None:
-        if torch.is_grad_enabled():
-            self._forwards += 1
-            self._synced += bool(module.require_backward_grad_sync)
 
     def _cause(self) -> str:
         if not self._forwards:
@@ -91,3 +86,20 @@ class DdpWatch(Watch):
             " replaced or dropped it, or the gradients are of a loss that does not come from this"
             " model. Register gradcomp last, on the model that trains"
         )
+
+
+class _Forward:
+    """A forward pre-hook that counts passes for a watch. That of a copied or saved model does
+    nothing.
+    """
+
+    def __init__(self, watch: DdpWatch | None = None) -> None:
+        self._watch = watch
+
+    def __call__(self, module: Any, _: Any) -> None:
+        if self._watch is not None and torch.is_grad_enabled():
+            self._watch._forwards += 1
+            self._watch._synced += bool(module.require_backward_grad_sync)
+
+    def __reduce__(self) -> tuple[type[_Forward], tuple[()]]:
+        return type(self), ()

@@ -164,6 +164,12 @@ class Fragment:
             self._weights.write(parameter, weight)
 
     @torch.no_grad()
+    def is_at_anchors(self) -> bool:
+        """Whether the parameters are what all ranks agreed on, to the bit."""
+        pairs = zip(self._named, self.anchors, strict=True)
+        return all(torch.equal(self._weights.read(p), anchor) for (_, p), (_, anchor) in pairs)
+
+    @torch.no_grad()
     def anchor_here(self) -> None:
         """Take the parameters as they are for what all ranks agree on."""
         for (_, parameter), (_, anchor) in zip(self._named, self.anchors, strict=True):

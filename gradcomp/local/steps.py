@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -89,6 +89,8 @@ class DiLoCo:
         PeerLost: a rank did not answer.
     """
 
+    own_weights = True  # ranks have weights of their own between syncs, for `Checkpoints`
+
     @takes(
         LocalOptions, others="it sends changes of weights, not gradients, and every sync is atomic"
     )
@@ -149,6 +151,7 @@ class DiLoCo:
         # fragment, inner step at which its averages are applied
         self._under_way: deque[tuple[int, int]] = deque()
         self._averaged, self.inner_steps = False, 0
+        self._fresh = not options.warmup_steps  # weights are the anchors
         outer, transform = outer_optimizer or self._default_outer, None
         try:
             outer_words = options_of(outer([nn.Parameter(torch.zeros(1, device="cpu"))]))
@@ -178,6 +181,7 @@ class DiLoCo:
                 )
             self.check_replicas()
             self._hooks += self._inner.watch()
+            self._hooks += self._inner.before_step(_first_step_of(self))
             if self._start:
                 plain = replace(plain, precondition=None)
                 first = options.warmup_codec or Identity()
@@ -230,6 +234,17 @@ class DiLoCo:
                 " averaged"
             )
         self.average_gradients()
+
+    def _check_fresh(self) -> None:
+        """Raise GradcompError if the first inner step begins from other weights than anchors: the
+        difference would be taken for training, and the outer optimizer adds to it.
+        """
+        if self._fresh and not all(fragment.is_at_anchors() for fragment in self._fragments):
+            raise GradcompError(
+                f"weights were changed after this {type(self).__name__} was made, from a checkpoint"
+                " perhaps: make it when they are there"
+            )
+        self._fresh = False
 
     def _count(self) -> None:
         self.inner_steps += 1
@@ -425,7 +440,7 @@ class DiLoCo:
         if self._gradients is not None and extra["gradients"] is None:
             self._gradients.close()
             self._gradients = None
-        self.inner_steps = saved.step
+        self.inner_steps, self._fresh = saved.step, False
         self._turns.round, self._turns.done = extra["round"], extra["done"]
         self._under_way = deque((number, at) for number, at in extra["under_way"])
 
@@ -500,3 +515,14 @@ class LocalSGD(DiLoCo):
     """
 
     _default_outer = staticmethod(mean)
+
+
+def _first_step_of(local: DiLoCo) -> Callable[..., None]:
+    """Return a hook of the inner optimizers that does not keep `local` alive."""
+    me = weakref.ref(local)
+
+    def hook(*_: Any) -> None:
+        if (mine := me()) is not None:
+            mine._check_fresh()
+
+    return hook

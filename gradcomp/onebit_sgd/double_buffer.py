@@ -104,7 +104,7 @@ class DoubleBuffer:
             raise ValueError(f"whole_steps must be True or False, got {whole_steps!r}")  # noqa: TRY004
         self._model, self._optimizer, self._whole_steps = model, optimizer, whole_steps
         self._averager = GradientAverager(
-            model.named_parameters(),
+            model,
             codec,
             optimizer=optimizer,
             comm=comm,

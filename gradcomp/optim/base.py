@@ -8,6 +8,7 @@ writes one rule for each parameter, and `run_rules` has the kernel do the arithm
 from __future__ import annotations
 
 import threading
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -306,6 +307,7 @@ class SplitOptimizer(TrailKeeper):
         indices = {index for group in state_dict["param_groups"] for index in group["params"]}
         others = {k: v for k, v in state_dict["state"].items() if k not in indices}
         self.state.update(deepcopy(others))  # what hooks have added
+        without: list[str] = []
         with torch.no_grad():
             for p, tensors, wanted in loads:
                 state = self.state[p]
@@ -318,9 +320,20 @@ class SplitOptimizer(TrailKeeper):
                 if wanted is not None:
                     story = "it was not loaded from the checkpoint that the optimizer was loaded"
                     self._tracking.expect(p, wanted, f"{story} from")
-                elif "trail" in tensors:
+                elif "trail" in tensors or "trail" not in state:
                     self._tracking.trust(p)
+                elif tensors or self._tracking.fits(p):  # of torch's optimizer
+                    story = "this checkpoint has no trail of it, and its weights are others"
+                    self._tracking.expect(p, self._tracking.checksum(p), story)
                 else:
-                    self._tracking.begin(p)
+                    without.append(self.name_of(p))
+                    state["trail"].zero_()
+                    self._tracking.trust(p)
+        if without:
+            warnings.warn(
+                f"distributed checkpoints have no trails of frozen parameters: {', '.join(without)}"
+                " are taken as they stand in bf16",
+                stacklevel=2,
+            )
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)

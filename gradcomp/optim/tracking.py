@@ -17,6 +17,10 @@ REMEDY = (
 )
 
 
+NO_CHECKSUM = -1
+WRITTEN = "it was written to in place after the last step"
+
+
 class Tracking:
     """What an optimizer remembers of its parameters beside their state.
 
@@ -30,7 +34,8 @@ class Tracking:
         self._stood: dict[Tensor, tuple[int, int]] = {}  # address and version after the last step
 
     def __getstate__(self) -> dict[str, object]:
-        return {"expected": self.expected}  # copies lie elsewhere
+        written = {p: (NO_CHECKSUM, WRITTEN) for p in self._stood if not self._stands(p)}
+        return {"expected": self.expected | written}  # copies lie elsewhere
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]
@@ -52,8 +57,21 @@ class Tracking:
         self.expected.pop(p, None)
 
     def checksum(self, p: Tensor) -> int:
-        """Return the checksum of the top that a trail belongs to, loaded yet or not."""
-        return self.expected[p][0] if p in self.expected else checksum(p)
+        """Return the checksum of the top that a trail belongs to, loaded yet or not; one that no
+        top has where the top was written to since.
+        """
+        if p in self.expected:
+            return self.expected[p][0]
+        return checksum(p) if self._stands(p) else NO_CHECKSUM
+
+    def fits(self, p: Tensor) -> bool:
+        """Whether a top is the one that its trail belongs to."""
+        return self.checksum(p) == checksum(p)
+
+    def _stands(self, p: Tensor) -> bool:
+        """Whether nobody has moved or written to a parameter since the last step."""
+        now = p.data_ptr(), p._version
+        return self._stood.get(p, now) == now
 
     def check(self, p: Tensor, trail: Tensor | None, name: str) -> None:
         """Raise ValueError unless a parameter is still what its state was made for."""

@@ -81,8 +81,10 @@ class Workload:
         return sum(math.prod(shape) for _, shape in self.parameters)
 
     def samples(self, ranks: int) -> float:
-        """Return the samples of a step on one rank; not rounded, as in `optimal_nodes`."""
-        return self.minibatch if self.weak else self.minibatch / ranks
+        """Return the samples of a step on one rank: at least one; more are not rounded, as in
+        `optimal_nodes`.
+        """
+        return self.minibatch if self.weak else max(1.0, self.minibatch / ranks)
 
     def shares(self, buckets: Sequence[Bucket]) -> list[float]:
         """Return the share of backward that each bucket waits for after the one before."""

@@ -145,7 +145,9 @@ class ParameterClient:
         self._accept_replies_to(known)
         asked = [self._ask(Kind.INIT, key, shard, body) for shard, body in known.settings(value)]
         known.steps = _number_in(self._replies(asked)[0])
-        self._keys[key] = known
+        before = self._keys.get(key)
+        if before is None or not before.is_made_like(known):
+            self._keys[key] = known  # else rounds of this client go on
 
     @overload
     def push_parameter(self, key: str, value: Any, *, wait: Literal[True] = ...) -> int: ...

@@ -113,6 +113,11 @@ class ClientKey:
             text = f"key {key!r} has more than {MAX_NBYTES} bytes"
             raise ValueError(f"{text} and is cut only if it has a codec=")
 
+    def is_made_like(self, other: ClientKey) -> bool:
+        """Whether both are the same key of one server."""
+        scales = [key._raw._scale if key._raw is not None else None for key in (self, other)]
+        return (self.spec, self.steps) == (other.spec, other.steps) and scales[0] is scales[1]
+
     @property
     def is_cut(self) -> bool:
         return self.spec.shard_numel > 0

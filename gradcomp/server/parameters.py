@@ -266,7 +266,13 @@ class AsynchronousParameter(Parameter):
             raise ValueError(
                 f"a push of rank {rank} to key {self.key!r} holds NaN or Inf; it was not applied"
             )
-        self._value += step * self.spec.learning_rate
+        new = self._value + step * self.spec.learning_rate
+        if not bool(torch.isfinite(new).all()):
+            raise ValueError(
+                f"a push of rank {rank} to key {self.key!r} makes values too large for float32; it"
+                " was not applied"
+            )
+        self._value = new
         self._count[rank] += 1
         return self._others(rank) - self._seen[rank]
 

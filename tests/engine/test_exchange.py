@@ -342,3 +342,19 @@ def test_unknown_exchange_is_a_value_error():
 def test_layout_without_elements():
     layout = PayloadLayout(TernGrad.form, [])
     assert layout.nbytes == 32 and layout.scale_count == 0 and len(layout.packed) == 0
+
+
+@pytest.mark.parametrize("numels", [{0: 16}, {0: 16, 1: 16}, {1: 32}], ids=str)
+@each_rank(2, "local")
+def test_feedback_of_another_size_is_refused(comm, numels):
+    """Residuals were written past the end of their memory, or over those of another key."""
+    feedback = Feedback(numels)
+    with pytest.raises(ValueError, match="feedback has .* key 0, and the tensor 32 elements"):
+        gradcomp.all_reduce(torch.ones(32), "onebit", comm=comm, feedback=feedback)
+
+
+@each_rank(2, "local")
+def test_a_parameter_with_nan_is_averaged_to_nan(comm):
+    tensor = torch.nn.Parameter(torch.full((32,), float("nan")))
+    gradcomp.all_reduce(tensor, "onebit", comm=comm)
+    assert tensor.isnan().all()

@@ -9,6 +9,7 @@ import torch
 from _ranks import each_rank, run_local
 from torch import nn
 
+import gradcomp
 from gradcomp import (
     Advanced,
     Block,
@@ -229,3 +230,34 @@ def test_bad_options(comm):
     for make, why in ((lambda p, lr: torch.optim.SGD(p, lr=lr), "got SGD"),):
         with pytest.raises(ValueError, match=why):
             averager_of(comm, p, make=make, precondition=True, scale_lr=True)
+
+
+def test_of_several_for_one_optimizer_the_newest_changes_rates():
+    """Two models with one optimizer, or a registration that nobody has closed: factors multiplied,
+    and the rate grew from step to step.
+    """
+    optimizer, seen = torch.optim.AdamW([parameter()], lr=0.1), []
+    longer = [LongerSteps(optimizer, factor, 0) for factor in (2.0, 3.0, 4.0)]
+    optimizer.register_step_pre_hook(lambda *_: seen.append(optimizer.param_groups[0]["lr"]))
+    for step in range(6):
+        for one in longer:
+            one.steps = step + 1
+        optimizer.step()
+        assert optimizer.param_groups[0]["lr"] == 0.1
+        if step == 1:
+            longer.pop().close()
+        elif step == 3:
+            del longer[-1], one
+    assert seen == pytest.approx([0.4, 0.4, 0.3, 0.3, 0.2, 0.2])
+
+
+@pytest.mark.parametrize("options", [{"exclude": "*"}, {"exchange": "hierarchical"}], ids=str)
+@each_rank(2, "local")
+def test_exact_averages_leave_the_rate(comm, options):
+    """Nothing is compressed: every tensor travels in fp32, or all ranks are on one node."""
+    if "exchange" in options:
+        options = options | {"advanced": gradcomp.Advanced(nodes=[[0, 1]])}
+    averager, _ = averager_of(comm, parameter(), Ternary(), precondition=True, **options)
+    said = averager.describe()
+    averager.close()
+    assert "learning rate" not in said, said

@@ -292,3 +292,11 @@ def test_scales_that_cost_more_than_codes_are_warned_of(codec, shape, bits):
     for text in messages:
         said = f"'thin.weight' has {shape[1]} and costs {bits:.1f} bits"
         assert "1 of" in text and said in text
+
+
+def test_two_parameters_of_one_name_are_refused():
+    """A state had residuals of one of them alone."""
+    layers = nn.Linear(4, 4), nn.Linear(4, 4)
+    pairs = [pair for layer in layers for pair in layer.named_parameters()]
+    with pytest.raises(ValueError, match="several parameters are called 'bias'"):
+        GradientAverager(pairs, "onebit")

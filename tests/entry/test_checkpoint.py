@@ -4,18 +4,21 @@ import random
 import shutil
 import time
 from pathlib import Path
+from unittest import mock
 
 import _forks
 import pytest
 import torch
 import torch.distributed as dist
+from _models import bits
 from _ranks import each_rank
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp
 from gradcomp import PeerMismatch
-from gradcomp.checkpoint import Checkpoints
+from gradcomp.checkpoint import Checkpoints, write_saved
+from gradcomp.onebit_sgd import DoubleBuffer
 
 
 class Numbers:
@@ -226,9 +229,11 @@ def test_files_of_two_runs_make_no_checkpoint(tmp_path):
     """Rank 1 dies in a second run's save of the same step."""
     of_ranks(tmp_path, 1.0).save(5)
     checkpoints = of_ranks(tmp_path, 2.0, timeout_s=2)
-    if dist.get_rank():
-        checkpoints._state.state_dict = lambda: 1 / 0
-    with pytest.raises((ZeroDivisionError, gradcomp.PeerLost)):
+    how = {"side_effect": ZeroDivisionError if dist.get_rank() else write_saved}
+    with (
+        mock.patch("gradcomp.checkpoint.write_saved", **how),
+        pytest.raises((ZeroDivisionError, gradcomp.PeerLost)),
+    ):
         checkpoints.save(5)
     if dist.get_rank() == 0:
         left = sorted(one.name for one in (tmp_path / "step-000000000005").iterdir())
@@ -275,3 +280,75 @@ def test_another_number_of_ranks_reads_them_too(gloo, tmp_path):
     (tmp_path / "step-000000000005" / "rank-1-of-2.pt").unlink()
     with pytest.raises(AssertionError, match=r"is incomplete: it has no rank-0-of-3\.pt"):
         gloo(3, fewer, str(tmp_path))
+
+
+class Apart:
+    """Ways to train in which weights and state are not those of every backward pass."""
+
+    def __init__(self, kind, folder):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        if kind == "DoubleBuffer":
+            self.state = DoubleBuffer(self.model, self.optimizer, "onebit", timeout_s=20)
+        else:
+            local = getattr(gradcomp, kind)
+            self.state = local(self.model, self.optimizer, "onebit", sync_every=4, timeout_s=20)
+        everything = {"model": self.model, "optimizer": self.optimizer}
+        self.checkpoints = Checkpoints(folder, self.state, timeout_s=30, **everything)
+
+    def train(self, steps):
+        for step in steps:
+            data = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+            x = torch.randn(16, 64, generator=data)
+            if isinstance(self.state, DoubleBuffer):
+                self.state.step(lambda part: self.model(part).square().mean(), x)
+            else:
+                self.model(x + dist.get_rank()).square().mean().backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                self.state.step()
+
+    def weights(self):
+        self.model.eval()(torch.zeros(1, 64))  # an update under way is applied
+        return bits(p.detach() for p in self.model.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["DoubleBuffer", "DiLoCo", "LocalSGD"])
+@each_rank(2)
+def test_updates_under_way_and_weights_of_each_rank_are_saved(tmp_path, kind):
+    """Weights were those from before the update, or on every rank those of rank 0."""
+    run = Apart(kind, tmp_path)
+    run.train(range(6))
+    run.checkpoints.save(6)
+    here = run.weights()
+    run.train(range(6, 11))
+    wanted = run.weights()
+    run.state.close()
+    again = Apart(kind, tmp_path)
+    assert again.checkpoints.load() == 6 and again.weights() == here
+    again.train(range(6, 11))
+    assert again.weights() == wanted
+    again.state.close()
+
+
+def saved_apart(folder):
+    run = Apart("DiLoCo", folder)
+    run.train(range(6))
+    run.checkpoints.save(6)
+    run.state.close()
+
+
+def loaded_apart(folder):
+    run = Apart("DiLoCo", folder)
+    assert run.checkpoints.load() == 6
+    anchors = dict(run.state._fragments[0].anchors)
+    run.state.close()
+    return [torch.equal(p, anchors[name]) for name, p in run.model.named_parameters()]
+
+
+@pytest.mark.slow
+def test_with_other_ranks_local_steps_go_on_from_the_anchors(gloo, tmp_path):
+    gloo(2, saved_apart, tmp_path)
+    assert gloo(3, loaded_apart, tmp_path) == [[True] * 4] * 3

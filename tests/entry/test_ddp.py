@@ -438,3 +438,32 @@ def test_sparse_gradients_are_refused_by_name():
         said = "the gradient of '0.weight' is torch.sparse_coo, .*: make the layer with sparse=Fals"
         with pytest.raises(UnsupportedTensor, match=said):
             model(torch.tensor([1, 2])).sum().backward()
+
+
+@each_rank(2)
+def test_an_error_that_is_being_handled_is_not_of_this_forward():
+    """A user's "timed out" was taken for a lost peer where the next forward ran in its handler."""
+    model = DDP(small_model())
+    with gradcomp.ddp.register(model, "terngrad", min_numel=0) as state:
+        try:
+            raise RuntimeError("DataLoader timed out after 5 seconds")
+        except RuntimeError:
+            loss_of(model, 0, dist.get_rank()).backward()
+        assert state.step == 1
+        loss_of(model, 1, dist.get_rank()).backward()
+
+
+@each_rank(2)
+def test_parameters_that_ddp_ignores_are_each_rank_s_own():
+    """They were compared over the ranks: such a run could not be resumed."""
+    net = small_model()
+    with torch.no_grad():
+        net[0].bias.add_(dist.get_rank())
+    DDP._set_params_and_buffers_to_ignore_for_model(net, ["0.bias"])
+    model = DDP(net)
+    with gradcomp.ddp.register(model, "onebit", precondition=True, min_numel=0) as state:
+        loss_of(model, 0, dist.get_rank()).backward()
+        state.load_state_dict(state.state_dict())
+        loss_of(model, 1, dist.get_rank()).backward()
+        state.check_replicas()
+        assert "0.bias" not in parts_of(state.state_dict())["residual"]

@@ -1182,3 +1182,15 @@ def test_a_sync_takes_little_more_than_its_exchange():
     # the least of each: two ranks on two cores wait for whatever else runs, at times for 0.1 s
     least = {what: min(each) for what, each in seconds.items()}
     assert least["sync"] < 4 * least["exchange"], seconds  # 2.4 on two hosts, of 25 M values
+
+
+@pytest.mark.parametrize("kind", [DiLoCo, LocalSGD])
+@each_rank(2, "local")
+def test_weights_loaded_after_it_was_made_are_no_training(comm, kind):
+    """The outer optimizer took them for a large step, and made it larger."""
+    model, optimizer, local = made(comm, "block4", kind=kind, sync_every=2)
+    with torch.no_grad():
+        model[0].weight.add_(1.0)
+    with pytest.raises(GradcompError, match="weights were changed after this .* was made"):
+        inner_step(model, optimizer, 0, comm.rank)
+    local.close()

@@ -76,7 +76,7 @@ ROWS = {  # by option; after a comma, which of its rows
     "grad_scaler": Row((None, Scaler()), "atomic_steps"),
     "atomic_steps": Row((False, True)),
     "bucket_cap_mb": Row((25.0, 0.001), "numel"),
-    "key": Row((0, 1), "layout"),
+    "key": Row((0, 1), "layout", {"feedback": None}),
     "step": Row((3, 4)),
     "feedback": Row((None, Feedback({0: 2560})), "codec_options"),
     "weights": Row((None, "block8")),

@@ -15,6 +15,7 @@ from _ranks import each_rank
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import gradcomp.ddp
 from gradcomp.errors import GradcompError
 from gradcomp.integrations import versions
 
@@ -94,3 +95,16 @@ def test_what_watches_all_optimizers_ends_with_its_model():
         gc.collect()
         time.sleep(0.01)
     assert all(one() is None for one in left) and not set(watch._watchers) - before
+
+
+@each_rank(1)
+def test_a_watched_model_is_copied_and_saved():
+    from gradcomp.integrations.watch import DdpWatch
+
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    state = gradcomp.ddp.register(model, "ternary")
+    watch = DdpWatch(state, model)
+    other = torch.optim.swa_utils.AveragedModel(model)
+    other(torch.ones(1, 4))
+    watch.close()
+    state.close()

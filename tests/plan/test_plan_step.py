@@ -204,7 +204,7 @@ def test_the_slowest_of_many_nodes_is_waited_for(jitter, nodes):
     ("work", "seconds"),
     [
         (Workload(ONE, 32, 1e-3, weak=True), [0.032] * 3),
-        (Workload(ONE, 32, 1e-3), [0.032, 0.008, 0.0005]),
+        (Workload(ONE, 32, 1e-3), [0.032, 0.008, 0.001]),  # a sample at least
         (Workload((("w", (0, 10)), ("v", (0,))), 64, 1e-3), [0.064, 0.016, 0.001]),  # no values
     ],
 )

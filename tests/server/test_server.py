@@ -398,3 +398,34 @@ def test_the_example_trains_and_equals_all_reduce():
     assert "equals gradcomp.all_reduce bit for bit" in done.stdout
     accuracy = float(re.search(r"test accuracy ([\d.]+) %", done.stdout)[1])
     assert accuracy > 50.0, done.stdout
+
+
+def keys_made_again(client, index):
+    found = []
+    client.init_parameter("s", [1])
+    client.init_parameter("g", [2, 1], "uint8", scale_key="s")
+    for scale in (0.5, 2.0):
+        if index == 0:
+            client.init_parameter("s", [1])
+            client.init_parameter("g", [2, 1], "uint8", scale_key="s")
+        client.push_parameter("s", scale)
+        client.pull_parameter("s", "max")
+        client.push_parameter("g", [[0b10101010]] * 2)
+        found += client.pull_parameter("g", "decode_average")[0].tolist()
+    return found
+
+
+def test_a_key_that_is_made_again_goes_on():
+    """Its rounds began anew on this client, and codes kept the scale of before."""
+    assert run(keys_made_again)[0] == [[0.5] * 4 + [2.0] * 4] * 2
+
+
+def test_a_push_that_makes_an_asynchronous_key_infinite_is_refused():
+    def pushes(client, index):
+        client.init_parameter("w", [2], value=torch.zeros(2), asynchronous=True, learning_rate=10.0)
+        with pytest.raises(ValueError, match="values too large for float32; it was not applied"):
+            client.push_parameter("w", torch.full((2,), 3e38))
+        client.push_parameter("w", torch.ones(2))
+        return client.pull_parameter("w").tolist()
+
+    assert run(pushes, workers=1)[0] == [[10.0, 10.0]]
