@@ -17,7 +17,9 @@ from reference import optim as ref
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_optimizer_state_dict,
+    set_model_state_dict,
     set_optimizer_state_dict,
 )
 
@@ -956,3 +958,57 @@ def test_broken_fp32_checkpoints_are_refused_whole(change, text):
     with pytest.raises(ValueError, match=text):
         load_fp32_state_dict(net, optimizer, state)
     assert weights(net, optimizer) == before
+
+
+def released(net, optimizer):
+    optimizer.release()
+    return net, sgd(net.parameters())
+
+
+def loaded(net, optimizer):
+    saved = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+    net, optimizer = made()
+    net.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    return net, optimizer
+
+
+BETWEEN = {
+    "copied": lambda *both: copy.deepcopy(both),
+    "pickled": lambda *both: pickle.loads(pickle.dumps(both)),
+    "released": released,
+    "loaded": loaded,
+}
+
+
+@pytest.mark.parametrize("way", BETWEEN)
+def test_a_weight_that_was_written_to_is_found_whatever_came_between(way):
+    """Averages of weights, say, are in place while a checkpoint is made: trails were then taken
+    for theirs, silently.
+    """
+    net, optimizer = made()
+    train(net, optimizer, 3)
+    with torch.no_grad():
+        net[0].weight.mul_(0.9)
+    net, optimizer = BETWEEN[way](net, optimizer)
+    with pytest.raises(ValueError, match="trail of parameter .* belongs to other weights"):
+        train(net, optimizer, 1)
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_distributed_checkpoints_have_no_trails_of_frozen_parameters(stepped):
+    """The old trail stayed beside the new weight."""
+    net, optimizer = made(MAKERS["adamw"])
+    net[0].weight.requires_grad_(False)
+    train(net, optimizer, 3)
+    saved = copy.deepcopy((get_model_state_dict(net), get_optimizer_state_dict(net, optimizer)))
+    net, optimizer = made(MAKERS["adamw"], seed=1)
+    if stepped:
+        train(net, optimizer, 1)
+    net[0].weight.requires_grad_(False)
+    set_model_state_dict(net, saved[0])
+    with pytest.warns(UserWarning, match="no trails of frozen parameters: "):
+        set_optimizer_state_dict(net, optimizer, saved[1])
+    found = fp32_state_dict(net, optimizer)["0.weight"]
+    assert torch.equal(found, saved[0]["0.weight"].float())
+    train(net, optimizer, 1)
