@@ -203,6 +203,7 @@ class Sharded:
     shapes: list[tuple[int, ...]]  # of each, as it was before
     chunks: list[list[tuple[int, ...]]]  # of each, every rank's chunk, the largest first
     dims: list[int]  # of each, along which it is cut
+    owners: list[Any]  # of each, whose `sharded_param` is another one once weights are assigned
     is_split: bool  # some is a rank's part of a tensor-parallel one, and shapes are that part's
 
 
@@ -233,7 +234,7 @@ def sharded_modules(model: Any) -> list[Sharded]:
             dims.append(dim)
         parameters = [_named(p, "sharded_param") for p in inside]
         split = any(_named(p, "is_dtensor") for p in inside)
-        out.append(Sharded(module, group, parameters, shapes, chunks, dims, split))
+        out.append(Sharded(module, group, parameters, shapes, chunks, dims, inside, split))
     return out
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,16 +23,23 @@ class Part:
     Attributes:
         parameter: how it travels.
         number: its place among all names in order.
-        sharded: as ``model.parameters()`` has it.
+        owner: torch's own object for it.
         chunks: the shape of every rank's chunk, the largest first.
         dim: along which it is cut.
     """
 
     parameter: Parameter
     number: int
-    sharded: nn.Parameter
+    owner: Any
     chunks: list[tuple[int, ...]]
     dim: int
+
+    @property
+    def sharded(self) -> nn.Parameter:
+        """The parameter as ``model.parameters()`` has it, also after ``load_state_dict(...,
+        assign=True)``.
+        """
+        return self.owner.sharded_param  # type: ignore[no-any-return]
 
     @property
     def padded_numel(self) -> int:

@@ -558,8 +558,8 @@ def _parts(
 ) -> list[Part]:
     order = {name: n for n, name in enumerate(sorted(known))}
     return [
-        Part(known[name], order[name], p, chunks, dim)
-        for name, p, chunks, dim in zip(names, one.parameters, one.chunks, one.dims, strict=True)
+        Part(known[name], order[name], owner, chunks, dim)
+        for name, owner, chunks, dim in zip(names, one.owners, one.chunks, one.dims, strict=True)
     ]
 
 

@@ -306,11 +306,16 @@ def test_parameters_without_gradients(finely):
     assert model.first.weight.grad.to_local().any() and model.unused.weight.grad is None
 
 
+@pytest.mark.parametrize("assign", [False, True])
 @each_rank(2)
-def test_parameters_that_are_frozen_on_the_way():
-    """And thawed again: the others' gradients are those of their own numbers."""
+def test_parameters_that_are_frozen_on_the_way(assign):
+    """And thawed again: the others' gradients are those of their own numbers. Loading may put other
+    parameters in their place.
+    """
     model, expected = wrap(fresh(), False), Expected(TernGrad(seed=3))
     with registered(model, TernGrad(seed=3)) as state:
+        same_weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(same_weights, assign=assign)
         for step, frozen in enumerate((False, True, False)):
             model.second.weight.requires_grad_(not frozen)
             run(model, [step])
