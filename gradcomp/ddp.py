@@ -497,6 +497,10 @@ def register(
 
 def _kind_of(model: object) -> str:
     """Return what a model that DDP has not wrapped is, and what compresses its gradients."""
+    if isinstance(getattr(model, "_orig_mod", None), nn.parallel.DistributedDataParallel):
+        return (
+            "a compiled one; register on the DistributedDataParallel inside, before torch.compile"
+        )
     kinds = (
         {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
         if isinstance(model, nn.Module)

@@ -13,6 +13,7 @@ from typing import Any
 from gradcomp.exchange.quality import Quality
 from gradcomp.exchange.stats import Stats
 
+logger = logging.getLogger("gradcomp")
 Write = Callable[[Mapping[str, float], int], object]
 
 
@@ -47,16 +48,22 @@ class Telemetry:
         self._write = _writer(target)
         self._stats, self._quality, self._every, self._prefix = stats, quality, every, prefix
         self._sampled = -1
-        self._since = 0
+        self._since, self._failed = 0, False
         self._forget()
 
     def step(self, step: int) -> None:
         """Take note that a step has ended; report if it is time."""
         self._since += 1
-        if self._since >= self._every:
-            self._write(
-                {f"{self._prefix}/{name}": value for name, value in self.values().items()}, step
-            )
+        if self._since >= self._every and not self._failed:
+            named = {f"{self._prefix}/{name}": value for name, value in self.values().items()}
+            try:
+                self._write(named, step)
+            except Exception:  # the step counts on all ranks, whoever could not be told of it
+                logger.warning(
+                    "gradcomp: the target of log_to failed, and gets no more reports",
+                    exc_info=True,
+                )
+                self._failed = True
             self._since = 0
             self._forget()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -123,6 +123,7 @@ class ParameterClient:
                 one element, with "max". None: by 1.
 
         Raises:
+            TypeError: `shape` or `value` of another type.
             ValueError: an argument out of its range, or arguments that exclude each other.
             UnsupportedTensor: `value` sparse, or not contiguous.
             PeerMismatch: another client has made the key with other settings; the key is broken for
@@ -130,6 +131,10 @@ class ParameterClient:
             PeerLost: the server is gone or silent.
         """
         _check_key(key)
+        if value is not None and not isinstance(value, Tensor):
+            raise TypeError(f"value must be a tensor, got {value.__class__.__name__}")
+        if not isinstance(shape, Iterable):
+            raise TypeError(f"shape must be a sequence of integers, got {shape!r}")
         resolved = None if codec is None else resolve(codec)
         if resolved is not None:
             check_alone(resolved)

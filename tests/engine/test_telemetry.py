@@ -115,6 +115,23 @@ def test_targets(caplog):
     assert sum("gradcomp: step" in record.message for record in caplog.records) == 2
 
 
+def test_a_target_that_fails_ends_no_training(caplog):
+    """The step counted on all ranks, but gradients of this one were NaN, and again in each later
+    step.
+    """
+    calls = []
+
+    def target(values, step):
+        calls.append(step)
+        raise OSError("disk full")
+
+    one = Telemetry(target, Stats, None, every=2)
+    for step in range(6):
+        one.step(step)
+    assert calls == [1] and "disk full" in caplog.text
+    assert sum("gets no more reports" in record.message for record in caplog.records) == 1
+
+
 @pytest.mark.parametrize("target", [7, None, "TensorBoard"])
 def test_what_is_no_target(target):
     with pytest.raises(TypeError, match="log_to takes a SummaryWriter.*got "):

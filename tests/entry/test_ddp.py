@@ -392,6 +392,12 @@ REFUSED = {
         r"ValueError: .*a positive number of seconds, at most 1e\+06, got 0",
     ),
     "float64": (lambda: DDP(small_model(torch.float64)), "onebit", {}, "UnsupportedTensor: .*loat"),
+    "compiled": (
+        lambda: torch.compile(DDP(small_model()), backend="eager"),
+        "terngrad",
+        {},
+        "TypeError: .*got a compiled one; register on the DistributedDataParallel inside",
+    ),
     "another model's optimizer": (
         None,
         "terngrad",

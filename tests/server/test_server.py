@@ -429,3 +429,15 @@ def test_a_push_that_makes_an_asynchronous_key_infinite_is_refused():
         return client.pull_parameter("w").tolist()
 
     assert run(pushes, workers=1)[0] == [[10.0, 10.0]]
+
+
+def test_a_shape_or_value_of_another_kind_is_named():
+    def makes(client, index):
+        for given, said in (
+            ({"shape": 5}, "shape must be a sequence of integers, got 5"),
+            ({"shape": [2], "value": [0.0, 0.0]}, "value must be a tensor, got list"),
+        ):
+            with pytest.raises(TypeError, match=said):
+                client.init_parameter("a", **given)
+
+    run(makes, workers=1)
