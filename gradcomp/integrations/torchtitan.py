@@ -55,8 +55,8 @@ class ReplicaAverage:
         common, advanced: as of `gradcomp.ddp.register`.
 
     Attributes:
-        averager: the `gradcomp.GradientAverager` inside: `stats`, `describe`, `quality`, `log_to`,
-            `state_dict`, `load_state_dict`.
+        averager: the `gradcomp.GradientAverager` inside: `stats`, `describe`, `quality`, `log_to`.
+            Its own `state_dict` does not tell shards apart.
 
     Raises:
         TypeError: no module that `fully_shard` has wrapped.
@@ -76,6 +76,7 @@ class ReplicaAverage:
         parts = [models] if isinstance(models, nn.Module) else list(models)
         sharded = [one for part in parts for one in torch_private.sharded_modules(part)]
         self._modules = [one.module for one in sharded]
+        self._shards = [f"shard {one.group.rank()} of {one.group.size()}" for one in sharded[:1]]
         if not self._modules:
             raise TypeError(
                 "no module of this model is wrapped by torch.distributed.fsdp.fully_shard; without"
@@ -106,6 +107,24 @@ class ReplicaAverage:
         remove(self._hooks)
         self._watch.close()
         self.averager.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank needs to go on bit for bit, under the name of its shards: a
+        `torch.distributed.checkpoint` unites those of all ranks.
+        """
+        return {shard: self.averager.state_dict() for shard in self._shards}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict`.
+
+        Raises:
+            ValueError: of other shards, or as `GradientAverager.load_state_dict`; nothing is
+                changed then.
+        """
+        for shard in self._shards:
+            if shard not in state:
+                raise ValueError(f"this rank has {shard}, the state {', '.join(state) or 'none'}")
+            self.averager.load_state_dict(state[shard])
 
     def __enter__(self) -> Self:
         return self

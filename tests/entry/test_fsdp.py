@@ -663,6 +663,30 @@ def between_nodes(codec, by):
     return out
 
 
+@each_rank(4)
+def test_replicas_of_shards_are_checkpointed_apart(tmp_path):
+    """torch.distributed.checkpoint kept the residuals of one shard for all."""
+    mesh = mesh_of("node", "shard")
+    model = wrap(fresh(), mesh=mesh["shard"])
+    with ReplicaAverage(model, mesh["node"].get_group(), "onebit", min_numel=1) as replicas:
+        for step in range(2):
+            model.zero_grad()
+            loss_of(model, step).backward()
+        before = replicas.state_dict()
+        dcp.save({"gradcomp": replicas}, checkpoint_id=str(tmp_path))
+        loss_of(model, 2).backward()
+        dcp.load({"gradcomp": replicas}, checkpoint_id=str(tmp_path))
+        after = replicas.state_dict()
+        (mine,) = before
+        assert list(after) == [f"shard {dist.get_rank() % 2} of 2"] == [mine]
+        pairs = (parts_of(state[mine])["residual"] for state in (before, after))
+        residuals, loaded = pairs
+        assert residuals.keys() == loaded.keys() and len(residuals) > 2
+        assert all(torch.equal(residuals[name], loaded[name]) for name in residuals)
+        with pytest.raises(ValueError, match=f"this rank has {mine}, the state shard 7 of 9"):
+            replicas.load_state_dict({"shard 7 of 9": before[mine]})
+
+
 @pytest.mark.parametrize("by", ["averager", "hook"])
 @each_rank(4)
 def test_packed_between_nodes_and_plain_inside(by):
