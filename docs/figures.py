@@ -330,7 +330,7 @@ def fsdp() -> Iterator[Figure]:
     all_options = '`"onebit"`, `weights="block8"`, `keep_weights=True`'
     for label, method, decimals in (
         ("FSDP2", "fsdp2", True),
-        ('`compress(model, "terngrad")`', "fsdp2:ternary", False),
+        ('`register(model, "terngrad")`', "fsdp2:ternary", False),
         ('and `weights="block8"`', "fsdp2:ternary,weights=block8", False),
         ("and `keep_weights=True`", "fsdp2:ternary,weights=block8,keep", True),
         (all_options, "fsdp2:onebit,weights=block8,keep", True),
