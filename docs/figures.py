@@ -105,6 +105,18 @@ GPT_2000 = 1.3428  # fp32, 2,000 steps: no line (docs/results)
 # ---- pages ---------------------------------------------------------------------------------------
 
 
+def bits_and_loss() -> Iterator[Figure]:
+    """The table of all codecs, on the page on accuracy."""
+    for row in load("codecs-gpt-1m.json")["rows"]:
+        spread = row["deviation"] is not None
+        values = [row["bits"], row["mean"], *([row["deviation"]] if spread else []), row["to_fp32"]]
+        loss = "{:.4f} ± {:.4f}" if spread else "{:.4f}"
+        yield (
+            f"| {row['label']} | {{:.1f}} | {loss} | {{:+.3f}} | {{:.0f}} |",
+            (*values, row["seeds"]),
+        )
+
+
 def readme() -> Iterator[Figure]:
     for cells, method in (
         ("none (fp32) | 32", "fp32"),
@@ -384,6 +396,7 @@ SOURCE = {"workload": "gpt-1m, second text"}  # source code
 
 
 def accuracy() -> Iterator[Figure]:
+    yield from bits_and_loss()
     base = losses("fp32")[0]
     yield "**Step and decay**, at 2e-3, fp32 {:.4f}:", (base,)
     ternary = "ternary:exempt=vectors,precondition"

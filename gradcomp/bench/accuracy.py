@@ -242,10 +242,10 @@ def draw_bits(rows: Sequence[Mapping[str, Any]], figure: Any) -> None:
 
 
 def label_of(row: Mapping[str, Any]) -> str:
-    """Return a row's name in a picture."""
+    """Return a row's name in a picture: its `label`, where a file was given one, or the method."""
     rate = "" if row["factor"] == 1.0 else f", rate x {row['factor']:g}"
     bits = "" if row["bits"] is None else f" ({row['bits']:.1f} bits)"
-    return f"{row['method']}{rate}{bits}"
+    return f"{row.get('label', row['method'])}{rate}{bits}"
 
 
 def draw_curves(rows: Sequence[Mapping[str, Any]], figure: Any) -> None:
