@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -340,10 +341,10 @@ def _pairs(named_parameters: Any) -> list[tuple[str, nn.Parameter]]:
                 "GradientAverager takes a model, or the pairs of model.named_parameters(), got"
                 f" {type(pair).__name__}: residuals and checkpoints go by names"
             )
-    names = [name for name, _ in pairs]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
+    (most, count), *_ = Counter(name for name, _ in pairs).most_common(1) or [("", 0)]
+    if count > 1:
         raise ValueError(
-            f"several parameters are called {twice[0]!r}: residuals and checkpoints go by names, so"
+            f"several parameters are called {most!r}: residuals and checkpoints go by names, so"
             " prefix those of each module"
         )
     return pairs

@@ -181,7 +181,8 @@ class DiLoCo:
                 )
             self.check_replicas()
             self._hooks += self._inner.watch()
-            self._hooks += self._inner.before_step(_first_step_of(self))
+            if self._fresh:
+                self._hooks += self._inner.before_step(_first_step_of(self))
             if self._start:
                 plain = replace(plain, precondition=None)
                 first = options.warmup_codec or Identity()

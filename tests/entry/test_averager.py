@@ -298,5 +298,5 @@ def test_two_parameters_of_one_name_are_refused():
     """A state had residuals of one of them alone."""
     layers = nn.Linear(4, 4), nn.Linear(4, 4)
     pairs = [pair for layer in layers for pair in layer.named_parameters()]
-    with pytest.raises(ValueError, match="several parameters are called 'bias'"):
+    with pytest.raises(ValueError, match="several parameters are called 'weight'"):
         GradientAverager(pairs, "onebit")

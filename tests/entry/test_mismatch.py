@@ -31,8 +31,8 @@ CALLS = {
     "local_sgd": gradcomp.LocalSGD,
     "double_buffer": DoubleBuffer,
 }
-# what a rank trains, how it sends, how long it waits, what it measures for itself
-OWN = {"model", "named_parameters", "tensor", "inner_optimizer", "comm", "timeout_s"}
+# what a rank trains, how it sends, what it measures for itself
+OWN = {"model", "named_parameters", "tensor", "inner_optimizer", "comm"}
 OWN |= {"advanced", "quality_every"}
 HASH = re.compile(r"\d{12,}|[0-9a-f]{16,}")
 RARE = {field.name for field in dataclasses.fields(Advanced)}
@@ -79,6 +79,7 @@ ROWS = {  # by option; after a comma, which of its rows
     "key": Row((0, 1), "layout", {"feedback": None}),
     "step": Row((3, 4)),
     "feedback": Row((None, Feedback({0: 2560})), "codec_options"),
+    "timeout_s": Row((20.0, 30.0)),
     "weights": Row((None, "block8")),
     "keep_weights": Row((False, True), both={"weights": "block8"}),
     "residuals": Row(("fp32", "bf16")),
