@@ -151,7 +151,7 @@ class CompressionState(Controls):
         if packed:
             engine.layouts.keeps_packed = True
         if isinstance(optimizer, SplitOptimizer):
-            engine.replicated = lambda: replicated(optimizer, engine)
+            engine.replicas.more = lambda: replicated(optimizer, engine)
             agree_on_optimizer(optimizer, engine, self._not_fused)
         return FusedGradients(engine, optimizer) if packed else None
 

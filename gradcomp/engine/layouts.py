@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradcomp.codecs import Codec, Identity, resolve
 from gradcomp.codecs.checks import check_tensor
-from gradcomp.comm.base import Communicator
+from gradcomp.comm.base import Lease
 from gradcomp.comm.rounds import ring_bytes
 from gradcomp.engine.buckets import Source
 from gradcomp.engine.options import Options, check_rotation
@@ -72,7 +72,7 @@ class Layouts:
         self,
         sources: Sequence[Source],
         codec: Codec,
-        comm: Communicator,
+        comm: Lease,
         options: Options,
         timeout_s: float,
         stats: Stats,
@@ -122,7 +122,7 @@ class Layouts:
             self.route.close()
             raise
 
-    def take(self, comm: Communicator) -> None:
+    def take(self, comm: Lease) -> None:
         """Travel over `comm` from now on. Collective for a hierarchical exchange."""
         options = self.options
         self.route: Route = make_route(
@@ -139,7 +139,7 @@ class Layouts:
         self._exchanges: dict[tuple[Any, ...], Exchange] = {}
         self._changed = False
 
-    def move(self, comm: Communicator) -> None:
+    def move(self, comm: Lease) -> None:
         """Travel over `comm` from now on, among other ranks than before; residuals stay.
 
         What this rank has left out of means that it owned goes into the residuals of its own

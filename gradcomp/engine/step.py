@@ -27,18 +27,9 @@ from gradcomp.engine.guard import Guard
 from gradcomp.engine.layouts import Layouts, Members
 from gradcomp.engine.options import Options
 from gradcomp.engine.rate import LongerSteps, divides_by_squares, gains, shortening, unwrapped
+from gradcomp.engine.replicas import Replicas
 from gradcomp.engine.watch import Growth
 from gradcomp.errors import GradcompError, PeerMismatch, peers_answer
-from gradcomp.exchange.agree import (
-    EXCHANGE_FIELDS,
-    NBYTES,
-    Named,
-    Shown,
-    agree,
-    agree_on_tensors,
-    codec_fields,
-    digests,
-)
 from gradcomp.exchange.averages import Averages
 from gradcomp.exchange.pipeline import InlinePipeline, Pipeline, Task
 from gradcomp.exchange.routes import Exchange
@@ -100,7 +91,7 @@ class Step:
         check_tensor(buffer, "the bucket")
         engine, bucket = self._engine, len(self.buckets)
         exchange, new = engine.layouts.exchange(buffer, members, self.number, bucket)
-        shared, named = engine.compared_state() if bucket == 0 else ({}, ())
+        shared, named = engine.replicas.first_bucket(self.number) if bucket == 0 else ({}, ())
         compared = (new or {}) | shared
         self.buckets.append((exchange, members))
         if bucket == 0:
@@ -112,7 +103,7 @@ class Step:
 
         def first() -> None:
             if compared and engine.comm.world_size > 1:
-                engine.agree(compared, named, bucket)
+                engine.replicas.agree(compared, named, bucket)
             slices[0][0]()
 
         def end(error: BaseException | None) -> None:
@@ -246,10 +237,7 @@ class Engine:
         is_open: a step has begun and was not finished.
         reports: get every step that has ended.
         origin: what the entry point's states say of it, its kind first.
-        replicated: returns what else must be the same on every rank, (name, value) pairs for
-            `check_replicas`.
-        compares_state: the first bucket of every step compares whether a state was loaded, and
-            after a load a digest of what every rank must hold alike.
+        replicas: compares what every rank must hold alike.
     """
 
     pipeline: Pipeline
@@ -283,6 +271,7 @@ class Engine:
             sources, resolve(codec), self.comm, options, self.timeout_s, self.stats
         )
         self.codec, self.store = self.layouts.codec, self.layouts.store
+        self.replicas = Replicas(self.sources, self.layouts, self.timeout_s, self.stats)
         self.orders = self.layouts.orders
         self._growth = Growth(self._noisy_weights())
         self.guard = (
@@ -295,8 +284,6 @@ class Engine:
         self._rate = ""  # what it does, for `describe`
         self.reports: list[Telemetry] = []
         self.origin: dict[str, object] = {"kind": "gradients"}
-        self.replicated: Callable[[], Named] = list
-        self.compares_state, self._unseen = self.store.moments is not None, False
         self._start()
 
     # ---- a step ----------------------------------------------------------------------------------
@@ -421,7 +408,7 @@ class Engine:
         self.layouts.take(self.comm)
         self._start()
         try:
-            self.agree_on({"step": self.step})
+            self.replicas.agree_on({"step": self.step})
         except BaseException as error:
             self.fail(error)
             raise
@@ -499,7 +486,7 @@ class Engine:
         self.step = accepted.step
         if self.guard is not None:
             self.guard.load(accepted.guard, self.step)
-        self.compare_next()
+        self.replicas.compare_next()
         if self.options.loss_scale is None and accepted.loss_scale != 1.0:
             self.store.change_loss_scale(1.0)  # saved under a loss scaler, resumed without one
 
@@ -521,99 +508,21 @@ class Engine:
         if store.residuals is not None and not keeps_residuals:
             store.residuals.replace({})
 
-    def compare_next(self, *, wanted: bool = True) -> None:
-        """Have the next exchange compare a digest of what every rank must hold alike, if it
-        `compares_state`; or not, if that is not `wanted`.
-        """
-        self._unseen = wanted
-
     def check_replicas(self) -> None:
-        """Compare a hash of all `named` tensors, of `replicated` and of second moments, over the
-        ranks.
-
-        Raises:
-            PeerMismatch: "layout"; "parameter <name>", "second moment of <name>" or a name of
-                `replicated`, and the first rank that differs from rank 0.
-            PeerLost: a rank did not answer.
-        """
+        """As `Replicas.check`, after waiting for what is under way."""
         self.wait()
-        self._compare(self._shared_state(), "check_replicas", Channel.CONTROL)
+        self.replicas.check()
 
     def compare_sources(self, called: str) -> None:
-        """Compare codec, exchange and the bits of trained tensors over the ranks, as nobody has
-        broadcast them. Collective.
-
-        Names and shapes may differ: the first bucket's record says more about that.
-
-        Args:
-            called: what every rank has to call, for messages.
-
-        Raises:
-            PeerMismatch: a field of the fingerprint, or "parameter <name>"; on this call and on
-                every later one.
-            PeerLost: a rank did not answer.
+        """As `Replicas.compare_sources`; what differs is raised on this call and on every later
+        one, but for names and shapes: the first bucket's record says more about those.
         """
-        sources = [source for source in self.sources if source.trained]
-        settings = {**codec_fields(self.codec), "exchange": self.layouts.strategy.exchange}
         try:
-            with self.comm:
-                agree_on_tensors(
-                    self.comm,
-                    [(f"parameter {source.name}", source.like) for source in sources],
-                    self.timeout_s,
-                    called=called,
-                    phase="fingerprint",
-                    settings=settings,
-                    shards=[source.shard for source in sources],
-                )
-            self.stats.setup_bytes += (self.comm.world_size - 1) * NBYTES
+            self.replicas.compare_sources(called)
         except GradcompError as error:
             if not isinstance(error, PeerMismatch) or error.field != "layout":
                 self.fail(error)
                 raise
-
-    def agree_on(self, values: dict[str, object], named: Named = ()) -> None:
-        """Raise PeerMismatch on every rank unless these fields of the fingerprint, and `named`
-        tensors and values, are the same on all. Collective.
-        """
-        with self.comm:
-            self.agree(values | {"state": digests(named)}, named)
-
-    def agree(self, values: dict[str, object], named: Named, bucket: int = -1) -> None:
-        """Compare fields over the ranks; where the digest "state" differs, find out which of
-        `named` does.
-        """
-        self.stats.setup_bytes += (self.comm.world_size - 1) * NBYTES
-        found: PeerMismatch | None = None
-        try:
-            agree(self.comm, values, self.timeout_s, fields=EXCHANGE_FIELDS, bucket=bucket)
-        except PeerMismatch as error:
-            found = error
-        if found is not None:
-            # which all ranks see, so all of them look for the first difference
-            if found.field == "state":
-                self._compare(named, "fingerprint", Channel.SCALE)
-            raise found
-        if "loaded" in values:
-            self._unseen = False
-
-    def compared_state(self) -> tuple[dict[str, object], Named]:
-        """Return what the first bucket of a step compares of the state that is the same on all
-        ranks: by field, and the state that "state" is a digest of.
-
-        That is empty unless it may have changed otherwise than by steps: hashing it at every step
-        would take too long.
-        """
-        if not self.compares_state:
-            return {}, ()
-        named = self._shared_state() if self._unseen else []
-        text = f"{'a' if self._unseen else 'no'} state loaded since the last exchange"
-        values = {
-            "step": self.step,
-            "loaded": Shown(int(self._unseen), text),
-            "state": digests(named),
-        }
-        return values, named
 
     def describe(self) -> str:
         """Return one line that says what is on."""
@@ -661,28 +570,6 @@ class Engine:
             Pipeline(route.stage_count, on_failure=route.abort)
             if self.comm.world_size > 1
             else InlinePipeline()
-        )
-
-    def _shared_state(self) -> Named:
-        """Return (name, value) of what every rank must hold alike."""
-        # not `named`: torch may have swapped the tensors since
-        named: list[tuple[str, object]] = [
-            (f"parameter {source.name}", source.like) for source in self.sources
-        ]
-        named += self.replicated()
-        if self.store.moments is not None:
-            moments = self.store.moments.planes.state(self.layouts.names)
-            named += [(f"second moment of {name}", tensor) for name, tensor in moments.items()]
-        return named
-
-    def _compare(self, named: Named, phase: str, channel: Channel) -> None:
-        agree_on_tensors(
-            self.comm,
-            named,
-            self.timeout_s,
-            called="check_replicas()",
-            phase=phase,
-            channel=channel,
         )
 
 

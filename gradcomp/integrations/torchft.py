@@ -229,7 +229,7 @@ class ManagedAverager(GradientAverager):
 
     def _take(self, accepted: Accepted) -> None:
         super()._take(accepted)
-        self._engine.compare_next(wanted=False)  # the manager decides who copies whom
+        self._engine.replicas.compare_next(wanted=False)  # the manager decides who copies whom
 
     def close(self) -> None:
         """Stop the threads and close the connections; the manager stays."""

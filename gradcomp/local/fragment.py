@@ -59,8 +59,8 @@ class Fragment:
         self.syncs, self.progress = 0, ""
         me = weakref.ref(self)
         engine = self.averager._engine
-        engine.replicated = lambda: mine.replicated() if (mine := me()) is not None else []
-        engine.compares_state = True
+        engine.replicas.more = lambda: mine.replicated() if (mine := me()) is not None else []
+        engine.replicas.watched = True
         self.sent = self.held = False
 
     # ---- a sync ----------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class Fragment:
         self.syncs += 1
         # 1, 2, 4, ...: an option that no comparison sees shows in what steps have made
         if self.syncs & (self.syncs - 1) == 0:
-            self.averager._engine.compare_next()
+            self.averager._engine.replicas.compare_next()
         self.restore(alpha)
 
     def forget(self) -> None:

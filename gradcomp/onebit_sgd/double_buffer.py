@@ -114,7 +114,7 @@ class DoubleBuffer:
         )
         self._engine = self._averager._engine
         self._engine.origin = {"kind": type(self).__name__, "whole_steps": whole_steps}
-        self._engine.replicated = lambda: [("whole_steps", whole_steps)]
+        self._engine.replicas.more = lambda: [("whole_steps", whole_steps)]
         self._stepping = self._closed = False
         self._sent: GroupOptions = []  # the groups' options of the exchange under way
         self._minibatches = 0

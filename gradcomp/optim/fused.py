@@ -64,7 +64,7 @@ def agree_on_optimizer(optimizer: SplitOptimizer, engine: Engine, not_fused: str
     kind = type(optimizer).__name__
     text = f"{kind}, {f'not fused: {not_fused}' if not_fused else 'fused'}"
     try:
-        engine.agree_on({"optimizer": text}, replicated(optimizer, engine))
+        engine.replicas.agree_on({"optimizer": text}, replicated(optimizer, engine))
     except PeerMismatch as found:
         if found.field in ("wire_version", "call", "optimizer"):
             raise

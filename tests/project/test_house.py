@@ -172,7 +172,7 @@ def test_addresses_are_taken_by_kernels_alone():
 
 
 def test_python_files_fit_one_sitting():
-    lengths = {path.name: len(path.read_text().splitlines()) for path in files()}
+    lengths = {path: len(path.read_text().splitlines()) for path in files()}
     assert max(lengths.values()) <= 600, lengths
 
 
