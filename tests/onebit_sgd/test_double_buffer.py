@@ -9,7 +9,8 @@ import time
 
 import pytest
 import torch
-from _ranks import each_rank, run_local
+from _models import bits
+from _ranks import each_rank, run_local, with_communicator
 from _saved import parts_of
 from torch import nn
 
@@ -47,10 +48,6 @@ def minibatch(step, rank, samples=7):
     generator = torch.Generator().manual_seed(1000 * step + rank)
     x = torch.randn(samples, 20, generator=generator)
     return x, torch.randint(5, (samples,), generator=generator)
-
-
-def bits(net):
-    return b"".join(p.detach().view(torch.uint8).numpy().tobytes() for p in net.parameters())
 
 
 def sgd(net):
@@ -273,17 +270,9 @@ def test_close_raises_what_the_last_exchange_failed_with(comm):
         buffer.close()
 
 
-def over_gloo(function, *args):
-    comm = TorchCommunicator(timeout_s=60)
-    try:
-        return function(comm, *args)
-    finally:
-        comm.close()
-
-
 def test_a_rank_that_stops_calling_is_peer_lost_on_the_others(gloo):
     run_local(2, stops_calling)
-    gloo(2, over_gloo, stops_calling)
+    gloo(2, with_communicator, "gloo", stops_calling)
 
 
 @each_rank(2, "local")
