@@ -16,7 +16,6 @@ from torch import nn
 
 import gradcomp
 from gradcomp import GradcompError, GradientAverager, OneBit, PeerLost, PeerMismatch
-from gradcomp.comm import LocalCommunicator
 from gradcomp.onebit_sgd import BatchSizeChoice, BatchSizeTrial, DoubleBuffer, find_batch_size
 from gradcomp.onebit_sgd.batch_size import candidates
 
@@ -236,6 +235,7 @@ SIZES = [128, 192, 256, 384, 512]
     ],
 )
 def test_the_largest_within_the_margin_wins_and_nan_never(criteria, margin, wanted):
+    """On one rank, without a process group."""
     losses = {s: [c, c] for s, c in zip(SIZES, criteria, strict=True)}
     choice, optimizer = search(losses, margin=margin)
     assert choice.minibatch == choice.trial.minibatch == wanted
@@ -414,9 +414,3 @@ def test_the_table_in_plain_text():
         "         128         nan          -      1.000         5        0.5",
         "minibatch 64: the largest within 1 % of the best",
     ]
-
-
-def test_alone_it_needs_no_process_group():
-    assert search({s: [1.0] for s in SIZES})[0].minibatch == 512
-    with pytest.raises(ValueError, match="no loss on rank 0"):
-        search({s: [] for s in SIZES}, LocalCommunicator.group(1)[0])
