@@ -116,8 +116,10 @@ def test_every_bit_is_rolled_back(name, stepped):
     assert [t.lr_factor for t in choice.trials] == [1.0] * 4
 
 
-def residuals(comm, kind):
-    """Search in the middle of a run with residuals; return the trials."""
+@pytest.mark.parametrize("kind", ["averager", "buffer"])
+@each_rank(2, "over")
+def test_residuals_are_rolled_back_and_all_ranks_choose_alike(comm, kind):
+    """Search in the middle of a run with residuals."""
     net = fresh_model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     options = {"comm": comm, "min_numel": 0, "timeout_s": 30}
@@ -148,13 +150,8 @@ def residuals(comm, kind):
     assert everything_now() == before
     list(train(choice.minibatch, 512))
     state.check_replicas()
+    assert len({trial.criterion for trial in choice.trials}) == 4
     return choice
-
-
-@pytest.mark.parametrize("kind", ["averager", "buffer"])
-def test_residuals_are_rolled_back_and_all_ranks_choose_alike(over, kind):
-    first, second = over(2, residuals, kind)
-    assert first == second and len({trial.criterion for trial in first.trials}) == 4
 
 
 def goes_on(name, searched, wrapped=False, fused=False):
