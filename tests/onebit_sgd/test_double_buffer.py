@@ -20,7 +20,7 @@ from gradcomp.comm import LinkCommunicator, LocalCommunicator, TorchCommunicator
 from gradcomp.onebit_sgd import DoubleBuffer, OverlapReport
 
 
-def make_model(seed=0):
+def make_model(seed):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(20, 33), nn.Tanh(), nn.Linear(33, 5))
 
@@ -44,10 +44,9 @@ def fresh_model():
     return copy.deepcopy(MODEL)
 
 
-def minibatch(step, rank, samples=7):
+def minibatch(step, rank):
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    x = torch.randn(samples, 20, generator=generator)
-    return x, torch.randint(5, (samples,), generator=generator)
+    return torch.randn(7, 20, generator=generator), torch.randint(5, (7,), generator=generator)
 
 
 def sgd(net):
@@ -501,8 +500,8 @@ def test_options_set_by_a_hook_of_the_step_stay():
 WIDE = 1024
 
 
-def heavy(seed=0):
-    torch.manual_seed(seed)
+def heavy():
+    torch.manual_seed(0)
     return nn.Sequential(nn.Linear(WIDE, WIDE), nn.ReLU(), nn.Linear(WIDE, WIDE))
 
 

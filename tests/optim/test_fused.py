@@ -75,9 +75,9 @@ def made(make, kind=Net, predicate=lambda name, p: not name.startswith("norm"), 
     return net, OPTIMIZERS[make](split_parameters(net, predicate=predicate, **options))
 
 
-def sgd_on(net, codec="onebit", lr=0.5, **options):
+def sgd_on(net, codec="onebit", **options):
     """Return DDP, optimizer and state of a net whose updates are fused."""
-    model, optimizer = DDP(net), SplitSGD(net.parameters(), lr=lr)
+    model, optimizer = DDP(net), SplitSGD(net.parameters(), lr=0.5)
     options = {"optimizer": optimizer, "min_numel": 0} | options
     return model, optimizer, gradcomp.ddp.register(model, codec, **options)
 
