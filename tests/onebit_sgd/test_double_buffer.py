@@ -19,6 +19,8 @@ from gradcomp import GradcompError, GradientAverager, Identity, OneBit, PeerLost
 from gradcomp.comm import LinkCommunicator, LocalCommunicator, TorchCommunicator
 from gradcomp.onebit_sgd import DoubleBuffer, OverlapReport
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def make_model(seed):
     torch.manual_seed(seed)
@@ -28,15 +30,6 @@ def make_model(seed):
 SCALER = torch.amp.GradScaler("cpu")
 MODEL, OTHER = make_model(0), make_model(1)  # threads share torch's global generator
 LR, MOMENTUM = 0.1, 0.9
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Matrix products of torch depend on its number of threads; ranks in processes have one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def fresh_model():
