@@ -148,3 +148,13 @@ def test_what_is_refused(tmp_path):
         packed().register(nn.Linear(4, 4))
     packed().save(None, tmp_path)  # the state of a run of one
     assert not packed().load(None, tmp_path) and not list(tmp_path.iterdir())
+
+
+@each_rank(2)
+def test_a_state_of_ddp_register_is_loaded_too(tmp_path):
+    """It has no watch, which was a KeyError of a weak reference."""
+    model = DistributedDataParallel(nn.Linear(64, 64))
+    with gradcomp.ddp.register(model, "onebit") as state:
+        packed().save(state, tmp_path)
+        dist.barrier()  # every rank writes its own file
+        assert packed().load(state, tmp_path)
