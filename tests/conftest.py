@@ -54,6 +54,17 @@ def tier(request):
     native.select_tier(before)
 
 
+@pytest.fixture
+def one_thread():
+    """Matrix products of torch depend on its number of threads; ranks in processes have one."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 FRAMEWORKS = ("lightning", "transformers.trainer", "accelerate", "ray.train.torch")
 
 

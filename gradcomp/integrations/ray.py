@@ -125,6 +125,7 @@ def load(state: CompressionState | None, folder: str | os.PathLike[str]) -> bool
     """
     if state is None or not read(state, state._engine.comm, folder):
         return False
-    if (watch := _watches[state]()) is not None:
+    watch = _watches.get(state, lambda: None)()  # a state of gradcomp.ddp.register has none
+    if watch is not None:
         watch.restart()
     return True

@@ -75,13 +75,13 @@ class ReplicaAverage:
     ) -> None:
         parts = [models] if isinstance(models, nn.Module) else list(models)
         sharded = [one for part in parts for one in torch_private.sharded_modules(part)]
-        self._modules = [one.module for one in sharded]
-        self._shards = [f"shard {one.group.rank()} of {one.group.size()}" for one in sharded[:1]]
-        if not self._modules:
+        if not sharded:
             raise TypeError(
                 "no module of this model is wrapped by torch.distributed.fsdp.fully_shard; without"
                 " it there is gradcomp.GradientAverager"
             )
+        self._modules = [one.module for one in sharded]
+        self._shard = f"shard {sharded[0].group.rank()} of {sharded[0].group.size()}"
         named = [
             (f"{n}.{name}" if n else name, p)
             for n, part in enumerate(parts)
@@ -112,7 +112,7 @@ class ReplicaAverage:
         """Return what this rank needs to go on bit for bit, under the name of its shards: a
         `torch.distributed.checkpoint` unites those of all ranks.
         """
-        return {shard: self.averager.state_dict() for shard in self._shards}
+        return {self._shard: self.averager.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`.
@@ -121,10 +121,10 @@ class ReplicaAverage:
             ValueError: of other shards, or as `GradientAverager.load_state_dict`; nothing is
                 changed then.
         """
-        for shard in self._shards:
-            if shard not in state:
-                raise ValueError(f"this rank has {shard}, the state {', '.join(state) or 'none'}")
-            self.averager.load_state_dict(state[shard])
+        if self._shard not in state:
+            held = ", ".join(state) or "none"
+            raise ValueError(f"this rank has {self._shard}, the state {held}")
+        self.averager.load_state_dict(state[self._shard])
 
     def __enter__(self) -> Self:
         return self

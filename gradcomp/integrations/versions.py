@@ -31,12 +31,11 @@ def imported(framework: str) -> Iterator[None]:
             f" 'gradcomp[{framework}]' ({error})",
             name=framework,
         ) from error
-    warn_unless_tried(framework)
+    warn_unless_tried(framework, version(framework))
 
 
-def warn_unless_tried(framework: str, found: str | None = None) -> None:
-    """Warn about a release outside of `TRIED`; `found` is its version, None the installed one."""
-    found = version(framework) if found is None else found
+def warn_unless_tried(framework: str, found: str) -> None:
+    """Warn if a release, `found`, is outside of `TRIED`."""
     numbers = re.match(r"(\d+)\.(\d+)", found)
     oldest, newest = TRIED[framework]
     if not numbers or not oldest <= (int(numbers[1]), int(numbers[2])) <= newest:

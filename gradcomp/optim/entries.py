@@ -17,7 +17,7 @@ from gradcomp.kernels.rules import NO_RULE, RULE, TARGET, Kind
 from gradcomp.kernels.tables import CHUNK_NUMEL, Table
 from gradcomp.optim.split import ROUNDINGS
 
-GRADIENT_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+GRADIENT_DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(slots=True, eq=False)
@@ -32,11 +32,6 @@ class Entry:
     position: int = 0  # in `packed`
     step: int = 0  # number of this step for this parameter, from 1
     is_first: bool = False  # its state has not seen a gradient yet
-
-
-def number(value: Any) -> float:
-    """Return a hyperparameter, a number or a tensor of one element, as a float."""
-    return float(value.item()) if isinstance(value, Tensor) else float(value)
 
 
 def make_rules(

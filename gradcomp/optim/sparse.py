@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from gradcomp.errors import UnsupportedTensor
-from gradcomp.optim.entries import GRADIENT_DTYPES, Entry, number
+from gradcomp.optim.entries import GRADIENT_DTYPES, Entry
 
 
 def check_sparse(optimizer: Any, p: nn.Parameter, group: dict[str, Any], name: str) -> None:
@@ -19,7 +19,7 @@ def check_sparse(optimizer: Any, p: nn.Parameter, group: dict[str, Any], name: s
     reason = None
     if not takes or gradient.sparse_dim() != 1:
         reason = f"{kind} does not take it (Embedding(sparse=False) makes dense ones)"
-    elif group.get("momentum", 0) or number(group["weight_decay"]):
+    elif group.get("momentum", 0) or float(group["weight_decay"]):
         reason = "momentum and weight decay change weights that it does not name"
     elif gradient.dtype not in GRADIENT_DTYPES or not p.is_contiguous():
         reason = f"it is {gradient.dtype}, or the parameter is not contiguous"

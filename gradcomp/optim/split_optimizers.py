@@ -22,7 +22,7 @@ from torch import Tensor
 from gradcomp.arguments import check_number
 from gradcomp.kernels.rules import Flag, Kind
 from gradcomp.optim.base import SplitOptimizer
-from gradcomp.optim.entries import Entry, number, run_rules
+from gradcomp.optim.entries import Entry, run_rules
 
 Ranges = dict[str, Callable[[str, Any], None]]
 
@@ -46,14 +46,10 @@ def check_betas(name: str, betas: Any) -> None:
         check_option(f"{name}[{place}]", beta, high=1.0)
 
 
-def one_of(*choices: Any) -> Callable[[str, Any], None]:
-    """Return a check that raises ValueError unless a value is one of the choices."""
-
-    def check(name: str, value: Any) -> None:
-        if value not in choices:
-            raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}")
-
-    return check
+def check_variant(name: str, value: Any) -> None:
+    """Raise ValueError unless `value` is a variant of LAMB."""
+    if value not in ("lamb", "nvlamb"):
+        raise ValueError(f"{name} must be 'lamb' or 'nvlamb', got {value!r}")
 
 
 class SplitSGD(SplitOptimizer):
@@ -115,10 +111,10 @@ class SplitSGD(SplitOptimizer):
         flags = entry.is_first * Flag.FIRST | bool(group["nesterov"]) * Flag.NESTEROV
         return {
             "flags": flags | bool(group["maximize"]) * Flag.MAXIMIZE,
-            "step_size": -number(group["lr"]),
+            "step_size": -float(group["lr"]),
             "momentum": group["momentum"],
             "keep": 1 - group["dampening"],
-            "weight_decay": number(group["weight_decay"]),
+            "weight_decay": float(group["weight_decay"]),
         }
 
 
@@ -156,8 +152,8 @@ class SplitAdagrad(SplitOptimizer):
         group = entry.group
         return {
             "flags": bool(group["maximize"]) * Flag.MAXIMIZE,
-            "step_size": -(number(group["lr"]) / (1 + (entry.step - 1) * group["lr_decay"])),
-            "weight_decay": number(group["weight_decay"]),
+            "step_size": -(float(group["lr"]) / (1 + (entry.step - 1) * group["lr_decay"])),
+            "weight_decay": float(group["weight_decay"]),
             "eps": group["eps"],
         }
 
@@ -173,7 +169,7 @@ class _Adam(SplitOptimizer):
 
     def numbers(self, entry: Entry) -> dict[str, float]:
         """Return also the bias corrections: of the first moment, and the root of the second's."""
-        beta1, beta2 = (number(b) for b in entry.group["betas"])
+        beta1, beta2 = (float(b) for b in entry.group["betas"])
         return {
             "flags": bool(entry.group["maximize"]) * Flag.MAXIMIZE,
             "keep": 1 - beta1,
@@ -212,8 +208,8 @@ class SplitAdamW(_Adam):
         super().__init__(params, given | {"maximize": maximize})
 
     def numbers(self, entry: Entry) -> dict[str, float]:
-        lr, made = number(entry.group["lr"]), super().numbers(entry)
-        decay = 1 - lr * number(entry.group["weight_decay"])
+        lr, made = float(entry.group["lr"]), super().numbers(entry)
+        decay = 1 - lr * float(entry.group["weight_decay"])
         return made | {"step_size": -(lr / made["bias1"]), "decay": decay}
 
 
@@ -233,7 +229,7 @@ class SplitLAMB(_Adam):
     """
 
     kind = Kind.LAMB_START
-    ranges: ClassVar[Ranges] = _Adam.ranges | {"variant": one_of("lamb", "nvlamb")}
+    ranges: ClassVar[Ranges] = _Adam.ranges | {"variant": check_variant}
 
     def __init__(
         self,
@@ -257,7 +253,7 @@ class SplitLAMB(_Adam):
     def numbers(self, entry: Entry) -> dict[str, float]:
         self.check_options(entry.group)  # a misspelt variant would be plain LAMB
         made = super().numbers(entry)
-        made["weight_decay"] = number(entry.group["weight_decay"])
+        made["weight_decay"] = float(entry.group["weight_decay"])
         # the kernel's update is m * bias1 / (sqrt(v) + eps): both sides times the root
         made["bias1"], made["eps"] = made["bias2"] / made["bias1"], made["eps"] * made["bias2"]
         return made
@@ -275,7 +271,7 @@ class SplitLAMB(_Adam):
         rules["kind"] = Kind.LAMB_APPLY
         for row, entry, (above, under) in zip(rules, entries, norms, strict=True):
             trust = float(above) / float(under) if above > 0 and under > 0 else 1.0
-            row["step_size"] = -number(entry.group["lr"]) * trust
+            row["step_size"] = -float(entry.group["lr"]) * trust
         run_rules(entries, rules, self.moments, gradients=False)
 
     def _prescale(self, entries: Sequence[Entry], rules: NDArray[Any]) -> None:

@@ -69,7 +69,7 @@ def scales(scaler, bad):
     return found
 
 
-def snapshot(model, optimizer, state=None):
+def snapshot(model, optimizer, state):
     """Return every bit of parameters, optimizer state and residuals, these in units of the plain
     gradient.
     """

@@ -21,15 +21,6 @@ from gradcomp.plan.nbytes import predict_bytes
 MODEL = small_model()  # threads share torch's global generator, so models are made once and copied
 
 
-@pytest.fixture
-def one_thread():
-    """Matrix products of torch depend on its number of threads; ranks in processes have one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def averager_of(comm, codec="terngrad", model=MODEL, **options):
     """Return a copy of a model, and its averager."""
     net = copy.deepcopy(model)

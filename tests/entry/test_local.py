@@ -33,17 +33,11 @@ from gradcomp.local.fragment import cut
 from gradcomp.local.inner import Turns
 from gradcomp.optim import SplitSGD
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 torch.manual_seed(0)
 MODEL = nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 50), nn.Tanh(), nn.Linear(50, 5))
 SIZES = {"features": 40, "classes": 5}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def fresh():

@@ -107,9 +107,9 @@ def launched(**more):
 
 
 @contextlib.contextmanager
-def placed(**more):
+def placed():
     """Let accelerate find the ranks that are there already, if there are any."""
-    with launched(OMP_NUM_THREADS=1, **more) if dist.is_initialized() else contextlib.nullcontext():
+    with launched(OMP_NUM_THREADS=1) if dist.is_initialized() else contextlib.nullcontext():
         forget()
         try:
             yield
@@ -355,6 +355,7 @@ class Ray(Accelerate):
     """Without Ray's own processes: `register`, `save` and `load` need only its process group."""
 
     alone = "Ray Train runs one worker: there is nobody to send gradients to"
+    fused = True
 
     def fit(self, codec, until, folder, start=None, optimizer_of=sgd, how="", **more):
         from gradcomp.integrations import ray as packed
@@ -363,7 +364,13 @@ class Ray(Accelerate):
         optimizer = optimizer_of(model)
         if dist.is_initialized():
             model = DistributedDataParallel(model)
-        with said() as warned, packed.register(model, codec) or contextlib.nullcontext() as state:
+        options = {"optimizer": optimizer, "timeout_s": 60}
+        with (
+            said() as warned,
+            packed.register(model, codec, **options) or contextlib.nullcontext() as state,
+        ):
+            if state is not None:
+                more["after_backward"] = state.materialize_gradients
             if start:
                 kept = torch.load(Path(start, "train.pt"), weights_only=True)
                 model.load_state_dict(kept["model"])

@@ -52,8 +52,6 @@ class Faults:
         self._at = self._faults.pop(due[0]) if due else ""
         if self._at == "refuse":
             self._manager.report_error(RuntimeError("this group does not want this step"))
-        elif self._at == "fail":
-            raise RuntimeError("injected")
         elif self._at in ("die", "freeze"):
             self._end()
 

@@ -92,10 +92,13 @@ def start(tmp_path, request):
     lighthouse.shutdown()
 
 
-def same_bits(results):
-    """Raise unless weights, the optimizer's state and second moments are the same bits."""
-    first = results[0]
-    for other in results[1:]:
+def ended(groups):
+    """Return what groups say at their end. Weights, the optimizer's state and second moments must
+    be the same bits.
+    """
+    results = [group.result() for group in groups]
+    (_, first), *others = results
+    for _, other in others:
         for part in first.keys() - {"inner"}:
             assert first[part].keys() == other[part].keys()
             for name, tensor in first[part].items():
@@ -103,6 +106,7 @@ def same_bits(results):
         for key, values in first["inner"].items():
             for name, value in values.items():
                 assert torch.equal(value, other["inner"][key][name]), name
+    return [done for done, _ in results]
 
 
 MORE = {"until": 3, "options": {"precondition": True}}
@@ -131,12 +135,9 @@ def lose_and_find(start, fault, most=2, **more):
         groups[2].said("die")
         groups[2].program.wait(PATIENCE_S)
         groups[2] = start(2, **more)
-    results = [group.result() for group in groups]
-    same_bits([bits for _, bits in results])
-    for done, _ in results[:2]:
-        assert len(done["lost"]) <= most, results
-    assert results[2][0]["groups"][-1] == 3, "it takes part again"
-    return results
+    done = ended(groups)
+    assert all(len(one["lost"]) <= most for one in done[:2]), done
+    assert done[2]["groups"][-1] == 3, "it takes part again"
 
 
 @pytest.mark.parametrize("trials", [1, pytest.param(10, marks=LONG)])
@@ -153,16 +154,11 @@ def test_a_fault_costs_the_others_a_step_at_most(start, fault, sync, trials):
         lose_and_find(start, fault, most=1 + (trials == 1), sync=sync, **MORE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("codec", "optimizer"),
-    [
-        ("onebit", "sgd"),
-        ("terngrad", "sgd"),
-        ("auto", "adam"),
-        ("block4", "adam"),
-    ],
+    [("onebit", "sgd"), ("terngrad", "sgd"), ("auto", "adam"), ("block4", "adam")],
 )
-@pytest.mark.long
 def test_any_codec_goes_on(start, codec, optimizer):
     lose_and_find(start, "die first", codec=codec, optimizer=optimizer, until=3)
 
@@ -171,10 +167,9 @@ def test_a_group_that_comes_late_takes_part(start):
     groups = [start(g, **MORE) for g in range(2)]
     groups[0].said("step 8 ")
     groups.append(start(2, **MORE))
-    results = [group.result() for group in groups]
-    same_bits([bits for _, bits in results])
-    assert not any(done["lost"] for done, _ in results)
-    assert results[2][0]["groups"][-1] == 3
+    done = ended(groups)
+    assert not any(one["lost"] for one in done)
+    assert done[2]["groups"][-1] == 3
 
 
 @pytest.mark.long
@@ -185,9 +180,7 @@ def test_a_group_that_was_frozen_comes_back(start):
     groups[2].said("freeze")
     groups[0].said("step 14 ")
     groups[2].program.send_signal(signal.SIGCONT)
-    results = [group.result() for group in groups]
-    same_bits([bits for _, bits in results])
-    assert results[2][0]["groups"][-1] == 3
+    assert ended(groups)[2]["groups"][-1] == 3
 
 
 @pytest.mark.parametrize(
@@ -213,7 +206,7 @@ def test_a_group_with_other_settings_is_told_and_the_others_go_on(start, odd, wo
     groups.append(start(2, **more))
     assert wrong.program.wait(PATIENCE_S) == 1
     assert re.search(words, wrong.text()), wrong.text()
-    same_bits([group.result()[1] for group in groups])
+    ended(groups)
 
 
 @pytest.mark.long
@@ -228,9 +221,7 @@ def test_a_group_that_has_loaded_a_checkpoint_takes_part(start, sync):
     groups = [start(g, **more) for g in range(2)]
     groups[0].said("step 8 ")
     groups.append(start(2, state=files, **more))
-    results = [group.result() for group in groups]
-    same_bits([bits for _, bits in results])
-    assert not any(done["lost"] for done, _ in results[:2])
+    assert not any(one["lost"] for one in ended(groups)[:2])
 
 
 @pytest.mark.long
@@ -254,7 +245,7 @@ def test_groups_of_two_ranks(start):
         one.program.wait(PATIENCE_S)
     groups[1] = group(1)
     for rank in (0, 1):
-        same_bits([group[rank].result()[1] for group in groups])
+        ended([group[rank] for group in groups])
 
 
 @pytest.mark.parametrize("start", [2], indirect=True)

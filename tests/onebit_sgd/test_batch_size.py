@@ -16,7 +16,6 @@ from torch import nn
 
 import gradcomp
 from gradcomp import GradcompError, GradientAverager, OneBit, PeerLost, PeerMismatch
-from gradcomp.comm import LocalCommunicator
 from gradcomp.onebit_sgd import BatchSizeChoice, BatchSizeTrial, DoubleBuffer, find_batch_size
 from gradcomp.onebit_sgd.batch_size import candidates
 
@@ -117,8 +116,10 @@ def test_every_bit_is_rolled_back(name, stepped):
     assert [t.lr_factor for t in choice.trials] == [1.0] * 4
 
 
-def residuals(comm, kind):
-    """Search in the middle of a run with residuals; return the trials."""
+@pytest.mark.parametrize("kind", ["averager", "buffer"])
+@each_rank(2, "over")
+def test_residuals_are_rolled_back_and_all_ranks_choose_alike(comm, kind):
+    """Search in the middle of a run with residuals."""
     net = fresh_model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     options = {"comm": comm, "min_numel": 0, "timeout_s": 30}
@@ -149,13 +150,8 @@ def residuals(comm, kind):
     assert everything_now() == before
     list(train(choice.minibatch, 512))
     state.check_replicas()
+    assert len({trial.criterion for trial in choice.trials}) == 4
     return choice
-
-
-@pytest.mark.parametrize("kind", ["averager", "buffer"])
-def test_residuals_are_rolled_back_and_all_ranks_choose_alike(over, kind):
-    first, second = over(2, residuals, kind)
-    assert first == second and len({trial.criterion for trial in first.trials}) == 4
 
 
 def goes_on(name, searched, wrapped=False, fused=False):
@@ -236,6 +232,7 @@ SIZES = [128, 192, 256, 384, 512]
     ],
 )
 def test_the_largest_within_the_margin_wins_and_nan_never(criteria, margin, wanted):
+    """On one rank, without a process group."""
     losses = {s: [c, c] for s, c in zip(SIZES, criteria, strict=True)}
     choice, optimizer = search(losses, margin=margin)
     assert choice.minibatch == choice.trial.minibatch == wanted
@@ -414,9 +411,3 @@ def test_the_table_in_plain_text():
         "         128         nan          -      1.000         5        0.5",
         "minibatch 64: the largest within 1 % of the best",
     ]
-
-
-def test_alone_it_needs_no_process_group():
-    assert search({s: [1.0] for s in SIZES})[0].minibatch == 512
-    with pytest.raises(ValueError, match="no loss on rank 0"):
-        search({s: [] for s in SIZES}, LocalCommunicator.group(1)[0])

@@ -9,7 +9,8 @@ import time
 
 import pytest
 import torch
-from _ranks import each_rank, run_local
+from _models import bits
+from _ranks import each_rank, run_local, with_communicator
 from _saved import parts_of
 from torch import nn
 
@@ -18,8 +19,10 @@ from gradcomp import GradcompError, GradientAverager, Identity, OneBit, PeerLost
 from gradcomp.comm import LinkCommunicator, LocalCommunicator, TorchCommunicator
 from gradcomp.onebit_sgd import DoubleBuffer, OverlapReport
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 
-def make_model(seed=0):
+
+def make_model(seed):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(20, 33), nn.Tanh(), nn.Linear(33, 5))
 
@@ -29,28 +32,14 @@ MODEL, OTHER = make_model(0), make_model(1)  # threads share torch's global gene
 LR, MOMENTUM = 0.1, 0.9
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Matrix products of torch depend on its number of threads; ranks in processes have one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def fresh_model():
     torch.set_num_threads(1)  # it counts for the calling thread: ranks may be threads
     return copy.deepcopy(MODEL)
 
 
-def minibatch(step, rank, samples=7):
+def minibatch(step, rank):
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    x = torch.randn(samples, 20, generator=generator)
-    return x, torch.randint(5, (samples,), generator=generator)
-
-
-def bits(net):
-    return b"".join(p.detach().view(torch.uint8).numpy().tobytes() for p in net.parameters())
+    return torch.randn(7, 20, generator=generator), torch.randint(5, (7,), generator=generator)
 
 
 def sgd(net):
@@ -143,8 +132,13 @@ def test_weights_lack_the_update_under_way_and_no_other(over, world, whole, drai
     assert not drains or last != simulate(world, 5, whole)[1]
 
 
-def alone(comm, codec, how):
-    """Rank 0 evaluates in the middle, with a schedule going on; the other ranks do not."""
+@pytest.mark.parametrize("how", ["forward", "state_dict"])
+@pytest.mark.parametrize("codec", [Identity(), OneBit()], ids=repr)
+@each_rank(3, "over")
+def test_one_rank_drains_alone_and_replicas_stay_equal(comm, codec, how):
+    """Rank 0 evaluates in the middle, with a schedule going on; the other ranks do not. An update
+    is made with the learning rate of when it was sent, whenever a rank applies it.
+    """
     net, optimizer, buffer = buffered(comm, codec)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
     for step in range(6):
@@ -163,13 +157,6 @@ def alone(comm, codec, how):
     buffer.check_replicas()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(LR * 0.7**6)
     return bits(net)
-
-
-@pytest.mark.parametrize("how", ["forward", "state_dict"])
-@pytest.mark.parametrize("codec", [Identity(), OneBit()], ids=repr)
-def test_one_rank_drains_alone_and_replicas_stay_equal(over, codec, how):
-    """An update is made with the learning rate of when it was sent, whenever a rank applies it."""
-    assert len(set(over(3, alone, codec, how))) == 1
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["halves", "whole"])
@@ -273,17 +260,9 @@ def test_close_raises_what_the_last_exchange_failed_with(comm):
         buffer.close()
 
 
-def over_gloo(function, *args):
-    comm = TorchCommunicator(timeout_s=60)
-    try:
-        return function(comm, *args)
-    finally:
-        comm.close()
-
-
 def test_a_rank_that_stops_calling_is_peer_lost_on_the_others(gloo):
     run_local(2, stops_calling)
-    gloo(2, over_gloo, stops_calling)
+    gloo(2, with_communicator, "gloo", stops_calling)
 
 
 @each_rank(2, "local")
@@ -304,20 +283,17 @@ def split_sgd(net):
     return gradcomp.optim.SplitSGD(weights, lr=LR, momentum=MOMENTUM)
 
 
-def split_weights(comm, drains):
+@pytest.mark.parametrize("drains", [False, True])
+@each_rank(2, "local")
+def test_split_optimizers_are_stepped(comm, drains):
     net, optimizer, buffer = buffered(comm, optimizer=split_sgd)
     steps(net, buffer, comm, 0, 3)
     if comm.rank == 0 and drains:
         buffer.drain()
     steps(net, buffer, comm, 3, 5)
     buffer.check_replicas()
+    assert bits(net) != bits(copy.deepcopy(MODEL).bfloat16())
     return bits(net), [optimizer.trail(p).numpy().tobytes() for p in net.parameters()]
-
-
-@pytest.mark.parametrize("drains", [False, True])
-def test_split_optimizers_are_stepped(drains):
-    first, second = run_local(2, split_weights, drains)
-    assert first == second and first[0] != bits(copy.deepcopy(MODEL).bfloat16())
 
 
 # ---- the averager's rotate -----------------------------------------------------------------------
@@ -517,8 +493,8 @@ def test_options_set_by_a_hook_of_the_step_stay():
 WIDE = 1024
 
 
-def heavy(seed=0):
-    torch.manual_seed(seed)
+def heavy():
+    torch.manual_seed(0)
     return nn.Sequential(nn.Linear(WIDE, WIDE), nn.ReLU(), nn.Linear(WIDE, WIDE))
 
 

@@ -75,9 +75,9 @@ def made(make, kind=Net, predicate=lambda name, p: not name.startswith("norm"), 
     return net, OPTIMIZERS[make](split_parameters(net, predicate=predicate, **options))
 
 
-def sgd_on(net, codec="onebit", lr=0.5, **options):
+def sgd_on(net, codec="onebit", **options):
     """Return DDP, optimizer and state of a net whose updates are fused."""
-    model, optimizer = DDP(net), SplitSGD(net.parameters(), lr=lr)
+    model, optimizer = DDP(net), SplitSGD(net.parameters(), lr=0.5)
     options = {"optimizer": optimizer, "min_numel": 0} | options
     return model, optimizer, gradcomp.ddp.register(model, codec, **options)
 
@@ -560,7 +560,8 @@ def test_backwards_that_add_up(plan, find, view):
     assert differing(*runs) == []
 
 
-def _exchange_fails():
+@each_rank(2)
+def test_no_local_gradient_is_left_after_a_failure():
     torch.manual_seed(0)
     net = nn.Linear(64, 1)
     model, optimizer, state = sgd_on(net, timeout_s=60)
@@ -578,7 +579,8 @@ def _exchange_fails():
     assert torch.equal(before, net.weight)
 
 
-def _closed_state():
+@each_rank(2)
+def test_no_local_gradient_is_left_after_a_close():
     net = nn.Linear(1, 1)
     model, optimizer, state = sgd_on(net)
     before = net.weight.detach().clone()
@@ -587,11 +589,6 @@ def _closed_state():
     with pytest.raises(GradcompError, match="is gone"):
         optimizer.step()
     assert torch.equal(before, net.weight)
-
-
-@pytest.mark.parametrize("how", [_exchange_fails, _closed_state])
-def test_no_local_gradient_is_left_after_a_failure_or_a_close(gloo, how):
-    gloo(2, how)
 
 
 def _joined():
@@ -626,9 +623,17 @@ def test_weights_that_join_hands_out_are_noticed(gloo):
 # ---- values that are not finite, loss scaling ----------------------------------------------------
 
 
-def _poisoned(codec, value, exchange):
+@pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])
+@pytest.mark.parametrize(
+    ("codec", "world"),
+    [("terngrad", 2), ("onebit", 2), ("identity", 2), ("block2", 3), ("block4", 3), ("block8", 2)],
+)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38, 3.3e38])
+@each_rank()
+def test_values_that_are_not_finite_or_nearly(codec, world, exchange, value):
     """The loss of one rank explodes at step 1; NaN and Inf reach the weights as they do unfused,
-    residuals stay.
+    residuals stay. Values of blocks reach 127 scales, and sums that overflowed were Inf in fused
+    weights, without a count.
     """
     runs = []
     for fused in (False, True):
@@ -649,19 +654,6 @@ def _poisoned(codec, value, exchange):
     assert runs[0] == runs[1]
     # sums of the others overflow
     assert runs[1][-1] == (0 if codec == "terngrad" and value < 1e39 else 1)
-
-
-@pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])
-@pytest.mark.parametrize(
-    ("codec", "world_size"),
-    [("terngrad", 2), ("onebit", 2), ("identity", 2), ("block2", 3), ("block4", 3), ("block8", 2)],
-)
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38, 3.3e38])
-def test_values_that_are_not_finite_or_nearly(gloo, codec, world_size, exchange, value):
-    """Values of blocks reach 127 scales, and sums that overflowed were Inf in fused weights,
-    without a count.
-    """
-    gloo(world_size, _poisoned, codec, value, exchange)
 
 
 # ---- registering, checking, resuming -------------------------------------------------------------
