@@ -295,6 +295,14 @@ def test_without_rich_it_says_what_to_install(tmp_path):
     assert "needs rich: pip install 'gradcomp[bench]'" in out.stderr
 
 
+def test_ctrl_c_during_imports_is_one_line(tmp_path):
+    """It ended in a traceback: torch is imported before the program's own first line."""
+    (tmp_path / "torch.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    out = run(start=[sys.executable], PYTHONPATH=path)
+    assert (out.returncode, out.stderr) == (130, "interrupted\n")
+
+
 def test_importing_the_planner_loads_no_tables():
     script = (
         "import sys, gradcomp; assert 'gradcomp.plan' not in sys.modules;"
