@@ -7,7 +7,7 @@ from gradcomp.bench.predict import planned
 from gradcomp.bench.ranks import Place, run
 from gradcomp.plan import Rates, Transport, find_model
 from gradcomp.plan.cli import build_parser, understand
-from gradcomp.plan.rates import OUTER, StageRate
+from gradcomp.plan.rates import OUTER, StageRate, fit, per_value
 
 pytestmark = pytest.mark.slow
 
@@ -23,9 +23,10 @@ pytestmark = pytest.mark.slow
 )
 def test_alpha_and_beta_are_found(alpha, beta, seconds):
     sizes = [1e3, 1e5, 1e6, 1e7]
-    found = measure.fit_alpha_beta(sizes, seconds or [alpha + beta * s for s in sizes])
+    taken = seconds or [alpha + beta * size for size in sizes]
+    found = fit([*zip(map(per_value, sizes), taken, strict=True)])
     tolerance = pytest.approx(beta, abs=1e-15, rel=0 if seconds is None else 1)
-    assert found == (pytest.approx(alpha, abs=1e-12), tolerance)
+    assert (found.fixed_s, found.per_value_s) == (pytest.approx(alpha, abs=1e-12), tolerance)
 
 
 def test_a_measurement_becomes_a_workload():
