@@ -7,12 +7,12 @@ import dataclasses
 import importlib
 import json
 import math
-import subprocess
 from types import SimpleNamespace
 
 import pytest
 import torch
 from _forks import python
+from _ranks import output_of
 
 from gradcomp.bench import codec, optim, ratio, timing
 from gradcomp.bench.codec import Case, cases
@@ -277,10 +277,9 @@ def test_predictions_equal_what_gloo_counted_to_the_byte(monkeypatch, off_by):
 
 @pytest.mark.slow
 def test_ratio_as_a_program_writes_its_files(tmp_path):
-    command = [*python(), "-m", "gradcomp.bench", "ratio"]
-    command += ["--no-verify", "--check", "--models", "LeNet"]
-    command += ["--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    options = ["--no-verify", "--check", "--models", "LeNet"]
+    options += ["--json", tmp_path / "r.json", "--plot", tmp_path / "r.png"]
+    done = output_of(*python(), "-m", "gradcomp.bench", "ratio", *options)
     assert done.returncode == 0, done.stderr
     assert "1,256,080 parameters" in done.stdout
     assert done.stdout.count("pass ") == 8 and "FAIL" not in done.stdout
