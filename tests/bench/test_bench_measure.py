@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from _forks import python
 from _ranks import output_of
 
 from gradcomp.bench import codec, optim, ratio, timing
+from gradcomp.bench.about import save_json
 from gradcomp.bench.codec import Case, cases
 from gradcomp.bench.models import LeNet
 from gradcomp.codecs import EntropyCoded
@@ -51,6 +53,17 @@ def test_ratios_are_of_seconds_in_turn_and_the_median_counts(monkeypatch):
     case = Case("x", lambda: take(next(taken)), 8.0, [])
     found = codec.measure(case, lambda: take(2.0), 1 << 22, 3)
     assert found == {"ratio": 0.5, "gb_per_s": (1 << 24) / 1e9, "least_s": 1.0}
+
+
+@pytest.mark.parametrize("target", ["/dev/null", "other.json"])
+def test_a_result_goes_into_a_device_or_through_a_link(tmp_path, target):
+    """The device or the link was replaced by a file: as root, /dev/null of the whole machine."""
+    link, target = tmp_path / "x.json", tmp_path / target
+    link.symlink_to(target)
+    save_json(link, rows=[1])
+    assert link.is_symlink() and target.is_char_device() == (target == Path("/dev/null"))
+    if not target.is_char_device():
+        assert json.loads(target.read_text())["rows"] == [1]
 
 
 # ---- codec ---------------------------------------------------------------------------------------
