@@ -45,9 +45,11 @@ WRONG = [
     ("train --points 0", "--points: '0' is not a positive integer"),
     ("train --workload mlp --optimizer muon --hosts 0", "mlp has no rate for muon"),
     (ACCURACY, "prose.txt"),
+    (f"{ACCURACY} --workloads mlp --out /dev/null", "File exists: '/dev/null'"),
     (f"{ACCURACY} --seeds 0", "--seeds: '0' is not a positive integer"),
     (f"{ACCURACY} --workloads mlp --methods nonsense", "no method named"),
     (f"{PAPER} ef-sign", "cifar10_jpeg.npz"),
+    ("report /tmp --out /nowhere/x.md", "--out: /nowhere/x.md: there is no such folder"),
 ]
 
 
