@@ -522,6 +522,14 @@ FINDINGS = [
         ],
     ),
     (both(tier="portable", tiers=["portable"]), ["note: ranks 0 and 1: plain C kernels, *"]),
+    # it said that the avx2 tier of both is switched off
+    (
+        [rank(0, tier="portable"), rank(1, tier="portable", tiers=["portable"])],
+        [
+            "note: rank 0: the avx2 tier is switched off -> unset GRADCOMP_DISABLE_CPU_FEATURES",
+            "note: rank 1: plain C kernels, *",
+        ],
+    ),
     ([rank(0), rank(1, starter="srun")], ["wrong: * launchers: torchrun on rank 0, srun on *"]),
     (slow(IB), ["wrong: *: gloo takes eth1 (1 Gbit/s) although ib0 (100 Gbit/s) * -> *=ib0,*"]),
     ({"ranks": slow(IB), "over": "mpi"}, ["note: ranks 0 and 1: gloo takes eth1 *; an MPI *"]),
