@@ -33,17 +33,7 @@ from gradcomp.bench.options import command_line
 from gradcomp.bench.timing import MEMCPY_NBYTES, Verdict, memcpy_of, turns, using
 from gradcomp.codecs import KINDS, Codec, RngKey
 from gradcomp.codecs.lanes import Lanes
-from gradcomp.kernels import (
-    CPU,
-    NO_RESIDUALS,
-    Code,
-    Kernels,
-    Payloads,
-    Residuals,
-    host,
-    native,
-    of,
-)
+from gradcomp.kernels import CPU, NO_RESIDUALS, Code, Kernels, Payloads, Residuals, host, native, of
 from gradcomp.payload.form import lanes_form
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.pieces import Slot, whole_pieces
@@ -295,7 +285,7 @@ def verdicts(rows: list[Row], gain: float) -> list[Verdict]:
     return [*out, Verdict("terngrad encode over torch", gain, TORCH_GAIN, at_least=True)]
 
 
-def read_options(argv: list[str] | None) -> argparse.Namespace:
+def read_options(argv: list[str]) -> argparse.Namespace:
     """Return the options."""
     tiers = "kernel tiers to time, a list; all: every tier that this machine has"
     dtypes = f"dtypes of the gradients, a list of {', '.join(DTYPES)}"
@@ -323,7 +313,7 @@ example:
     return args
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     """Run the benchmark; return the exit status."""
     args = read_options(argv)
     if args.device != "cpu":

@@ -57,7 +57,7 @@ class Measured:
     transport: Transport  # seconds of collectives
     cores: float  # of this machine, per rank
 
-    def workload(self, model: Model, *, minibatch: float | None = None) -> Workload:
+    def workload(self, model: Model, minibatch: float | None) -> Workload:
         """Return a model's work on these ranks: LeNet's as measured, another one's in proportion to
         FLOPs and values; `minibatch` is over all nodes, None: as measured.
         """

@@ -33,10 +33,10 @@ def test_a_measurement_becomes_a_workload():
     transport = Transport({"all_gather": 1e-3}, {})
     found = measure.Measured(2, 64, 1e-3, 0.4, 2e-3, 4e-3, Rates(), transport, 1.0)
     lenet, other = find_model("lenet"), find_model("resnet50")
-    work = found.workload(lenet)
+    work = found.workload(lenet, None)
     assert (work.minibatch, work.overlaps) == (128, True)
     assert (work.t_frame, work.t_update) == (pytest.approx(1e-3), pytest.approx(2e-3))
-    larger = found.workload(other, minibatch=8)
+    larger = found.workload(other, 8)
     assert larger.minibatch == 8 and larger.t_post == 0
     assert larger.t_frame == pytest.approx(1e-3 * other.forward_flops / lenet.forward_flops)
     assert larger.t_update == pytest.approx(2e-3 * other.numel / lenet.numel)
