@@ -141,7 +141,7 @@ def _line(task: Task, first: Result, seconds: float) -> Result:
         "measure": first.get("measure"),
         "curve": first["curve"],
         "sent_nbytes": sent,
-        "bits": 8 * sent / values if sent is not None else None,
+        "bits": 8 * sent / values if sent is not None and values else None,
         "seconds": seconds,
     }
 

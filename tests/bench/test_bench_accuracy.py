@@ -161,6 +161,12 @@ def result(method, measure, *, workload="w", bits=1.0, **more):
     return {**key_of(task), "measure": measure, "curve": [], "bits": bits}
 
 
+def test_a_single_worker_has_no_bits():
+    """It sends nothing: the first run of --workers 1 ended in a ZeroDivisionError."""
+    first = {"total_nbytes": 0, "parameters": 5, "steps_done": 3, "curve": []}
+    assert accuracy._line(Task("w", "o", "fp32", 1, 3), first, 1.0)["bits"] is None
+
+
 def test_a_run_that_diverged_is_counted_and_not_averaged():
     runs = [result("m", measure, seed=s) for s, measure in enumerate((2.0, None, 4.0))]
     (row,) = accuracy.summarize(runs)
