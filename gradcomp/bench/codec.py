@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -327,15 +328,16 @@ def main(argv: list[str]) -> int:
 
 
 def _main_on_device(args: argparse.Namespace) -> int:
-    device = torch.device(args.device)
-    if device.type != "cuda" or not torch.cuda.is_available():
-        print(f"--device {args.device}: not here; cuda or cuda:1 is a GPU")
+    option = f"gradcomp.bench codec: --device {args.device}"
+    if not args.device.startswith("cuda") or not torch.cuda.is_available():
+        print(f"{option}: not here; cuda or cuda:1 is a GPU", file=sys.stderr)
         return 2
     try:
         from gradcomp.kernels.cuda import TritonKernels
     except ModuleNotFoundError as error:
-        print(f"--device {args.device} needs {error.name}: pip install 'gradcomp[cuda]'")
+        print(f"{option} needs {error.name}: pip install 'gradcomp[cuda]'", file=sys.stderr)
         return 2
+    device = torch.device(args.device)
     rows = run_on_device(args, TritonKernels(device), device)
     _show(rows, "copy")
     return timing.finish(args, [], rows=rows)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import sys
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -186,7 +187,11 @@ def main(argv: list[str]) -> int:
     save_json(args.json, rows=rows, checks=[check._asdict() for check in checks])
     if args.plot:
         panels = [(name, partial(_draw, schemes), 4.0) for name, schemes in by_scheme.items()]
-        plots.write(args.plot, panels)
+        try:
+            plots.write(args.plot, panels)
+        except ValueError as error:  # a format that matplotlib does not write
+            print(f"gradcomp.bench ratio: {error}", file=sys.stderr)
+            return 2
     return 0 if all(check.passed for check in checks) else 1
 
 
