@@ -8,6 +8,7 @@ torch is imported, too, so `begin` is the first thing that these packages do.
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
 import signal
 import sys
@@ -29,16 +30,25 @@ def begin() -> None:
         signal.signal(signal.SIGINT, _end)
 
 
-def imported() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt again: from here on there may be something to clean up."""
+def run(program: str, module: str, argv: list[str]) -> int:
+    """Import the module of a program and return the exit status of its ``main(argv)``: 2 if a
+    library that it needs is not installed, 130 after Ctrl-C.
+    """
+    try:
+        main = importlib.import_module(module).main
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] == "gradcomp":
+            raise
+        print(f"{program} needs {error.name}: pip install 'gradcomp[bench]'", file=sys.stderr)
+        return 2
+    # from here on there may be something to clean up
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def report() -> int:
-    """Print that the program was interrupted; return its exit status."""
-    os.write(2, b"interrupted\n")
-    return STATUS
+    try:
+        status: int = main(argv)
+    except KeyboardInterrupt:
+        status = _report()
+    return status
 
 
 def leave(status: int) -> NoReturn:
@@ -53,5 +63,11 @@ def leave(status: int) -> NoReturn:
     sys.exit(status)
 
 
+def _report() -> int:
+    """Print that the program was interrupted; return its exit status."""
+    os.write(2, b"interrupted\n")
+    return STATUS
+
+
 def _end(*_: Any) -> None:
-    os._exit(report())
+    os._exit(_report())

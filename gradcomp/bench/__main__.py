@@ -4,7 +4,6 @@ only when it is named; ``plan`` is the planner's.
 
 from __future__ import annotations
 
-import importlib
 import sys
 
 from gradcomp import interrupt
@@ -50,20 +49,7 @@ def main(argv: list[str]) -> int:
         print(f"gradcomp.bench: no benchmark named {name!r}; {there}", file=sys.stderr)
         return 2
     where = "gradcomp.plan.cli" if name == "plan" else f"gradcomp.bench.{name}"
-    try:
-        module = importlib.import_module(where)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] == "gradcomp":
-            raise
-        needed = f"needs {error.name}: pip install 'gradcomp[bench]'"
-        print(f"gradcomp.bench {name} {needed}", file=sys.stderr)
-        return 2
-    interrupt.imported()
-    try:
-        status: int = module.main(rest)
-    except KeyboardInterrupt:
-        status = interrupt.report()
-    return status
+    return interrupt.run(f"gradcomp.bench {name}", where, rest)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import torch
 from rich import box
 from rich.table import Table
 
+from gradcomp.files import replaced
 from gradcomp.version import __version__
 
 
@@ -38,11 +39,14 @@ def about() -> dict[str, object]:
 
 def save_json(file: Path | None, **found: Any) -> None:
     """Write `about` and what was found to a file, if there is one; the file is always whole."""
-    if file is not None:
-        beside = file.with_name(f"{file.name}.new")
-        text = json.dumps({**about(), **found}, indent=1, allow_nan=False)
-        beside.write_text(text + "\n", encoding="utf-8")
-        beside.replace(file)
+    if file is None:
+        return
+    text = json.dumps({**about(), **found}, indent=1, allow_nan=False) + "\n"
+    if file.exists() and not file.is_file():  # a device or a pipe, such as /dev/null
+        file.write_text(text, encoding="utf-8")
+        return
+    with replaced(file.resolve()) as out:  # a link stays one
+        out.write(text.encode())
 
 
 def table(

@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
         Task(workload, optimizer, method, workers, steps, factor, seed, batch)
         for seed in range(args.seeds)
         for workload, optimizer, workers, method, factor in itertools.product(
-            dict.fromkeys(args.workloads), args.optimizers, args.workers, args.methods, args.factors
+            args.workloads, args.optimizers, args.workers, args.methods, args.factors
         )
     ]
     given = {key: value for key, value in vars(args).items() if key not in ("data", "out", "jobs")}
@@ -97,14 +97,14 @@ def run_and_show(
     try:
         names = dict.fromkeys(task.workload for task in tasks)
         workloads = {name: find(name, data) for name in names}
-        runs = [_completed(task, workloads[task.workload], data) for task in tasks]
+        runs = [*dict.fromkeys(_completed(task, workloads[task.workload], data) for task in tasks)]
         results = finished(lines, runs)
         file.parent.mkdir(parents=True, exist_ok=True)
         left = [task for task in runs if task not in results]
         for task, ranks, seconds in run_all(left, processes, spread=False):
             results[task] = _line(task, ranks[0], seconds)
             append(lines, results[task])
-    except (ValueError, FileNotFoundError, RankFailed) as error:
+    except (ValueError, OSError, RankFailed) as error:
         print(f"gradcomp.bench {benchmark}: {error}", file=sys.stderr)
         return 1 if isinstance(error, RankFailed) else 2
     rows = summarize([results[task] for task in runs])
@@ -141,7 +141,7 @@ def _line(task: Task, first: Result, seconds: float) -> Result:
         "measure": first.get("measure"),
         "curve": first["curve"],
         "sent_nbytes": sent,
-        "bits": 8 * sent / values if sent is not None else None,
+        "bits": 8 * sent / values if sent is not None and values else None,
         "seconds": seconds,
     }
 

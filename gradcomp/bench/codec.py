@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -33,17 +34,7 @@ from gradcomp.bench.options import command_line
 from gradcomp.bench.timing import MEMCPY_NBYTES, Verdict, memcpy_of, turns, using
 from gradcomp.codecs import KINDS, Codec, RngKey
 from gradcomp.codecs.lanes import Lanes
-from gradcomp.kernels import (
-    CPU,
-    NO_RESIDUALS,
-    Code,
-    Kernels,
-    Payloads,
-    Residuals,
-    host,
-    native,
-    of,
-)
+from gradcomp.kernels import CPU, NO_RESIDUALS, Code, Kernels, Payloads, Residuals, host, native, of
 from gradcomp.payload.form import lanes_form
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.pieces import Slot, whole_pieces
@@ -295,7 +286,7 @@ def verdicts(rows: list[Row], gain: float) -> list[Verdict]:
     return [*out, Verdict("terngrad encode over torch", gain, TORCH_GAIN, at_least=True)]
 
 
-def read_options(argv: list[str] | None) -> argparse.Namespace:
+def read_options(argv: list[str]) -> argparse.Namespace:
     """Return the options."""
     tiers = "kernel tiers to time, a list; all: every tier that this machine has"
     dtypes = f"dtypes of the gradients, a list of {', '.join(DTYPES)}"
@@ -323,7 +314,7 @@ example:
     return args
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     """Run the benchmark; return the exit status."""
     args = read_options(argv)
     if args.device != "cpu":
@@ -337,15 +328,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main_on_device(args: argparse.Namespace) -> int:
-    device = torch.device(args.device)
-    if device.type != "cuda" or not torch.cuda.is_available():
-        print(f"--device {args.device}: not here; cuda or cuda:1 is a GPU")
+    option = f"gradcomp.bench codec: --device {args.device}"
+    if not args.device.startswith("cuda") or not torch.cuda.is_available():
+        print(f"{option}: not here; cuda or cuda:1 is a GPU", file=sys.stderr)
         return 2
     try:
         from gradcomp.kernels.cuda import TritonKernels
     except ModuleNotFoundError as error:
-        print(f"--device {args.device} needs {error.name}: pip install 'gradcomp[cuda]'")
+        print(f"{option} needs {error.name}: pip install 'gradcomp[cuda]'", file=sys.stderr)
         return 2
+    device = torch.device(args.device)
     rows = run_on_device(args, TritonKernels(device), device)
     _show(rows, "copy")
     return timing.finish(args, [], rows=rows)

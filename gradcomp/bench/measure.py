@@ -30,7 +30,7 @@ from gradcomp.memory.transform import Transforming
 from gradcomp.onebit_sgd import AggregateAdagrad
 from gradcomp.plan.costs import METHODS, LocalSteps, Method
 from gradcomp.plan.models import Model, find_model
-from gradcomp.plan.rates import Rates, StageRate, calibrate
+from gradcomp.plan.rates import Rates, StageRate, calibrate, fit, per_value
 from gradcomp.plan.workload import Transport, Workload
 
 BATCH = 64  # samples of a rank and step
@@ -57,7 +57,7 @@ class Measured:
     transport: Transport  # seconds of collectives
     cores: float  # of this machine, per rank
 
-    def workload(self, model: Model, *, minibatch: float | None = None) -> Workload:
+    def workload(self, model: Model, minibatch: float | None) -> Workload:
         """Return a model's work on these ranks: LeNet's as measured, another one's in proportion to
         FLOPs and values; `minibatch` is over all nodes, None: as measured.
         """
@@ -158,12 +158,12 @@ def _measure_exchange(
     alphas: dict[str, float] = {}
     betas: dict[str, float] = {}
     for kind in KINDS:
-        sent, seconds = [], []
+        points = []
         for nbytes in (1 << 12, 1 << 16, largest // 2, largest * 4):
             action, count = _collective(comm, kind, nbytes)
-            sent.append(float(count))
-            seconds.append(slowest(_together(action, REPEATS)))
-        alphas[kind], betas[kind] = fit_alpha_beta(sent, seconds)
+            points.append((per_value(count), slowest(_together(action, REPEATS))))
+        rate = fit(points)
+        alphas[kind], betas[kind] = rate.fixed_s, rate.per_value_s
     return _slowest_rates(rates), Transport(alphas, betas)
 
 
@@ -197,20 +197,6 @@ def _slowest_rates(own: Rates) -> Rates:
 def _together(action: Callable[[], Any], repeats: int) -> Any:
     """Return seconds of an action that all ranks begin at once, a second warm-up left out."""
     return turns([action], repeats + 1, before=dist.barrier)[1:, 0]
-
-
-def fit_alpha_beta(nbytes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Return (alpha, beta) of seconds = alpha + beta * nbytes with the least relative squares,
-    neither negative.
-    """
-    sizes, times = np.asarray(nbytes), np.asarray(seconds)
-    rows = np.stack([1 / times, sizes / times], axis=1)
-    alpha, beta = np.linalg.lstsq(rows, np.ones(len(times)), rcond=None)[0]
-    if alpha < 0:
-        return 0.0, float((sizes / times).sum() / ((sizes / times) ** 2).sum())
-    if beta < 0:
-        return float((1 / times).sum() / ((1 / times) ** 2).sum()), 0.0
-    return float(alpha), float(beta)
 
 
 def _collective(comm: Communicator, kind: str, nbytes: int) -> tuple[Callable[[], Any], int]:

@@ -114,7 +114,7 @@ class SmallResNet(nn.Module):
         He et al. 2016, Deep Residual Learning, section 4.2.
     """
 
-    def __init__(self, width: int = 16, classes: int = 10) -> None:
+    def __init__(self, width: int = 16) -> None:
         super().__init__()
         widths = [width * 2**stage for stage in range(4)]
         self.stem = nn.Sequential(
@@ -122,7 +122,7 @@ class SmallResNet(nn.Module):
         )
         pairs = itertools.pairwise([width] + [wide for wide in widths for _ in range(2)])
         self.blocks = nn.Sequential(*(_Residual(i, o) for i, o in pairs))
-        self.head = nn.Linear(widths[-1], classes)
+        self.head = nn.Linear(widths[-1], 10)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return class scores, `(batch, classes)` float32 and not normalised, of images, `(batch,

@@ -216,7 +216,7 @@ def verdicts(rows: list[Row]) -> list[Verdict]:
     return [*out, Verdict("bytes a weight, SGD", memory, SGD_NBYTES)]
 
 
-def read_options(argv: list[str] | None) -> argparse.Namespace:
+def read_options(argv: list[str]) -> argparse.Namespace:
     """Return the options."""
     options = {
         "numel": (1 << 26, "", "weights of the model", count),
@@ -237,7 +237,7 @@ example:
     return args
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     """Run the benchmark; return the exit status."""
     args = read_options(argv)
     verify()

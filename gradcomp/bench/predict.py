@@ -25,15 +25,16 @@ def planned(name: str, world_size: int, *, over_mpi: bool = False) -> Method | N
         return Method(f"{name} {strategy}", plain, strategy.exchange, strategy.second_phase)
     if name in ("fp32", "bf16"):
         return find_method(name)
-    method, codec = parse(name), parse(name).codec
+    method = parse(name)
+    codec, local = method.codec, method.local
     if codec is None or method.sharded or method.double:
         return None
-    if method.options.get("precondition") or (method.local and "warmup_steps" in method.options):
+    if method.options.get("precondition") or (local and "warmup_steps" in method.options):
         return None  # not modelled; two kinds of steps
     strategy = choose(codec, world_size, method.options.get("exchange", "auto"))
-    shown = f"{codec.name if method.local else name} {strategy}"
+    shown = f"{codec.name if local else name} {strategy}"
     known = Method(shown, codec, strategy.exchange, strategy.second_phase)
-    if not (local := method.local):
+    if not local:
         return known
     rest = local.get("fragments", 1), local.get("fragment_sync_delay", 0)
     return known.after(LocalSteps(local["sync_every"], *rest))

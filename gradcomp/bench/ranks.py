@@ -374,8 +374,7 @@ def become_rank(variables: Mapping[str, str]) -> None:
     it, can be interrupted, has `variables` as its environment, and NumPy draws other numbers than
     in the other ranks.
     """
-    if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(
         target=_end_with, args=(multiprocessing.parent_process(),), daemon=True
     ).start()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import sys
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ from gradcomp.bench.models import LeNet
 from gradcomp.bench.options import command_line
 from gradcomp.bench.ranks import Emit, Place, RankFailed, run
 from gradcomp.plan.costs import METHODS
-from gradcomp.plan.models import MODELS, lenet, total_numel
+from gradcomp.plan.models import MODELS, find_model
 from gradcomp.plan.nbytes import predict_bytes
 
 WORLD_SIZES = (2, 4, 8, 16, 64)
@@ -69,7 +70,7 @@ def count(models: Iterable[str]) -> list[Row]:
     out = []
     for model, scheme, world_size in itertools.product(models, SCHEMES, WORLD_SIZES):
         codec, exchange = SCHEMES[scheme]
-        n = predict_bytes(codec, MODELS[model](), world_size, exchange=exchange)
+        n = predict_bytes(codec, find_model(model).parameters, world_size, exchange=exchange)
         row = {"model": model, "scheme": scheme, "world_size": world_size, "bytes_sent": n.sent}
         row |= {"bytes_received": n.received, "baseline_bytes": n.baseline}
         out.append(row | {"compression_ratio": n.baseline / n.sent})
@@ -107,12 +108,13 @@ def verify() -> list[Check]:
     predicted; return one check per scheme.
     """
     errors: dict[str, list[str]] = {name: [] for name in SCHEMES}
+    lenet = find_model("LeNet").parameters
     sent = {}
 
     def compare(message: tuple[str, int, set[tuple[int, int, int]]]) -> None:
         name, rank, steps = message
         codec, exchange = SCHEMES[name]
-        n = predict_bytes(codec, lenet(), VERIFY_WORLD_SIZE, exchange=exchange, rank=rank)
+        n = predict_bytes(codec, lenet, VERIFY_WORLD_SIZE, exchange=exchange, rank=rank)
         sent[name] = f"{n.sent:,} bytes sent per rank and step, to the byte"
         if steps != {(n.sent, n.received, n.baseline)}:
             errors[name].append(f"rank {rank}: {steps}, predicted {n}")
@@ -175,8 +177,7 @@ def main(argv: list[str]) -> int:
     heads = ["", *(f"N = {world_size}" for world_size in WORLD_SIZES)]
     for model, schemes in by_scheme.items():
         cells = [(name, *map(_cell, mine)) for name, mine in schemes.items()]
-        numel = total_numel(MODELS[model]())
-        title = f"{model}, {numel:,} parameters: MB sent a step, ratio to fp32"
+        title = f"{model}, {find_model(model).numel:,} parameters: MB sent a step, ratio to fp32"
         console.print(table(heads, cells, title=title, padding=0))
     if args.check:
         checks += check_ratios(rows if "ResNet-50" in args.models else count(["ResNet-50"]))
@@ -186,7 +187,11 @@ def main(argv: list[str]) -> int:
     save_json(args.json, rows=rows, checks=[check._asdict() for check in checks])
     if args.plot:
         panels = [(name, partial(_draw, schemes), 4.0) for name, schemes in by_scheme.items()]
-        plots.write(args.plot, panels)
+        try:
+            plots.write(args.plot, panels)
+        except ValueError as error:  # a format that matplotlib does not write
+            print(f"gradcomp.bench ratio: {error}", file=sys.stderr)
+            return 2
     return 0 if all(check.passed for check in checks) else 1
 
 

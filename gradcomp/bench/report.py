@@ -22,6 +22,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from gradcomp.arguments import to_write
 from gradcomp.bench import plots
 from gradcomp.bench.accuracy import panels_of, tables
 from gradcomp.bench.methods import NONE
@@ -51,7 +52,7 @@ def read_options(argv: Sequence[str]) -> argparse.Namespace:
     page = "page to write; Markdown, with tables only, if it ends in .md"
     page += " (default: FOLDER/report.html)"
     beside = "also write the rows of each file as NAME.csv and its pictures as NAME.png"
-    options: dict[str, Option] = {"out": (Path, "FILE", page), "beside": (False, "", beside)}
+    options: dict[str, Option] = {"out": (to_write, "FILE", page), "beside": (False, "", beside)}
     epilog = """example:
   python -m gradcomp.bench train --link 100mbit 1gbit --json results/mlp.json
   python -m gradcomp.bench report results

@@ -13,7 +13,7 @@ from gradcomp.plan.accuracy import written
 from gradcomp.plan.costs import LocalSteps
 from gradcomp.plan.links import Link, Node
 from gradcomp.plan.predict import predict, to_calibrate, ways
-from gradcomp.plan.rates import OUTER, Rates, calibrate
+from gradcomp.plan.rates import Rates, calibrate
 from gradcomp.plan.workload import ALONE, Workload
 
 # of the codecs' rates: half a second on an idle core
@@ -66,7 +66,7 @@ def recommend(
         methods += {one.name: one for one in (method.after(local) for method in methods)}.values()
     rates = Rates()
     if left_s >= LEAST_S:
-        wanted = [method for method in to_calibrate(methods, [nodes], node) if method.name != OUTER]
+        wanted = to_calibrate(methods, [nodes], node)
         rates = calibrate(wanted, sizes=SIZES, world_sizes=WORLD_SIZES, repeats=REPEATS)
     limits = {} if options["tolerance"] is None else {"nats": options["tolerance"]}
     found = predict(

@@ -75,12 +75,12 @@ def starter() -> str:
     return next((name for variable, name in STARTERS.items() if variable in os.environ), "")
 
 
-def cpu_quota(root: Path = CGROUP) -> float | None:
+def cpu_quota() -> float | None:
     """Return how many cores' worth of time the container grants, None where it sets no limit."""
     for name, period in (("cpu.max", ""), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
         try:
-            words = (root / name).read_text(encoding="ascii").split()
-            words += (root / period).read_text(encoding="ascii").split() if period else []
+            words = (CGROUP / name).read_text(encoding="ascii").split()
+            words += (CGROUP / period).read_text(encoding="ascii").split() if period else []
             if float(words[0]) > 0:
                 return float(words[0]) / float(words[1])
         except (OSError, ValueError, IndexError, ZeroDivisionError):  # none, "max", or -1: no limit

@@ -54,11 +54,9 @@ def interfaces() -> list[Interface]:
     return [_interface(name) for _, name in sorted(socket.if_nameindex())]
 
 
-def gloo_takes(found: Sequence[Interface], variable: str | None = None) -> Choice:
-    """Return which interfaces of this host gloo takes, without starting it; `variable` is the
-    value of GLOO_SOCKET_IFNAME, by default that of this process.
-    """
-    text = os.environ.get(INTERFACE_VARIABLE, "") if variable is None else variable
+def gloo_takes(found: Sequence[Interface]) -> Choice:
+    """Return which interfaces of this host gloo takes, without starting it."""
+    text = os.environ.get(INTERFACE_VARIABLE, "")
     if not text:
         return _by_host_name(found)
     names, known = tuple(text.split(",")), {one.name: one for one in found}

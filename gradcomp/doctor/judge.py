@@ -158,10 +158,11 @@ def _differing(cards: Sequence[Card], what: str) -> Iterator[tuple[str, str]]:
 def _kernels(found: Found) -> Said:
     """Kernels that are slow, or differ between ranks."""
     tiers = by(found["ranks"], lambda card: card["tier"])
-    best = {card["tier"]: card["tiers"][-1] for card in reversed(found["ranks"])}
-    for tier, ranks in tiers.items():
-        if tier != best[tier]:
-            text = f"{ranks_text(ranks)}: the {best[tier]} tier is switched off"
+    used_and_best = by(found["ranks"], lambda card: f"{card['tier']} {card['tiers'][-1]}")
+    for names, ranks in used_and_best.items():
+        tier, best = names.split()
+        if tier != best:
+            text = f"{ranks_text(ranks)}: the {best} tier is switched off"
             yield "note", text, "unset GRADCOMP_DISABLE_CPU_FEATURES"
         elif tier == "portable":
             why = "this CPU has no vector instructions that gradcomp knows"

@@ -116,7 +116,6 @@ def build_parser() -> argparse.ArgumentParser:
         description="Find out what is wrong with these ranks, their machines and their network, in"
         " ten seconds, and what to do about it.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_groups(OPTIONS.format(**TOLERANCES), TYPES)

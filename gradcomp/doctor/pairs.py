@@ -88,9 +88,7 @@ def _measure(comm: Communicator, ranks: tuple[int, int], number: int, share_s: f
         return Pair(ranks, round=number, failed=f"rank {comm.rank}: {first_line(error)}")
 
 
-def measure_pair(
-    comm: Communicator, ranks: tuple[int, int] = (0, 1), message_s: float = 0.1
-) -> Pair:
+def measure_pair(comm: Communicator, ranks: tuple[int, int], message_s: float) -> Pair:
     """Return what the two ranks of `comm` measure with each other; both call it and both get the
     same. They are called `ranks` in the result. The longest message takes about `message_s`, of
     which the shorter one counts.

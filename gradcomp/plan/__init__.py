@@ -4,6 +4,10 @@ recommendation.
 ``python -m gradcomp.plan --model vgg16 --link 1gbit --nodes 1:64`` is the same as a program.
 """
 
+from gradcomp import interrupt
+
+interrupt.begin()
+
 from gradcomp.plan.costs import HIERARCHICAL, METHODS, LocalSteps, Method, find_method
 from gradcomp.plan.links import Link, Node, parse_link
 from gradcomp.plan.models import Model, find_model, own_model

@@ -21,10 +21,7 @@ from gradcomp.engine.rate import unwrapped
 
 ENOUGH_SEEDS = 3  # a figure of fewer is shown and decides nothing
 TOLERANCES: Mapping[str, float] = {"nats": 0.02, "points": 0.3}  # deviations over three seeds
-FAMILIES: Mapping[str, str] = {
-    "adam": "Adam and its relatives",
-    "sgd": "SGD",
-}
+FAMILIES: Mapping[str, str] = {"adam": "Adam and its relatives", "sgd": "SGD"}
 # Share of the residuals that is kept from step to step (`FeedbackCodec`), where less than all
 # loses less: docs/explanation/accuracy.md.
 DECAYS: Mapping[str, float] = {"adam": 0.25}

@@ -33,7 +33,7 @@ from gradcomp.plan.predict import Prediction, Tolerance, to_calibrate, ways
 from gradcomp.plan.rates import OUTER, PRECONDITION, Rates, calibrate
 from gradcomp.plan.report import plot, print_prediction, to_dict
 from gradcomp.plan.step import MAX_NODES, Setting
-from gradcomp.plan.workload import ALONE, Stragglers, Workload
+from gradcomp.plan.workload import Stragglers, Workload
 
 PROGRAM = "python -m gradcomp.plan"
 BACKWARD_AND_FORWARD = 3  # forwards that a forward and a backward cost
@@ -169,12 +169,7 @@ GONE = {
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line of the planner."""
-    parser = Parser(
-        prog=PROGRAM,
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog=PROGRAM, description=DESCRIPTION, epilog=EXAMPLES)
     codecs = ", ".join(dict.fromkeys(m.kind for m in METHODS))
     parser.add_groups(OPTIONS.format(codecs=codecs, **TOLERANCES), TYPES)
     for name in GONE:
@@ -214,7 +209,7 @@ def understand(args: argparse.Namespace, found: Any = None) -> tuple[Model, Pred
         work = Workload(model.parameters, asked.minibatch, computed, updating, flops=model.flops)
     else:
         of_rank = args.weak and args.minibatch is None
-        work = found.workload(model, minibatch=found.batch if of_rank else args.minibatch)
+        work = found.workload(model, found.batch if of_rank else args.minibatch)
     times: dict[str, Any] = {}
     for name in ("frame", "update", "post"):
         if text := getattr(args, f"{name}_time"):
@@ -291,12 +286,13 @@ def parse_stragglers(text: str) -> tuple[float, float]:
     return share, factor
 
 
-def choose_methods(codecs: str | None, exchanges: str | None, node: Node = ALONE) -> list[Method]:
+def choose_methods(codecs: str | None, exchanges: str | None, node: Node) -> list[Method]:
     """Return the methods of some codecs and exchanges on such nodes."""
-    found = list(ways(node))
+    methods = ways(node)
+    found = list(methods)
     asked = (("--codec", "kind", codecs), ("--exchange", "exchange", exchanges))
     for option, attribute, text in asked:
-        known = dict.fromkeys(getattr(m, attribute) for m in ways(node))
+        known = dict.fromkeys(getattr(m, attribute) for m in methods)
         wanted = [*known] if text is None else text.split(",")
         for name in wanted:
             if name == "hierarchical" and name not in known:

@@ -22,7 +22,6 @@ from pathlib import Path
 
 from gradcomp.arguments import suggestion
 
-ParameterList = list[tuple[str, tuple[int, ...]]]
 Tensors = list[tuple[str, tuple[int, ...], float]]  # name, shape, forward FLOPs of one sample
 
 BERT_TOKENS = 128  # of a sample: most of BERT's pre-training (Devlin et al. 2018, appendix A.2)
@@ -144,18 +143,13 @@ def _gpt2_small() -> Tensors:
     return out + _norm("ln_f", HIDDEN)
 
 
-_PUBLISHED: dict[str, tuple[Callable[[], Tensors], str]] = {  # tensors, and what a sample is
+MODELS: dict[str, tuple[Callable[[], Tensors], str]] = {  # tensors, and what a sample is
     "LeNet": (_lenet, "image of 28 x 28"),
     "ResNet-50": (_resnet50, "image of 224 x 224"),
     "VGG-16": (_vgg16, "image of 224 x 224"),
     "BERT-base": (_bert_base, f"sequence of {BERT_TOKENS} tokens"),
     "GPT-2 small": (_gpt2_small, f"sequence of {GPT2_TOKENS} tokens"),
 }
-MODELS: dict[str, Callable[[], ParameterList]] = {
-    name: lambda make=make: [(n, shape) for n, shape, _ in make()]  # type: ignore[misc]
-    for name, (make, _) in _PUBLISHED.items()
-}
-lenet = MODELS["LeNet"]
 
 # ---- what the planner knows of a model -----------------------------------------------------------
 
@@ -179,7 +173,7 @@ class Model:
     @property
     def numel(self) -> int:
         """Number of values."""
-        return total_numel(self.parameters)
+        return sum(math.prod(shape) for _, shape in self.parameters)
 
     @property
     def forward_flops(self) -> float:
@@ -194,14 +188,14 @@ def find_model(name: str) -> Model:
     Raises:
         ValueError: no such model, or several.
     """
-    plain = {re.sub(r"[^a-z0-9]", "", known.lower()): known for known in _PUBLISHED}
+    plain = {re.sub(r"[^a-z0-9]", "", known.lower()): known for known in MODELS}
     wanted = re.sub(r"[^a-z0-9]", "", name.lower())
     hits = [wanted] if wanted in plain else [k for k in plain if wanted and k.startswith(wanted)]
     if len(hits) != 1:
-        names = f"{', '.join(_PUBLISHED)}{suggestion(name, _PUBLISHED)}"
+        names = f"{', '.join(MODELS)}{suggestion(name, MODELS)}"
         raise ValueError(f"unknown model {name!r}; there are {names}")
     known = plain[hits[0]]
-    make, sample = _PUBLISHED[known]
+    make, sample = MODELS[known]
     tensors = make()
     parameters = tuple((name, shape) for name, shape, _ in tensors)
     return Model(known, parameters, tuple(flops for *_, flops in tensors), sample)
@@ -218,7 +212,7 @@ def own_model(name: str, parameters: Sequence[tuple[str, Sequence[int]]]) -> Mod
         ValueError: no parameters, an entry that is not (name, shape), a dimension that is not a
             positive integer.
     """
-    listed: ParameterList = []
+    listed: list[tuple[str, tuple[int, ...]]] = []
     for entry in parameters:
         if not (isinstance(entry, (list, tuple)) and len(entry) == 2 and isinstance(entry[0], str)):
             raise ValueError(f"shapes must be a list of [name, [dimensions]], got {entry!r}")
@@ -248,8 +242,3 @@ def load_shapes(path: Path) -> Model:
         kind = type(found).__name__
         raise ValueError(f"{path} must hold a list of [name, [dimensions]], got {kind}")  # noqa: TRY004
     return own_model(path.stem, found)
-
-
-def total_numel(parameters: Sequence[tuple[str, tuple[int, ...]]]) -> int:
-    """Return the number of values in a parameter list."""
-    return sum(math.prod(shape) for _, shape in parameters)

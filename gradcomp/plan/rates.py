@@ -102,7 +102,7 @@ class Rates:
         return self._apply_seconds(OUTER, numel)
 
     def _apply_seconds(self, name: str, numel: int) -> float:
-        return self.stages.get(name, {}).get("apply", FREE_STAGE).seconds(_per_value(numel))
+        return self.stages.get(name, {}).get("apply", FREE_STAGE).seconds(per_value(numel))
 
     @staticmethod
     def median(repeated: Sequence[Rates]) -> Rates:
@@ -155,7 +155,8 @@ def _features(method: Method, stage: str, n: int, numel: int, owned: int) -> Fea
     return 1.0, float(payloads), float(passing), float(owned) * (stage == "owner")
 
 
-def _per_value(numel: int) -> Features:
+def per_value(numel: int) -> Features:
+    """Return the features of seconds that are fixed + per_value * numel."""
     return 1.0, 0.0, float(numel), 0.0
 
 
@@ -196,7 +197,7 @@ def calibrate(
         seconds = {
             numel: timeit.repeat(make(numel), number=1, repeat=repeats + 1) for numel in sizes
         }
-        return _fit([(_per_value(n), statistics.median(one[1:])) for n, one in seconds.items()])
+        return fit([(per_value(n), statistics.median(one[1:])) for n, one in seconds.items()])
 
     out: dict[str, dict[str, StageRate]] = {}
     if any(method.local is not None for method in methods):
@@ -219,7 +220,7 @@ def calibrate(
                 owned = ByElements(n).numel(numel, 0) if scatters else numel
                 for stage, found in points.items():
                     found.append((_features(method, stage, n, numel, owned), seconds[stage]))
-        out[method.name] = {stage: _fit(found) for stage, found in points.items()}
+        out[method.name] = {stage: fit(found) for stage, found in points.items()}
     return Rates(out)
 
 
@@ -292,7 +293,7 @@ def _outer_step(numel: int) -> Callable[[], None]:
     return step
 
 
-def _fit(points: Sequence[tuple[Features, float]]) -> StageRate:
+def fit(points: Sequence[tuple[Features, float]]) -> StageRate:
     """Return the rates of least relative squares; columns are dropped until none is negative."""
     rows = np.array([features for features, _ in points])
     seconds = np.array([max(s, 1e-9) for _, s in points])

@@ -96,9 +96,9 @@ def test_a_table_of_small_runs_continues_where_it_was(tmp_path, capsys):
     (tmp_path / "prose.txt").write_bytes(words)
     out = tmp_path / "out"
     options = f"--data {tmp_path} --out {out} --steps 3 --seeds 2 --workers 2 --jobs 2 --methods"
-    assert accuracy.main([*options.split(), "fp32", "bf16"]) == 0
+    assert accuracy.main([*options.split(), "fp32", "bf16", "fp32"]) == 0
     first = (out / "runs.jsonl").read_text()
-    assert len(first.splitlines()) == 4
+    assert len(first.splitlines()) == 4  # a method that is named twice runs once
     # killed while it wrote a line
     (out / "runs.jsonl").write_text(first + first.splitlines()[0][:50])
     assert accuracy.main([*options.split(), *METHODS]) == 0
@@ -159,6 +159,12 @@ def test_a_line_that_was_cut_off_is_run_again_and_an_odd_one_refused(tmp_path):
 def result(method, measure, *, workload="w", bits=1.0, **more):
     task = Task(workload, "o", method, 4, 10, **more)
     return {**key_of(task), "measure": measure, "curve": [], "bits": bits}
+
+
+def test_a_single_worker_has_no_bits():
+    """It sends nothing: the first run of --workers 1 ended in a ZeroDivisionError."""
+    first = {"total_nbytes": 0, "parameters": 5, "steps_done": 3, "curve": []}
+    assert accuracy._line(Task("w", "o", "fp32", 1, 3), first, 1.0)["bits"] is None
 
 
 def test_a_run_that_diverged_is_counted_and_not_averaged():

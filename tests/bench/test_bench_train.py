@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from _forks import python
-from _ranks import is_alive, mpi_environment, mpi_python
+from _held import settled
+from _ranks import is_alive, mpi_environment, mpi_python, output_of
 
 from gradcomp.bench import hosts, trainer, workloads
 from gradcomp.bench.step_table import crossings, row_of, table_of
@@ -55,17 +56,10 @@ def command_of(words, start=None):
     return [*(start or python()), "-m", "gradcomp.bench", "train", *words.split()]
 
 
-def rows_of(folder, command, status, timeout=500, **environment):
+def rows_of(folder, command, status, **variables):
     """Return what was printed, the case and its rows of a bench that writes out.json."""
-    done = subprocess.run(
-        [*command, "--json", "out.json"],
-        cwd=folder,
-        env=mpi_environment() | {"PYTHONPATH": f"{folder}:{ROOT}"} | environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    environment = mpi_environment() | {"PYTHONPATH": f"{folder}:{ROOT}"} | variables
+    done = output_of(*command, "--json", "out.json", cwd=folder, env=environment, timeout=500)
     assert done.returncode == status, done.stderr
     (case,) = json.loads((folder / "out.json").read_text())["cases"]
     return done.stdout, case, {row["method"]: row for row in case["rows"]}
@@ -73,7 +67,7 @@ def rows_of(folder, command, status, timeout=500, **environment):
 
 def namespaces(part=""):
     """Return the names of the namespaces of benches that contain `part`."""
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False)
+    listed = output_of("ip", "netns", "list")
     return [name for name in listed.stdout.split() if hosts.PREFIX in name and part in name]
 
 
@@ -177,8 +171,7 @@ def test_hosts_come_and_go():
     subprocess.run(["ip", "netns", "add", f"{hosts.PREFIX}-{gone.pid}-host0"], check=True)
     with hosts.Hosts(3, Link(1e8)) as three:
         assert len(namespaces(f"-{os.getpid()}-")) == 4 and not namespaces(f"-{gone.pid}-")
-        command = [*three.command(0), "cat", "/sys/class/net/eth0/mtu"]
-        assert int(subprocess.run(command, capture_output=True, check=True).stdout) == 1500
+        assert output_of(*three.command(0), "cat", "/sys/class/net/eth0/mtu").stdout == "1500\n"
         assert len({three.address(n) for n in range(300)}) == 300
     assert not namespaces(f"-{os.getpid()}-")
     with pytest.raises(ValueError, match="tc refuses a link of"):
@@ -248,11 +241,8 @@ def test_an_interrupted_bench_removes_everything(tmp_path, flavour, number):
     process.send_signal(number)
     process.communicate(timeout=60)
     assert process.returncode in (130, -number, 128 + number)
-    deadline = time.monotonic() + 20
     # mpiexec is waited for, not what it has started
-    while any(map(is_alive, found)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not [pid for pid in found if is_alive(pid)]
+    assert settled(lambda: sum(map(is_alive, found)), 0) == 0
     assert WHY or not namespaces(f"-{process.pid}-")
 
 

@@ -16,10 +16,12 @@ WRONG = [
     ("codec --tiers mmx", "unknown name 'mmx'; choose from portable"),
     ("codec --sizes 0", "'0' is not a positive integer"),
     ("codec --threads 1,x", "'x' is not a positive integer"),
+    ("codec --device gpu", "--device gpu: not here; cuda or cuda:1 is a GPU"),
     ("optim --numel 3", "--numel must be at least 64, got 3"),
     ("optim --threads 0", "'0' is not a positive integer"),
     ("optim --json /nowhere/file", "--json: /nowhere/file: there is no such folder"),
     ("ratio --plot /nowhere/file.png", "--plot: /nowhere/file.png: there is no such folder"),
+    ("ratio --no-verify --models LeNet --plot x.zip", "Format 'zip' is not supported"),
     ("train --json /nowhere/file", "--json: /nowhere/file: there is no such folder"),
     ("optim --repeat -1", "'-1' is not a positive integer"),
     ("ratio --models AlexNet", "unknown name 'AlexNet'; choose from LeNet, ResNet-50"),
@@ -45,9 +47,11 @@ WRONG = [
     ("train --points 0", "--points: '0' is not a positive integer"),
     ("train --workload mlp --optimizer muon --hosts 0", "mlp has no rate for muon"),
     (ACCURACY, "prose.txt"),
+    (f"{ACCURACY} --workloads mlp --out /dev/null", "File exists: '/dev/null'"),
     (f"{ACCURACY} --seeds 0", "--seeds: '0' is not a positive integer"),
     (f"{ACCURACY} --workloads mlp --methods nonsense", "no method named"),
     (f"{PAPER} ef-sign", "cifar10_jpeg.npz"),
+    ("report /tmp --out /nowhere/x.md", "--out: /nowhere/x.md: there is no such folder"),
 ]
 
 

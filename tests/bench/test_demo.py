@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from _forks import python
+from _ranks import output_of
 
 from gradcomp.bench import demo
 
@@ -22,8 +23,7 @@ MNIST = Path(__file__).parents[3] / "shared" / "data" / "mnist"
 
 
 def run_demo(*options, timeout_s):
-    command = [*python(), "-m", "gradcomp.bench", "demo", *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    return output_of(*python(), "-m", "gradcomp.bench", "demo", *options, timeout=timeout_s)
 
 
 @pytest.mark.long  # CI runs the demo itself

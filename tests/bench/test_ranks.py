@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from _held import settled
 from _ranks import is_alive
 
 from gradcomp.bench import ranks
@@ -120,10 +121,7 @@ def test_ranks_of_a_program_that_is_killed_end_with_it(tmp_path, folder):
     finally:
         run.kill()
         run.communicate()
-    deadline = time.monotonic() + 20
-    while any(map(is_alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not [pid for pid in pids if is_alive(pid)]
+    assert settled(lambda: sum(map(is_alive, pids)), 0) == 0
 
 
 EARLY = """

@@ -24,12 +24,7 @@ from gradcomp.comm import LocalCommunicator
 from gradcomp.engine.buckets import Gradient
 from gradcomp.engine.options import Options
 from gradcomp.onebit_sgd import AggregateAdagrad, DoubleBuffer
-from gradcomp.optim import (
-    SplitAdamW,
-    SplitLAMB,
-    SplitSGD,
-    split_parameters,
-)
+from gradcomp.optim import SplitAdamW, SplitLAMB, SplitSGD, split_parameters
 from gradcomp.plan.accuracy import (
     DECAYS,
     TABLE,
@@ -86,12 +81,12 @@ ADAM, SGD, RPROP = (
 )
 
 
-def choose(kind, table=TABLE, model=NET, ranks=4, advanced=None, **options):
+def choose(kind, table=TABLE, model=NET, advanced=None, **options):
     """Return what "auto" chooses for an optimizer of this kind, or its name in torch.optim."""
     kind = getattr(torch.optim, kind) if isinstance(kind, str) else kind
     optimizer = kind(model.parameters(), lr=0.1)
     sources = [Gradient(name, p) for name, p in model.named_parameters()]
-    return resolve_auto("auto", options, advanced, optimizer, sources, ranks, table)[:3]
+    return resolve_auto("auto", options, advanced, optimizer, sources, 4, table)[:3]
 
 
 # ---- the table -----------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from gradcomp.plan import (
 )
 from gradcomp.plan.costs import plan_buckets
 from gradcomp.plan.links import format_rate, format_seconds, parse_rate, parse_seconds
-from gradcomp.plan.models import MODELS, load_shapes
+from gradcomp.plan.models import load_shapes
 from gradcomp.plan.nbytes import ddp_buckets, predict_bytes
 from gradcomp.plan.predict import Tolerance
 
@@ -164,7 +164,7 @@ def sent_nbytes(bucket):
 @pytest.mark.parametrize("model", ["LeNet", "ResNet-50"])
 @pytest.mark.parametrize("method", [m for m in METHODS if m.codec], ids=lambda m: m.name)
 def test_bytes_are_those_of_the_bucket_plans(model, method):
-    shapes, codec = MODELS[model](), method.codec
+    shapes, codec = find_model(model).parameters, method.codec
     strategy = Strategy(method.exchange, method.second_phase)
     for world_size, cap in ((2, None), (3, 0.5), (8, None), (17, 0.5)):
         planned = plan_buckets(method, shapes, world_size, bucket_cap_mb=cap)
@@ -185,15 +185,16 @@ def test_bytes_are_those_of_the_bucket_plans(model, method):
 
 def test_ddps_own_all_reduce_sends_a_ring():
     for name, share in (("fp32", 1), ("bf16", 0.5)):
-        planned = plan_buckets(find_method(name), MODELS["LeNet"](), 8)
+        planned = plan_buckets(find_method(name), find_model("LeNet").parameters, 8)
         sent = sum(map(sent_nbytes, planned))
         assert sent == pytest.approx(share * ring_bytes(1_256_080, 8), abs=4)
         assert {c.rounds for b in planned for c in b.collectives} == {14}
 
 
 def test_thousands_of_ranks_are_quick_and_own_everything():
-    planned = plan_buckets(find_method("onebit reduce_scatter"), MODELS["BERT-base"](), 4096)
-    assert sum(b.numel for b in planned) == 109_482_240
+    bert = find_model("BERT-base")
+    planned = plan_buckets(find_method("onebit reduce_scatter"), bert.parameters, 4096)
+    assert sum(b.numel for b in planned) == bert.numel == 109_482_240
     assert 0 < sum(b.owned_numel for b in planned) < 109_482_240 / 4000
 
 

@@ -3,11 +3,11 @@
 import json
 import os
 import re
-import subprocess
 import sys
 
 import pytest
 from _forks import python
+from _ranks import output_of
 
 from gradcomp import Block, OneBit
 from gradcomp.plan import METHODS, Rates, StageRate, cli
@@ -43,10 +43,17 @@ def ask(capsys, monkeypatch, tmp_path):
 
 
 def run(*words, module="gradcomp.plan", start=None, **environment):
-    command = [*(start or python()), "-m", *module.split(), *map(str, words)]
     alone = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    options = {"env": alone | {"COLUMNS": "100"} | environment, "timeout": 200}
-    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    environment = alone | {"COLUMNS": "100"} | environment
+    command = *(start or python()), "-m", *module.split(), *words
+    return output_of(*command, env=environment, timeout=200)
+
+
+def run_with(folder, name, text):
+    """Run the planner with a module of this text in place of another."""
+    (folder / f"{name}.py").write_text(text)
+    path = f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    return run("--nodes", 2, start=[sys.executable], PYTHONPATH=path)
 
 
 # ---- answers -------------------------------------------------------------------------------------
@@ -288,11 +295,15 @@ def test_help_teaches():
 
 
 def test_without_rich_it_says_what_to_install(tmp_path):
-    (tmp_path / "rich.py").write_text("raise ModuleNotFoundError('no rich', name='rich')")
-    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    out = run("--nodes", "2", start=[sys.executable], PYTHONPATH=path)
+    out = run_with(tmp_path, "rich", "raise ModuleNotFoundError('no rich', name='rich')")
     assert out.returncode == 2 and "Traceback" not in out.stderr
     assert "needs rich: pip install 'gradcomp[bench]'" in out.stderr
+
+
+def test_ctrl_c_during_imports_is_one_line(tmp_path):
+    """It ended in a traceback: torch is imported before the program's own first line."""
+    out = run_with(tmp_path, "torch", "import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+    assert (out.returncode, out.stderr) == (130, "interrupted\n")
 
 
 def test_importing_the_planner_loads_no_tables():
@@ -300,5 +311,4 @@ def test_importing_the_planner_loads_no_tables():
         "import sys, gradcomp; assert 'gradcomp.plan' not in sys.modules;"
         " gradcomp.plan.optimal_nodes; print(sys.modules.keys() & {'rich', 'matplotlib'})"
     )
-    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert out.stdout == "set()\n"
+    assert output_of(sys.executable, "-c", script, timeout=200).stdout == "set()\n"

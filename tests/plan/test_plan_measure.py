@@ -7,7 +7,7 @@ from gradcomp.bench.predict import planned
 from gradcomp.bench.ranks import Place, run
 from gradcomp.plan import Rates, Transport, find_model
 from gradcomp.plan.cli import build_parser, understand
-from gradcomp.plan.rates import OUTER, StageRate
+from gradcomp.plan.rates import OUTER, StageRate, fit, per_value
 
 pytestmark = pytest.mark.slow
 
@@ -23,19 +23,20 @@ pytestmark = pytest.mark.slow
 )
 def test_alpha_and_beta_are_found(alpha, beta, seconds):
     sizes = [1e3, 1e5, 1e6, 1e7]
-    found = measure.fit_alpha_beta(sizes, seconds or [alpha + beta * s for s in sizes])
+    taken = seconds or [alpha + beta * size for size in sizes]
+    found = fit([*zip(map(per_value, sizes), taken, strict=True)])
     tolerance = pytest.approx(beta, abs=1e-15, rel=0 if seconds is None else 1)
-    assert found == (pytest.approx(alpha, abs=1e-12), tolerance)
+    assert (found.fixed_s, found.per_value_s) == (pytest.approx(alpha, abs=1e-12), tolerance)
 
 
 def test_a_measurement_becomes_a_workload():
     transport = Transport({"all_gather": 1e-3}, {})
     found = measure.Measured(2, 64, 1e-3, 0.4, 2e-3, 4e-3, Rates(), transport, 1.0)
     lenet, other = find_model("lenet"), find_model("resnet50")
-    work = found.workload(lenet)
+    work = found.workload(lenet, None)
     assert (work.minibatch, work.overlaps) == (128, True)
     assert (work.t_frame, work.t_update) == (pytest.approx(1e-3), pytest.approx(2e-3))
-    larger = found.workload(other, minibatch=8)
+    larger = found.workload(other, 8)
     assert larger.minibatch == 8 and larger.t_post == 0
     assert larger.t_frame == pytest.approx(1e-3 * other.forward_flops / lenet.forward_flops)
     assert larger.t_update == pytest.approx(2e-3 * other.numel / lenet.numel)

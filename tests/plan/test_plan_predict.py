@@ -162,11 +162,7 @@ def test_every_block_is_a_candidate():
         ("NAdam", ENTROPY, [" It costs -0.026 nats with precondition=True (a byte GPT"]),
         ("lamb", "block4", [" It costs +0.001 nats (a byte GPT", f"costs {ONEBIT.price}; not"]),
         ("splitadamw", "block4", [" It costs +0.001 nats (a byte GPT"]),
-        (
-            "SGD",
-            ENTROPY,
-            [" It costs +0.06 points of test error (LeNet"],
-        ),
+        ("SGD", ENTROPY, [" It costs +0.06 points of test error (LeNet"]),
         ("muon", "block4", [" What it costs in accuracy under muon was not measured."]),
     ],
 )

@@ -394,13 +394,7 @@ def test_more_steps_cost_less_and_one_node_nothing():
         # times of 25 steps differ a fifth as much as those of one
         ({"stragglers": Stragglers(jitter=0.3)}, "straggler_seconds", 25, 5, 0.25),
         # bytes move once in 20 steps, and hide behind nothing
-        (
-            {"transport": Transport({}, {"all_gather": 1e-6})},
-            "exposed_seconds",
-            20,
-            20,
-            0.02,
-        ),
+        ({"transport": Transport({}, {"all_gather": 1e-6})}, "exposed_seconds", 20, 20, 0.02),
     ],
 )
 def test_what_an_exchange_costs_is_shared_by_the_steps(options, attribute, every, times, rel):
