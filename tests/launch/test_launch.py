@@ -280,6 +280,29 @@ def test_what_runs_at_exit_sees_whether_the_program_died(tmp_path, ends, died):
     assert bootstrap(cli.NO_FOLDER, script).communicate()[0].split() == [str(died)]
 
 
+def ignore_sigchld():
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+
+def test_a_rank_ends_where_its_starter_ignores_sigchld(tmp_path):
+    """Its watcher waited for ever."""
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit(3)\n")
+    with bootstrap(cli.NO_FOLDER, script, preexec_fn=ignore_sigchld) as rank:
+        try:
+            assert rank.wait(60) == 3
+        finally:
+            rank.kill()
+
+
+def test_a_command_that_fails_has_its_status_where_sigchld_is_ignored():
+    """It was 0."""
+    code = "import os; from gradcomp.launch.supervise import supervise\n"
+    code += "print(supervise(['false'], os.environ, grace_s=1, has_failed=lambda: False))"
+    done = output_of(sys.executable, "-c", code, preexec_fn=ignore_sigchld)
+    assert done.stdout == "(1, 0)\n", done
+
+
 ENDS_ON_RECORD = [  # (rank, when, status) of ends, ranks that started, mpirun's status, ours, words
     ([(0, 30, 1), (1, 20, 137), (2, 10, 0)], [], 1, 137, "rank 1 (pid 5 on h) failed first"),
     ([], [0], 9, 137, "ranks [0] were killed"),  # MPICH gives the bare number of a signal
