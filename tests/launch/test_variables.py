@@ -84,11 +84,19 @@ def test_environment_of_recorded_variables(name):
 
 
 @pytest.mark.parametrize(
-    "given", [{"PMIX_RANK": "1"}, {"PMI_RANK": "1"}, {"PMI_RANK": "one", "PMI_SIZE": "2"}]
+    ("given", "says"),
+    [
+        ("PMIX_RANK=1", "PMIX_RANK is set, but none of PMIX_SIZE"),
+        ("PMI_RANK=1", "PMI_RANK is set, but none of PMI_SIZE"),
+        ("PMI_RANK=one PMI_SIZE=2", "PMI_RANK='one' is not a whole number"),
+        # it named the first variable that might have been set, or the one that was asked for
+        ("SLURM_PROCID=0 SLURM_STEP_ID=0 SLURM_NTASKS=two", "^SLURM_NTASKS='two'"),
+        ("PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=one", "^MPI_LOCALRANKID='one'"),
+    ],
 )
-def test_a_rank_that_cannot_be_placed_is_an_error(given):
-    with pytest.raises(ValueError, match=r"PMIX?_RANK"):
-        environment(given)
+def test_a_rank_that_cannot_be_placed_is_an_error(given, says):
+    with pytest.raises(ValueError, match=says):
+        environment(variables(given))
 
 
 def test_ranks_agree_on_address_and_port():
