@@ -93,7 +93,7 @@ def other_communicators(comm):
     ]
     for work in works:
         work.wait(WAIT_S)
-    assert [r.tolist() for r in recvs] == [[0, 1, 2], [10, 11, 12]] and other.timeout_s in (30, 300)
+    assert [r.tolist() for r in recvs] == [[0, 1, 2], [10, 11, 12]] and other.timeout_s == 30
     other.all_gather_bytes(b"x", WAIT_S)
     for _ in range(2):
         other.close()
