@@ -69,6 +69,8 @@ def main() -> None:
     os.environ.update(variables)
     recorder = Recorder(folder, int(variables["RANK"]))
     libc, watcher = ctypes.CDLL(None), os.getpid()
+    # the system sends none to a process that inherits it ignored
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     child = os.fork()
     if child:

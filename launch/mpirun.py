@@ -10,9 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-NO_MPI = (
-    "no mpirun or mpiexec found in {bin} or on PATH; install one with: pip install 'gradcomp[mpi]'"
-)
 # Open MPI passes no variables to other hosts; MPICH passes all. Variables that matter to a
 # training, by name or prefix:
 FORWARDED = re.compile(
@@ -51,7 +48,8 @@ def find(python: str, environ: Mapping[str, str]) -> str:
         for name in ("mpirun", "mpiexec"):
             if found := shutil.which(name, path=folder):
                 return found
-    raise LaunchError(NO_MPI.format(bin=beside))
+    install = "install one with: pip install 'gradcomp[mpi]'"
+    raise LaunchError(f"no mpirun or mpiexec found in {beside} or on PATH; {install}")
 
 
 def identify(path: str, environ: Mapping[str, str]) -> Mpi:

@@ -41,6 +41,8 @@ def supervise(
     """
     # inherit orphans, so that no process can leave this one's tree
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    # Where SIGCHLD is ignored, the system keeps no status of a process that has ended.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # The command reads a pipe or a file that was given; it has no terminal of its own.
     stdin = subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None
     # A signal that is ignored, as by nohup, stays ignored. The others are blocked and waited for.

@@ -98,19 +98,20 @@ def _applies(source: _Source, given: Mapping[str, str]) -> bool:
 
 
 def _ranks(source: _Source, given: Mapping[str, str]) -> dict[str, str]:
-    size = _first(given, source.size)
+    size = _first_number(given, source.size)
     if size is None:
         names = ", ".join(source.size.split())
         raise ValueError(f"{source.rank} is set, but none of {names}: set WORLD_SIZE and RANK")
-    found = {
-        "RANK": _number(source.rank, given[source.rank]),
-        "WORLD_SIZE": _number(source.size.split()[0], size),
-        "LOCAL_RANK": _first(given, source.local_rank),
-        "LOCAL_WORLD_SIZE": _first(given, source.local_size) or _slurm_local_size(given),
-    }
-    if found["WORLD_SIZE"] == "1":
+    rank = _number(source.rank, given[source.rank])
+    if size == "1":
         return dict(ALONE)
-    return {name: _number(name, value) for name, value in found.items() if value is not None}
+    found = {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": _first_number(given, source.local_rank),
+        "LOCAL_WORLD_SIZE": _first_number(given, source.local_size) or _slurm_local_size(given),
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _rendezvous(
@@ -147,12 +148,18 @@ def _slurm_local_size(given: Mapping[str, str]) -> str | None:
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
         node -= int(times or 1)
         if node < 0:
-            return str(count)
+            return str(int(count))
     return None
 
 
 def _first(given: Mapping[str, str], names: str) -> str | None:
     return next((given[name] for name in names.split() if given.get(name)), None)
+
+
+def _first_number(given: Mapping[str, str], names: str) -> str | None:
+    """Return the first variable that is set, a whole number; ValueError names it."""
+    name = next((name for name in names.split() if given.get(name)), None)
+    return None if name is None else _number(name, given[name])
 
 
 def _number(name: str, text: str) -> str:

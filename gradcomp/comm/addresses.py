@@ -41,9 +41,8 @@ def listen(one_host: bool, backlog: int) -> socket.socket:
     """
     refused = []
     for address in _candidates(one_host):
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
-            return socket.create_server((address, 0), family=family, backlog=backlog)
+            return listen_at(address, backlog)
         except OSError as error:
             refused.append(f"{address}: {error}")
     tried = "; ".join(refused)
@@ -53,6 +52,12 @@ def listen(one_host: bool, backlog: int) -> socket.socket:
         f"the host name {socket.gethostname()!r} resolves to no address of this host but the"
         f" loopback ({tried}): set {INTERFACE_VARIABLE} to the interface that leads to the others"
     )
+
+
+def listen_at(address: str, backlog: int) -> socket.socket:
+    """Return a socket that listens on a free port of an address; OSError if that cannot be."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family, backlog=backlog)
 
 
 def _candidates(one_host: bool) -> Iterator[str]:

@@ -54,8 +54,8 @@ class Groups:
         store: in which these ranks, and no others, meet.
         timeout_s: seconds after which a collective fails by itself, and to wait for ranks that have
             not connected yet.
-        job: weak reference to the default process group, if they are of one. What goes wrong on
-            some groups of a job is also why others are closed.
+        job: returns the default process group, None if they are of none or it is gone. What goes
+            wrong on some groups of a job is also why others are closed.
         one_host: all ranks are on this host.
     """
 
@@ -65,7 +65,7 @@ class Groups:
         rank: int,
         world_size: int,
         timeout_s: float,
-        job: weakref.ref[Any] | None,
+        job: Callable[[], Any],
         *,
         one_host: bool,
     ) -> None:
@@ -74,7 +74,7 @@ class Groups:
         self._made: dict[Channel, Any] = {}
         self._cards: list[bytes] = []  # where the ranks are
         self._lock = threading.Lock()
-        self._job = job if job is not None else lambda: None
+        self._job = job
         self.notes = Notes(store, rank)
         self.pending: set[_GlooWork] = set()
         self.broken = ""  # why nothing on these groups can be relied on

@@ -161,7 +161,9 @@ class LocalCommunicator(Communicator):
             self._subsets[members] += 1  # a rank's k-th of these meets the others' k-th
             key = members, self._subsets[members]
             inner = board.subsets.setdefault(key, _Board(len(members)))
-        return LocalCommunicator(inner, members.index(self.rank))
+        comm = LocalCommunicator(inner, members.index(self.rank))
+        comm.timeout_s = timeout_s
+        return comm
 
     def start_send(self, message: Tensor, to: int) -> Work:
         self.check_peer(to)

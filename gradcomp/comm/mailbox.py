@@ -67,9 +67,8 @@ class _Peer(NamedTuple):
 
 
 class _Sending(base.Work):
-    def __init__(self, future: concurrent.futures.Future[None], to: int, message: Tensor) -> None:
+    def __init__(self, future: concurrent.futures.Future[None], to: int) -> None:
         self._future, self._to = future, to
-        self._message = message  # read until it is sent
 
     def is_done(self) -> bool:
         return self._future.done()
@@ -111,7 +110,7 @@ class Mailbox:
         if to in self._post.gone:
             raise base.RankGone(to)
         sending = asyncio.run_coroutine_threadsafe(self._post.send(message, to), self._loop)
-        return _Sending(sending, to, message)
+        return _Sending(sending, to)
 
     def receive(self, timeout_s: float, source: int | None, max_nbytes: int) -> base.Message:
         """As `Communicator.receive`."""

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gradcomp.comm.addresses import host_identity, listen
+from gradcomp.comm.addresses import host_identity, listen, listen_at
 from gradcomp.comm.base import CLOSED
 
 PATIENCE_S = 1.0  # longest wait for a peer's kernel
@@ -67,9 +67,8 @@ def here(one_host: bool, own: socket.socket | None = None) -> bytes:
 def make_socket(one_host: bool) -> socket.socket | None:
     """Return a socket to close with a communicator; None: there is no address for it."""
     try:
-        host = _socket(one_host).getsockname()[0]  # looked up once
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        made = socket.create_server((host, 0), family=family, backlog=BACKLOG)
+        # this process's own socket has the address, which is looked up once
+        made = listen_at(_socket(one_host).getsockname()[0], BACKLOG)
     except OSError:
         return None
     _open.add(made)
@@ -113,25 +112,21 @@ def describe(found: tuple[int, str]) -> str:
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
-def _close_all() -> None:  # in a child, which would keep them open
-    for made in list(_open):
-        made.close()
-
-
-os.register_at_fork(after_in_child=_close_all)
-
-
 @functools.cache
 def _socket(one_host: bool) -> socket.socket:
     """Return this process's socket, open as long as the process is."""
     found = listen(one_host, BACKLOG)
-
-    def forget() -> None:  # a child would keep it open after the end of this process
-        found.close()
-        _socket.cache_clear()
-
-    os.register_at_fork(after_in_child=forget)
+    _open.add(found)
     return found
+
+
+def _close_all() -> None:  # in a child, which would keep them open after the end of this process
+    for made in list(_open):
+        made.close()
+    _socket.cache_clear()
+
+
+os.register_at_fork(after_in_child=_close_all)
 
 
 def _identity() -> str:

@@ -51,7 +51,7 @@ class _Home:
         job: see `gradcomp.comm.gloo.Groups`.
     """
 
-    def __init__(self, store: Any, rank: int, job: weakref.ref[Any] | None) -> None:
+    def __init__(self, store: Any, rank: int, job: Callable[[], Any]) -> None:
         self._store, self.rank, self.job = store, rank, job
         self._meetings: Counter[Any] = Counter()
 
@@ -124,7 +124,7 @@ class TorchCommunicator(Communicator):
     def __init__(
         self, process_group: dist.ProcessGroup | None = None, *, timeout_s: float | None = None
     ) -> None:
-        if not dist.is_available() or not dist.is_initialized():
+        if not is_initialized():
             raise RuntimeError(
                 "torch.distributed is not initialised: call"
                 " torch.distributed.init_process_group('gloo') first, for instance in a script"
@@ -152,7 +152,7 @@ class TorchCommunicator(Communicator):
         Raises:
             PeerLost, PeerMismatch: as above.
         """
-        home = _Home(store, rank, None)
+        home = _Home(store, rank, lambda: None)
         return cls._of(home, tuple(range(world_size)), timeout_s)
 
     def _join(self, home: _Home, members: tuple[int, ...], timeout_s: float) -> None:
@@ -166,15 +166,14 @@ class TorchCommunicator(Communicator):
         host = hashlib.blake2b(host_identity().encode(), digest_size=16).digest()
         mine = _CARD.pack(timeout_s, secrets.token_bytes(8), host)
         everyone = meet(store, self.rank, self.world_size, mine, seconds, what)
-        first_s = _CARD.unpack(everyone[0])[0]
-        for rank, theirs in enumerate(everyone):
-            theirs_s = _CARD.unpack(theirs)[0]
-            if theirs_s != first_s:
+        timeouts_s, _, hosts = zip(*map(_CARD.unpack, everyone), strict=True)
+        for rank, theirs_s in enumerate(timeouts_s):
+            if theirs_s != timeouts_s[0]:
                 wait_until_read(store)
-                raise PeerMismatch("timeout_s", rank, first_s, theirs_s)
+                raise PeerMismatch("timeout_s", rank, timeouts_s[0], theirs_s)
         prefix = hashlib.blake2b(b"".join(everyone), digest_size=16).hexdigest()
         inner = private.store_below(store, prefix)
-        one_host = all(_CARD.unpack(theirs)[2] == host for theirs in everyone)
+        one_host = len(set(hosts)) == 1
         self._groups = Groups(
             inner, self.rank, self.world_size, timeout_s, home.job, one_host=one_host
         )

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 from _held import settled
-from _ranks import output_of, run_local
+from _ranks import each_rank, output_of
 
 from gradcomp.comm import Channel, LinkCommunicator, LocalCommunicator
 
@@ -28,21 +28,6 @@ def start(comm, channel, nbytes=10, value=0):
     return comm.start_all_gather(send, recv, channel), recv
 
 
-def gather(comm, late_s, latency_s, channels):
-    """Return the seconds until each of some collectives, started at once, has ended."""
-    link = LinkCommunicator(comm, bits_per_s=BITS_PER_S, latency_s=latency_s)
-    begun, seconds = time.monotonic(), []
-    time.sleep(late_s * comm.rank)
-    under_way = [start(link, c, NBYTES, comm.rank + 10 * k) for k, c in enumerate(channels)]
-    for number, (work, recv) in enumerate(under_way):
-        work.wait(30)
-        seconds.append(time.monotonic() - begun)
-        found = recv.view(comm.world_size, NBYTES).unique(dim=1).flatten().tolist()
-        assert found == [10 * number + rank for rank in range(comm.world_size)]
-    link.close()
-    return seconds
-
-
 @pytest.mark.parametrize(
     ("world", "late_s", "latency_s", "channels", "wanted"),
     [
@@ -52,27 +37,35 @@ def gather(comm, late_s, latency_s, channels):
         (2, 0, 0.0, [FIRST, SECOND], [0.08, 0.16]),  # channels share the link
     ],
 )
-def test_collectives_take_as_long_as_their_link(world, late_s, latency_s, channels, wanted):
-    for seconds in run_local(world, gather, late_s, latency_s, channels):
-        for took, least in zip(seconds, wanted, strict=True):
-            assert least <= took < least + 0.5
+@each_rank(by="local")
+def test_collectives_take_as_long_as_their_link(comm, world, late_s, latency_s, channels, wanted):
+    """`wanted` are the seconds until each of some collectives, started at once, has ended."""
+    link = LinkCommunicator(comm, bits_per_s=BITS_PER_S, latency_s=latency_s)
+    begun = time.monotonic()
+    time.sleep(late_s * comm.rank)
+    under_way = [start(link, c, NBYTES, comm.rank + 10 * k) for k, c in enumerate(channels)]
+    for (work, _), least in zip(under_way, wanted, strict=True):
+        work.wait(30)
+        assert least <= time.monotonic() - begun < least + 0.5
+    for number, (_, recv) in enumerate(under_way):
+        found = recv.view(world, NBYTES).unique(dim=1).flatten().tolist()
+        assert found == [10 * number + rank for rank in range(world)]
+    link.close()
 
 
-def talk(comm):
+@each_rank(2, "local")
+def test_messages_go_over_the_link(comm):
     """A message takes as long as its bytes."""
     link, begun = LinkCommunicator(comm, bits_per_s=BITS_PER_S), time.monotonic()
     if comm.rank:
         link.start_send(torch.zeros(NBYTES, dtype=torch.uint8), 0).wait(20)
-        return True
-    sender, message = link.receive(20, max_nbytes=NBYTES)
-    return sender == 1 and message.numel() == NBYTES and time.monotonic() - begun >= 0.08
+    else:
+        sender, message = link.receive(20, max_nbytes=NBYTES)
+        assert sender == 1 and message.numel() == NBYTES and time.monotonic() - begun >= 0.08
 
 
-def test_messages_go_over_the_link():
-    assert run_local(2, talk) == [True, True]
-
-
-def slow_outside(comm):
+@each_rank(4, "local")
+def test_a_link_slows_what_leaves_the_node(comm):
     """Two nodes of two ranks: what stays on a node takes no time, what crosses goes over the one
     link of the rank.
     """
@@ -89,13 +82,8 @@ def slow_outside(comm):
         for work, _ in [start(c, FIRST, nbytes) for c in comms]:
             work.wait(20)
         seconds.append(time.monotonic() - begun)
-    return seconds
-
-
-def test_a_link_slows_what_leaves_the_node():
-    for inside, across, two in run_local(4, slow_outside):
-        assert inside < 15  # 80 s over the link
-        assert across >= 0.08 and two >= 0.16
+    assert seconds[0] < 15  # 80 s over the link
+    assert seconds[1] >= 0.08 and seconds[2] >= 0.16
 
 
 def test_a_silent_peer_times_out():

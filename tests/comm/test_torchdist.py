@@ -2,8 +2,8 @@
 and what is said of ranks that leave.
 """
 
+import contextlib
 import gc
-import re
 import resource
 import threading
 import time
@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from _held import descriptors, settled, steady
-from _ranks import logged
+from _ranks import each_rank, logged
 
 import gradcomp
 from gradcomp.comm import Channel, LocalCommunicator, TorchCommunicator, torchdist
@@ -27,7 +27,18 @@ from gradcomp.errors import PeerLost
 # ---- whose ranks ---------------------------------------------------------------------------------
 
 
-def compare(how):
+@pytest.mark.parametrize(
+    ("how", "wanted"),
+    [
+        ("alone", "rank 0 of 2 .* is rank 0 of 1 of the communicator .here a LocalCommunicator.;"),
+        ("numbered otherwise", "rank 0 of 2 of the process group is rank 1 of 2"),
+        ("of another job", "has ranks that the process group does not have"),
+        ("the same", ""),
+        ("of another transport", ""),
+    ],
+)
+@each_rank(2)
+def test_the_ranks_of_a_communicator_are_those_of_the_process_group(how, wanted):
     rank = dist.get_rank()
     if how == "alone":  # as an MpiCommunicator in a script that torchrun started
         comm = LocalCommunicator.group(1)[0]
@@ -39,26 +50,8 @@ def compare(how):
         comm.kept["identity"] = bytes([rank]) * 16
     if how in ("of another job", "of another transport"):
         comm.members = ()
-    try:
+    with pytest.raises(ValueError, match=wanted) if wanted else contextlib.nullcontext():
         same_ranks(comm, timeout_s=20)
-    except (ValueError, PeerLost) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-@pytest.mark.parametrize(
-    ("how", "wanted"),
-    [
-        ("alone", "rank 0 of 2 .* is rank 0 of 1 of the communicator .here a LocalCommunicator.;"),
-        ("numbered otherwise", "rank 0 of 2 of the process group is rank 1 of 2"),
-        ("of another job", "has ranks that the process group does not have"),
-        ("the same", ""),
-        ("of another transport", ""),
-    ],
-)
-def test_the_ranks_of_a_communicator_are_those_of_the_process_group(how, wanted, gloo):
-    for found in gloo(2, compare, how):
-        assert found.startswith("ValueError") == bool(wanted) and re.search(wanted, found)
 
 
 # ---- making and closing --------------------------------------------------------------------------
@@ -81,11 +74,10 @@ def test_who_has_not_registered_is_named_and_is_met_in_the_next_process_group(gl
     assert gloo(2, everyone) == [2, 2]
 
 
-def made_and_dropped(close):
-    """Return descriptors and gradcomp's threads before, with one communicator, and after four
-    that came and went.
-    """
-    before = steady(descriptors), threading.active_count()
+@pytest.mark.parametrize("close", [True, False])
+@each_rank(2)
+def test_a_communicator_gives_its_sockets_back_with_or_without_close(close):
+    before, threads = steady(descriptors), threading.active_count()
     for _ in range(4):
         comm = TorchCommunicator(timeout_s=20)
         with comm.lease("the test") as lease:
@@ -98,17 +90,12 @@ def made_and_dropped(close):
             comm.close()
         del comm, lease
         gc.collect()
-    return before, data, control, (settled(descriptors, before[0]), threading.active_count())
+    assert before < data < control  # control connects when it is first used
+    assert settled(descriptors, before) <= before and threading.active_count() <= threads
 
 
-@pytest.mark.parametrize("close", [True, False])
-def test_a_communicator_gives_its_sockets_back_with_or_without_close(close, gloo):
-    for before, data, control, after in gloo(2, made_and_dropped, close):
-        assert before[0] < data < control  # control connects when it is first used
-        assert after[0] <= before[0] and after[1] <= before[1]
-
-
-def too_few_descriptors_are_said_before_anything_is_opened():
+@each_rank(2)
+def test_too_few_descriptors_are_said_before_anything_is_opened():
     TorchCommunicator(timeout_s=20).close()  # opens the socket that this process keeps
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     before, needed = steady(descriptors), 3 * (1 + 4)
@@ -120,34 +107,35 @@ def too_few_descriptors_are_said_before_anything_is_opened():
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     comm = TorchCommunicator(timeout_s=20)
-    opened = descriptors() - before
+    assert descriptors() - before == needed
     comm.close()
-    return opened == needed
 
 
-def a_rank_that_forgets_to_close_holds_nobody_up():
+@each_rank(2)
+def test_a_rank_that_forgets_to_close_holds_nobody_up():
     """A rank that has closed and one that forgot to make their next communicator together."""
     first = TorchCommunicator(timeout_s=20)
     first.all_gather_bytes(b"x", 20, Channel.FIRST)
     if dist.get_rank() == 0:
         first.close()
     second = TorchCommunicator(timeout_s=20)
-    return second.all_gather_bytes(b"%d" % second.rank, 20, Channel.FIRST)
+    assert second.all_gather_bytes(b"%d" % second.rank, 20, Channel.FIRST) == [b"0", b"1"]
 
 
 # ---- timeouts ------------------------------------------------------------------------------------
 
 
-def the_timeout_is_the_process_groups_own():
+@each_rank(2)
+def test_the_timeout_is_the_process_groups_own():
     weight = torch.nn.Parameter(torch.zeros(40, 40))
     state = gradcomp.ddp.register(
         torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2)), "terngrad"
     )
     averager = gradcomp.GradientAverager([("w", weight)], "terngrad", min_numel=0)
-    found = {TorchCommunicator().timeout_s, state._engine.timeout_s, averager._engine.timeout_s}
+    for found in (TorchCommunicator(), state._engine, averager._engine):
+        assert found.timeout_s == group_timeout_s(dist.group.WORLD) == 1800
     state.close()
     averager.close()
-    return found, group_timeout_s(dist.group.WORLD)
 
 
 def warned(timeout_s):
@@ -168,7 +156,8 @@ def test_a_process_group_that_waits_far_longer_is_warned_of_once(gloo):
 # ---- ranks that leave ----------------------------------------------------------------------------
 
 
-def waits_end_soon_when_this_rank_gives_up():
+@each_rank(2)
+def test_waits_end_soon_when_this_rank_gives_up():
     """Rank 0 is aborted by another of its threads while it waits, and then closes."""
     comm, why = TorchCommunicator(timeout_s=40), "this rank has given up"
     if comm.rank == 0:
@@ -186,7 +175,8 @@ def waits_end_soon_when_this_rank_gives_up():
     dist.barrier()
 
 
-def a_thread_that_sends_and_one_that_receives_share_a_mailbox():
+@each_rank(2)
+def test_a_thread_that_sends_and_one_that_receives_share_a_mailbox():
     """Each made one at first, and waited for what came to the other's: no message from any rank."""
     comm = TorchCommunicator(timeout_s=20)
     with ThreadPoolExecutor(1) as other:
@@ -195,29 +185,16 @@ def a_thread_that_sends_and_one_that_receives_share_a_mailbox():
         sender, _ = received.result()
     comm.all_gather_bytes(b"end", 20)
     comm.close()
-    return sender == 1 - comm.rank
-
-
-BODIES = [  # what each of two ranks does and returns
-    (too_few_descriptors_are_said_before_anything_is_opened, True),
-    (a_rank_that_forgets_to_close_holds_nobody_up, [b"0", b"1"]),
-    (the_timeout_is_the_process_groups_own, ({1800}, 1800)),
-    (waits_end_soon_when_this_rank_gives_up, None),
-    (a_thread_that_sends_and_one_that_receives_share_a_mailbox, True),
-]
-
-
-@pytest.mark.parametrize(("body", "wanted"), BODIES, ids=[body.__name__ for body, _ in BODIES])
-def test_of_two_ranks(body, wanted, gloo):
-    assert gloo(2, body) == [wanted] * 2
+    assert sender == 1 - comm.rank
 
 
 def refuse(*_):
     raise ValueError("a codec of the user's")
 
 
-def fails_alone():
-    """A bucket that one rank cannot take: its peer learns who and why."""
+@each_rank(2)
+def test_a_rank_that_fails_alone_tells_its_peers_who_and_why():
+    """A bucket that one rank cannot take."""
     parameter = torch.nn.Parameter(torch.zeros(64, 64))
     parameter.grad = torch.ones(64, 64)
     averager = gradcomp.GradientAverager(
@@ -227,47 +204,45 @@ def fails_alone():
     if dist.get_rank() == 1:
         averager._engine.codec.encode_body = refuse
     begun = time.monotonic()
-    with pytest.raises((PeerLost, ValueError)) as error:
+    why = "a codec of the user's"
+    if dist.get_rank() == 0:
+        kind, why = PeerLost, f"rank 1 gave up because of ValueError: {why}$"
+    else:
+        kind, why = ValueError, f"^{why}$"
+    with pytest.raises(kind, match=why):
         averager.average()
-    found = type(error.value).__name__, str(error.value), time.monotonic() - begun
+    assert time.monotonic() - begun < 30
     dist.barrier()  # before the sockets close, which a peer might see first
     averager.close()
-    return found
 
 
-def test_a_rank_that_fails_alone_tells_its_peers_who_and_why(gloo):
-    (kind, text, seconds), own = gloo(2, fails_alone)
-    assert own[:2] == ("ValueError", "a codec of the user's")
-    assert kind == "PeerLost" and seconds < 30
-    assert text.endswith("rank 1 gave up because of ValueError: a codec of the user's")
+CLOSED = "rank 1 closed its communicator"
 
 
-def closes(channel):
+@pytest.mark.parametrize(
+    ("channel", "kind", "said"),
+    [
+        (Channel.FIRST, RankGone, rf"{CLOSED}.* \[.*onnection.*\]$"),  # gloo's own words come last
+        (Channel.CONTROL, PeerLost, CLOSED),
+    ],
+)
+@each_rank(2)
+def test_a_rank_that_closes_is_named_to_its_peers(channel, kind, said):
     """Rank 1 closes while rank 0 waits for it, and stays alive: nothing but its note tells rank
     0 who has left.
+
+    It was gloo's "Connection closed by peer" alone, without a number; where the ranks had yet to
+    connect the channel, peers waited for their whole timeout.
     """
-    comm, found = TorchCommunicator(timeout_s=40), None
-    begun = time.monotonic()
+    comm = TorchCommunicator(timeout_s=40)
     if comm.rank == 1:
         comm.close()
     else:
-        with pytest.raises((RankGone, PeerLost)) as error:
+        begun = time.monotonic()
+        with pytest.raises(kind, match=said):
             comm.all_gather_bytes(b"x", 30, channel)
-        found = type(error.value), str(error.value), time.monotonic() - begun
+        assert time.monotonic() - begun < 20
     dist.barrier()
-    return found
-
-
-@pytest.mark.parametrize("channel", [Channel.FIRST, Channel.CONTROL])
-def test_a_rank_that_closes_is_named_to_its_peers(channel, gloo):
-    """It was gloo's "Connection closed by peer" alone, without a number; where the ranks had yet to
-    connect the channel, peers waited for their whole timeout.
-    """
-    kind, text, seconds = gloo(2, closes, channel)[0]
-    assert "rank 1 closed its communicator" in text and seconds < 20, text
-    assert kind == (RankGone if channel is Channel.FIRST else PeerLost)
-    if channel is Channel.FIRST:  # gloo's own words come last
-        assert text.endswith("]") and "onnection" in text.partition(" [")[2], text
 
 
 class Ending:

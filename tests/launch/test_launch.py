@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 from _ranks import mpi_python, output_of
-from gradcomp.launch import cli, environment, export_environment, mpirun, records, supervise, sweep
-from gradcomp.launch.variables import NAMES, first_node
+from gradcomp.launch import cli, mpirun, records, supervise, sweep
+from gradcomp.launch.variables import NAMES
 
 pytestmark = pytest.mark.slow
 
@@ -72,15 +72,13 @@ def python(request):
 class Launch:
     """One run of the launcher whose processes can all be recognised."""
 
-    launcher = ("-m", "gradcomp.launch")
-
     def __init__(self, python, *arguments, cwd, **variables):
         self.mark = f"GRADCOMP_TEST_MARK={uuid.uuid4().hex}"
         self.scratch = cwd / "scratch"
         self.scratch.mkdir(exist_ok=True)
         kept = {k: v for k, v in os.environ.items() if k not in NAMES and k != "OMP_NUM_THREADS"}
         self.process = subprocess.Popen(
-            [python, *self.launcher, *map(str, arguments)],
+            [python, "-m", "gradcomp.launch", *map(str, arguments)],
             cwd=cwd,
             env=kept | dict([self.mark.split("=")]) | {"TMPDIR": str(self.scratch)} | variables,
             stdin=subprocess.DEVNULL,
@@ -121,12 +119,8 @@ def launch(python, *arguments, cwd, **variables):
 def bootstrap(folder, script, **options):
     """Start a rank as the launcher does, with its records in `folder`."""
     command = [sys.executable, str(cli.BOOTSTRAP), str(folder), str(script)]
-    options = {
-        "env": {"PATH": os.environ["PATH"]},
-        "stdout": subprocess.PIPE,
-        "text": True,
-    } | options
-    return subprocess.Popen(command, **options)
+    environ = {"PATH": os.environ["PATH"]}
+    return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True, **options)
 
 
 @pytest.fixture
@@ -157,10 +151,10 @@ def assert_ranks(found, size):
 
 def test_every_rank_has_its_variables_and_arguments(python, folder):
     ranks = len(os.sched_getaffinity(0)) + 1
-    stale = variables("RANK=7 WORLD_SIZE=9 PMI_RANK=5 PMI_SIZE=6 OMPI_COMM_WORLD_RANK=4")
-    status, lines = launch(
-        python, "-n", ranks, "show.py", "-n", "a b", "--dry-run", cwd=folder, **stale
-    )
+    words = ["-n", ranks, "show.py", "-n", "a b", "--dry-run"]
+    stale = {"RANK": 7, "WORLD_SIZE": 9, "PMI_RANK": 5, "PMI_SIZE": 6, "OMPI_COMM_WORLD_RANK": 4}
+    stale = {name: str(value) for name, value in stale.items()}
+    status, lines = launch(python, *words, cwd=folder, **stale)
     assert status == 0, lines
     found = shown(lines)
     assert_ranks(found, ranks)
@@ -284,6 +278,29 @@ def test_what_runs_at_exit_sees_whether_the_program_died(tmp_path, ends, died):
         f"import atexit, sys\natexit.register(lambda: print(hasattr(sys, 'last_value')))\n{ends}\n"
     )
     assert bootstrap(cli.NO_FOLDER, script).communicate()[0].split() == [str(died)]
+
+
+def ignore_sigchld():
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+
+def test_a_rank_ends_where_its_starter_ignores_sigchld(tmp_path):
+    """Its watcher waited for ever."""
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit(3)\n")
+    with bootstrap(cli.NO_FOLDER, script, preexec_fn=ignore_sigchld) as rank:
+        try:
+            assert rank.wait(60) == 3
+        finally:
+            rank.kill()
+
+
+def test_a_command_that_fails_has_its_status_where_sigchld_is_ignored():
+    """It was 0."""
+    code = "import os; from gradcomp.launch.supervise import supervise\n"
+    code += "print(supervise(['false'], os.environ, grace_s=1, has_failed=lambda: False))"
+    done = output_of(sys.executable, "-c", code, preexec_fn=ignore_sigchld)
+    assert done.stdout == "(1, 0)\n", done
 
 
 ENDS_ON_RECORD = [  # (rank, when, status) of ends, ranks that started, mpirun's status, ours, words
@@ -561,115 +578,7 @@ def test_dry_run_runs(python, folder):
     assert shown(out.splitlines())[0]["argv"] == ["a b"]
 
 
-# ---- environment()
-
-
-def variables(text):
-    """Return the variables of ``NAME=value NAME=value``."""
-    return dict(word.split("=") for word in text.split())
-
-
-ALONE = (
-    "RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500"
-)
-ONE_OF_TWO = "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1"
-TWO_OF_FOUR = "RANK=2 WORLD_SIZE=4 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2"
-
-
-def ompi(rank, size, local_rank, local_size):
-    given = {"RANK": rank, "SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_SIZE": local_size}
-    return " ".join(f"OMPI_COMM_WORLD_{name}={value}" for name, value in given.items())
-
-
-SLURM = (
-    "SLURM_JOB_ID=4711 SLURM_STEP_ID=0 SLURM_PROCID=2 SLURM_NTASKS=4 SLURM_LOCALID=0"
-    " SLURM_NODEID=1 SLURM_STEP_TASKS_PER_NODE=2(x2) SLURM_STEP_NODELIST=n[07-08]"
-    " SLURM_LAUNCH_NODE_IPADDR=10.0.0.9 "
-)
-DAEMON = "SLURM_PROCID=0 SLURM_NTASKS=1 SLURM_STEP_ID=0"  # of an mpirun
-OF_SLURM = f"{TWO_OF_FOUR} MASTER_ADDR=n07 MASTER_PORT=12573"  # 10000 + CRC-32("4711.0") % 20000
-RECORDED = {  # what is set, and what is found
-    "torchrun": 2 * (f"{TWO_OF_FOUR} MASTER_ADDR=n1 MASTER_PORT=29400",),
-    "openmpi": (f"{ompi(1, 2, 1, 2)} PMIX_RANK=1 PMIX_NAMESPACE=prterun-vm-4401@1", ONE_OF_TWO),
-    "openmpi in slurm": (
-        f"{ompi(2, 4, 0, 2)} {DAEMON} SLURM_STEP_NODELIST=n08 SLURM_JOB_NODELIST=n[07-08]",
-        f"{TWO_OF_FOUR} MASTER_ADDR=n07",
-    ),
-    "hydra": (
-        "PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2 PMI_FD=9",
-        f"{ONE_OF_TWO} MASTER_PORT=29500",
-    ),
-    "hydra, two hosts": (
-        "PMI_RANK=2 PMI_SIZE=4 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=2",
-        f"{TWO_OF_FOUR} MASTER_PORT=29500",
-    ),
-    "intel": (
-        "PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2 I_MPI_MPIRUN=mpirun",
-        f"{ONE_OF_TWO} MASTER_PORT=29500",
-    ),
-    "slurm": (SLURM, OF_SLURM),
-    "slurm with pmi2": (f"{SLURM} PMI_RANK=2 PMI_SIZE=4 PMI_FD=3", OF_SLURM),
-    "slurm with pmix": (f"{SLURM} PMIX_RANK=2 PMIX_NAMESPACE=slurm.pmix.4711.0", OF_SLURM),
-    "slurm, named only by address": (
-        "SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_LOCALID=0 SLURM_LAUNCH_NODE_IPADDR=10.0.0.9",
-        "RANK=1 WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=10.0.0.9 MASTER_PORT=29500",
-    ),
-    "slurm's batch script": (
-        "SLURM_JOB_ID=4711 SLURM_PROCID=0 SLURM_NTASKS=4 SLURM_LOCALID=0",
-        ALONE,
-    ),
-    "slurm's batch step": (f"{SLURM} SLURM_STEP_ID=4294967291", ALONE),
-    "bare pmi": ("PMI_RANK=1 PMI_SIZE=2", "RANK=1 WORLD_SIZE=2 MASTER_PORT=29500"),
-    "bare pmix": ("PMIX_RANK=1 PMIX_SIZE=2 PMIX_NAMESPACE=ns", "RANK=1 WORLD_SIZE=2"),
-    "nothing": ("", ALONE),
-    "a stale rank": ("RANK=3", ALONE),
-}
-
-
-@pytest.mark.parametrize("name", RECORDED)
-def test_environment_of_recorded_variables(name):
-    given, expected = map(variables, RECORDED[name])
-    before = dict(given)
-    found = environment(given)
-    port = found.pop("MASTER_PORT")
-    assert given == before
-    assert found == {k: v for k, v in expected.items() if k != "MASTER_PORT"}
-    assert port == expected.get("MASTER_PORT", port) and 10000 <= int(port) < 30000
-    kept = environment(given | {"MASTER_ADDR": "mine", "MASTER_PORT": "77"})
-    assert (kept["MASTER_ADDR"], kept["MASTER_PORT"]) == ("mine", "77")
-
-
-@pytest.mark.parametrize(
-    "given", [{"PMIX_RANK": "1"}, {"PMI_RANK": "1"}, {"PMI_RANK": "one", "PMI_SIZE": "2"}]
-)
-def test_a_rank_that_cannot_be_placed_is_an_error(given):
-    with pytest.raises(ValueError, match=r"PMIX?_RANK"):
-        environment(given)
-
-
-def test_ranks_agree_on_address_and_port():
-    def rendezvous(more):
-        found = environment(variables(f"{SLURM} {more}"))
-        return found["MASTER_ADDR"], found["MASTER_PORT"]
-
-    ranks = "SLURM_PROCID={} SLURM_LOCALID={} SLURM_NODEID={}"
-    (one,) = {rendezvous(ranks.format(rank, rank % 2, rank // 2)) for rank in range(4)}
-    assert len({one, rendezvous("SLURM_JOB_ID=4712"), rendezvous("SLURM_STEP_ID=1")}) == 3
-
-
-NODES = {"n1": "n1", "n[03-05,9]-ib,m1": "n03-ib", "a,b": "a", "r[1-2]n[4,6-9]": "r1n4"}
-
-
-def test_first_node():
-    assert {nodelist: first_node(nodelist) for nodelist in NODES} == NODES
-
-
-def test_export_sets_what_it_returns(monkeypatch):
-    for name in [*NAMES, *(n for n in os.environ if re.match(r"SLURM|PMI|OMPI", n))]:
-        monkeypatch.setenv(name, "x")  # so that monkeypatch puts the old state back
-        monkeypatch.delenv(name)
-    found = export_environment()
-    assert found["WORLD_SIZE"] == "1" and found.items() <= os.environ.items()
+# ---- environment(), of which test_variables.py has the rest
 
 
 def test_a_plain_mpirun_or_srun_needs_no_launcher(python, folder):

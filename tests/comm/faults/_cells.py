@@ -89,7 +89,8 @@ class Strike:
         self._fault()
 
 
-def main(port, rank, world, phase, fault, timeout_s, folder):
+def join(port, rank, world, timeout=None):
+    """Make the default process group, whose store rank 0 hosts; return rank and communicator."""
     torch.set_num_threads(1)
     comm = gradcomp.comm.MpiCommunicator() if rank == "mpi" else None
     rank = comm.rank if comm else int(rank)
@@ -97,8 +98,12 @@ def main(port, rank, world, phase, fault, timeout_s, folder):
     store = dist.TCPStore(
         host, port, None, rank == 0, timedelta(seconds=60), wait_for_workers=False
     )
-    wait = timedelta(seconds=timeout_s)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=wait)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+    return rank, comm
+
+
+def main(port, rank, world, phase, fault, timeout_s, folder):
+    rank, comm = join(port, rank, world, timedelta(seconds=timeout_s))
     torch.manual_seed(0)
     net = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
     model = DDP(net, bucket_cap_mb=0.03)

@@ -4,27 +4,21 @@ Usage: _train.py PORT RANK WORLD HOW TIMEOUT_S. Rank 0 hosts the store, as witho
 "mpi": started by mpirun, and gradients go by MPI. Who prints PeerLost lets it end the program. HOW:
 
 - "die", "freeze": the last rank is killed or stopped inside the backward pass;
-- "return", "raise", "exit", "interrupt", "memory", "killed", "close": rank 1 ends before the step:
-  its program returns, raises, calls sys.exit, gets Ctrl-C, runs out of memory or is killed, or it
-  closes its state and lives on;
+- "return", "close", or a fault of _cells.py: rank 1 ends before the step: its program returns, or
+  closes its state and lives on, or has the fault;
 - "host": rank 0 is stopped before the step, and the others end by themselves, slowly.
 """
 
-import os
-import signal
 import sys
 import time
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
+from _cells import FAULTS, STEP, STEPS, join
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradcomp
 import gradcomp.ddp
-
-STEP = 3
 
 
 class Slow:
@@ -35,38 +29,8 @@ class Slow:
         sleep(3)
 
 
-def send_self(number):
-    os.kill(os.getpid(), number)
-
-
-def run_out(state):
-    raise LookupError("no more data")
-
-
-def close(state):
-    state.close()
-    time.sleep(30)
-
-
-ENDS = {
-    "return": lambda state: None,
-    "raise": run_out,
-    "exit": lambda state: sys.exit(3),
-    "interrupt": lambda state: send_self(signal.SIGINT),
-    "memory": lambda state: torch.empty(2**50),
-    "killed": lambda state: send_self(signal.SIGKILL),
-    "close": close,
-}
-
-
 def main(port, rank, world, how, timeout_s):
-    torch.set_num_threads(1)
-    comm = gradcomp.comm.MpiCommunicator() if rank == "mpi" else None
-    rank = comm.rank if comm else int(rank)
-    store = dist.TCPStore(
-        "127.0.0.1", port, None, rank == 0, timedelta(seconds=60), wait_for_workers=False
-    )
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    rank, comm = join(port, rank, world)
     if how == "host" and rank:
         sys.modules["slow"] = Slow()
     model = DDP(nn.Sequential(*[nn.Linear(64, 64) for _ in range(10)]), bucket_cap_mb=0.01)
@@ -76,14 +40,18 @@ def main(port, rank, world, how, timeout_s):
 
     def strike(grad):
         if step == STEP and rank == world - 1 and how in ("die", "freeze"):
-            send_self(signal.SIGKILL if how == "die" else signal.SIGSTOP)
+            FAULTS["killed" if how == "die" else "frozen"]()
 
     model.module[4].weight.register_hook(strike)
-    for step in range(6):
+    for step in range(STEPS):
         if step == STEP and (rank, how) == (0, "host"):
-            send_self(signal.SIGSTOP)
-        if step == STEP and rank == 1 and how in ENDS:
-            ENDS[how](state)
+            FAULTS["frozen"]()
+        if step == STEP and rank == 1 and how in ("return", "close", *FAULTS):
+            if how == "close":
+                state.close()
+                time.sleep(30)
+            elif how != "return":
+                FAULTS[how]()
             return
         begun = time.monotonic()
         try:

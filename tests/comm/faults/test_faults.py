@@ -46,11 +46,11 @@ GAVE_UP = "rank 1 gave up because of "  # its own words, or those of a survivor 
         ("freeze", TIMEOUT_S, (0, 1), r": rank 2 \(pid \d+ on \S+\) is stopped"),
         ("return", 60, (0, 2), CLOSED),
         pytest.param("close", 60, (0, 2), CLOSED, marks=pytest.mark.long),
-        pytest.param("exit", 60, (0, 2), CLOSED, marks=pytest.mark.long),
-        ("raise", 60, (0, 2), f"{GAVE_UP}LookupError: no more data"),
-        ("interrupt", 60, (0, 2), rf"{GAVE_UP}KeyboardInterrupt\b(?!:)"),
+        pytest.param("exits", 60, (0, 2), CLOSED, marks=pytest.mark.long),
+        ("raises", 60, (0, 2), f"{GAVE_UP}LookupError: no more data"),
+        ("interrupted", 60, (0, 2), rf"{GAVE_UP}KeyboardInterrupt\b(?!:)"),
         pytest.param(
-            "memory", 60, (0, 2), f"{GAVE_UP}RuntimeError.*memory", marks=pytest.mark.long
+            "out of memory", 60, (0, 2), f"{GAVE_UP}RuntimeError.*memory", marks=pytest.mark.long
         ),
         ("killed", 60, (0, 2), r": rank 1 \(pid \d+ on \S+\) has ended: killed"),
     ],
@@ -60,22 +60,18 @@ def test_survivors_end_soon_and_blame_no_survivor(how, timeout_s, survivors, wan
     survivor.
     """
     for _ in range(trials):
-        survive(how, timeout_s, survivors, wanted)
-
-
-def survive(how, timeout_s, survivors, wanted):
-    with started("_train.py", free_port(), 3, how, timeout_s) as ranks:
-        begun = time.monotonic()
-        for rank in survivors:
-            out, errors = ranks[rank].communicate(timeout=90 - (time.monotonic() - begun))
-            found = re.search(r"PeerLost step=3 seconds=([\d.]+) (.*)", out)
-            assert found and float(found[1]) < TIMEOUT_S + 5, out + errors
-            assert re.search(wanted, found[2]) and not re.search(r"rank \d is gone", out), out
-            assert wanted == CLOSED or "closed its communicator" not in out
-            assert "again" in out
-            assert "saved 3" in out, "an emergency checkpoint of before the failed step"
-            assert ranks[rank].returncode == 1, "the interpreter ends by itself, with the error"
-            assert "PeerLost" in errors
+        with started("_train.py", free_port(), 3, how, timeout_s) as ranks:
+            begun = time.monotonic()
+            for rank in survivors:
+                out, errors = ranks[rank].communicate(timeout=90 - (time.monotonic() - begun))
+                found = re.search(r"PeerLost step=3 seconds=([\d.]+) (.*)", out)
+                assert found and float(found[1]) < TIMEOUT_S + 5, out + errors
+                assert re.search(wanted, found[2]) and not re.search(r"rank \d is gone", out), out
+                assert wanted == CLOSED or "closed its communicator" not in out
+                assert "again" in out
+                assert "saved 3" in out, "an emergency checkpoint of before the failed step"
+                assert ranks[rank].returncode == 1, "the interpreter ends by itself, with the error"
+                assert "PeerLost" in errors
 
 
 def test_survivors_end_by_themselves_when_a_frozen_host_of_the_store_wakes():
@@ -122,10 +118,10 @@ SHORT = {("mpich", "freeze"), ("openmpi", "close")}  # the others are for `make 
             # MPI ends them, and the launcher says it
             ("die", 137, FIRST.format(2, "killed by signal 9")),
             ("killed", 137, FIRST.format(1, "killed by signal 9")),
-            ("exit", 3, FIRST.format(1, "exit status 3")),
-            ("raise", 1, FIRST.format(1, "exit status 1")),
-            ("interrupt", 130, FIRST.format(1, "exit status 130")),
-            ("memory", 1, FIRST.format(1, "exit status 1")),
+            ("exits", 3, FIRST.format(1, "exit status 3")),
+            ("raises", 1, FIRST.format(1, "exit status 1")),
+            ("interrupted", 130, FIRST.format(1, "exit status 130")),
+            ("out of memory", 1, FIRST.format(1, "exit status 1")),
         )
     ],
 )
