@@ -24,6 +24,7 @@ import time
 import _forks
 import hypothesis
 import pytest
+import torch
 from _lazy_build import build
 from _ranks import MpiPool, Pool, RankPool, run_local, unpacked, with_communicator, with_mpi_beneath
 
@@ -52,6 +53,15 @@ def tier(request):
     native.select_tier(request.param)
     yield request.param
     native.select_tier(before)
+
+
+@pytest.fixture
+def one_thread():
+    """Matrix products of torch depend on its number of threads; ranks in processes have one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 FRAMEWORKS = ("lightning", "transformers.trainer", "accelerate", "ray.train.torch")

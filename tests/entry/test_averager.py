@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from _models import bits, filled, loss_of, small_model, train
+from _models import bits, filled, loss_of, sgd, small_model, train
 from _ranks import each_rank, run_local
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -21,15 +21,6 @@ from gradcomp.plan.nbytes import predict_bytes
 MODEL = small_model()  # threads share torch's global generator, so models are made once and copied
 
 
-@pytest.fixture
-def one_thread():
-    """Matrix products of torch depend on its number of threads; ranks in processes have one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def averager_of(comm, codec="terngrad", model=MODEL, **options):
     """Return a copy of a model, and its averager."""
     net = copy.deepcopy(model)
@@ -40,8 +31,7 @@ def trained(comm, codec, cap, exchange="auto"):
     """Return the weights after four steps, and the averager."""
     options = {"min_numel": 0, "bucket_cap_mb": cap, "exchange": exchange}
     net, averager = averager_of(comm, codec, **options)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    train(net, optimizer, comm.rank, range(4), averager.average)
+    train(net, sgd(net), comm.rank, range(4), averager.average)
     averager.check_replicas()
     return bits(net), averager
 

@@ -10,7 +10,7 @@ import _forks
 import pytest
 import torch
 import torch.distributed as dist
-from _models import bits
+from _models import bits, sgd
 from _ranks import each_rank
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -169,8 +169,7 @@ def test_a_run_that_is_killed_while_it_saves_resumes(tmp_path):
 def start(codec="onebit"):
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(128, 64))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return model, optimizer, gradcomp.ddp.register(model, codec, min_numel=0)
+    return model, sgd(model), gradcomp.ddp.register(model, codec, min_numel=0)
 
 
 def train(model, optimizer, steps):
@@ -181,7 +180,7 @@ def train(model, optimizer, steps):
         optimizer.step()
 
 
-def run(folder, begin, end, damage=None, every_rank=False):
+def run(folder, begin, end, every_rank=False):
     """Train to step `end`, saving every five steps; return where it began, and the weights."""
     model, optimizer, state = start()
     everything = {"model": model.module, "optimizer": optimizer}
@@ -199,12 +198,12 @@ def run(folder, begin, end, damage=None, every_rank=False):
 @pytest.mark.slow
 @pytest.mark.parametrize("every_rank", [False, True])
 def test_a_resumed_run_is_the_uninterrupted_one(gloo, tmp_path, every_rank):
-    (_, wanted), _ = gloo(2, run, str(tmp_path / "whole"), 0, 15, None, every_rank)
-    gloo(2, run, str(tmp_path / "parts"), 0, 10, None, every_rank)
+    (_, wanted), _ = gloo(2, run, str(tmp_path / "whole"), 0, 15, every_rank)
+    gloo(2, run, str(tmp_path / "parts"), 0, 10, every_rank)
     # rank 1 alone has lost the newest: both go back to the one before
     (newest,) = (tmp_path / "parts").rglob("step-000000000010/rank-1-of-2.pt")
     flip(newest)
-    for begun, weights in gloo(2, run, str(tmp_path / "parts"), 5, 15, None, every_rank):
+    for begun, weights in gloo(2, run, str(tmp_path / "parts"), 5, 15, every_rank):
         assert begun == 5 and weights == wanted
 
 
@@ -288,7 +287,7 @@ class Apart:
     def __init__(self, kind, folder):
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.optimizer = sgd(self.model)
         if kind == "DoubleBuffer":
             self.state = DoubleBuffer(self.model, self.optimizer, "onebit", timeout_s=20)
         else:

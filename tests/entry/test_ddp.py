@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from _models import bits, loss_of, minibatch, small_model, train
+from _models import bits, loss_of, minibatch, sgd, small_model, train
 from _ranks import each_rank
 from _saved import parts_of
 from torch import nn
@@ -21,10 +21,6 @@ from torch.utils.checkpoint import checkpoint
 import gradcomp
 import gradcomp.ddp
 from gradcomp import Identity, OneBit, PeerMismatch, TernGrad, UnsupportedTensor
-
-
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def trained(codec, ddp=None, dtype=torch.float32, **options):

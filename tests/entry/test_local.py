@@ -10,8 +10,8 @@ import warnings
 
 import pytest
 import torch
-from _models import bits, loss_of, minibatch, train
-from _ranks import each_rank, run_local
+from _models import bits, loss_of, minibatch, sgd, train
+from _ranks import each_rank, one_rank, run_local
 from _saved import LEFT_OUT, parts_of, paths_of, with_value
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -27,23 +27,15 @@ from gradcomp import (
     TernGrad,
     UnsupportedTensor,
 )
-from gradcomp.comm import LocalCommunicator
 from gradcomp.engine import watch
 from gradcomp.local.fragment import cut
 from gradcomp.local.inner import Turns
 from gradcomp.optim import SplitSGD
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 torch.manual_seed(0)
 MODEL = nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 50), nn.Tanh(), nn.Linear(50, 5))
 SIZES = {"features": 40, "classes": 5}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def fresh():
@@ -61,20 +53,12 @@ def take_steps(model, optimizer, local, steps, rank):
         local.step()
 
 
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
 def made(comm, codec="onebit", kind=DiLoCo, **options):
     """Return a model, its inner optimizer and their local steps."""
     model = fresh()
     optimizer = sgd(model)
     options = {"min_numel": 0, **options}
     return model, optimizer, kind(model, optimizer, codec, comm=comm, **options)
-
-
-def one_rank():
-    return LocalCommunicator.group(1)[0]
 
 
 def alone(codec="terngrad", **options):

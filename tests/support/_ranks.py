@@ -59,6 +59,10 @@ def run_local(world_size, function, *args, timeout_s=120):
     return results
 
 
+def one_rank():
+    return LocalCommunicator.group(1)[0]
+
+
 def each_rank(world_size=None, by="gloo"):
     """Make a test of what every rank does; what they return must be equal.
 
