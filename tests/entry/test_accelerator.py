@@ -8,7 +8,6 @@ the host cannot read and whose copies are made only when somebody waits for them
 
 import contextlib
 import hashlib
-import itertools
 from functools import partial
 from unittest import mock
 
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 from _hosted import HostedKernels
 from _ranks import RankFailed, run_local
+from _saved import bits_of
 from torch import nn
 
 import gradcomp
@@ -40,17 +40,7 @@ STEPS = 5
 
 def digest(*values):
     """Return a hash of the bits of tensors, in any nesting of lists and dicts."""
-    found = hashlib.sha256()
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-        elif isinstance(value, dict):
-            found.update(digest(*itertools.chain(*value.items())).encode())
-        elif isinstance(value, (list, tuple)):
-            found.update(digest(*value).encode())
-        else:
-            found.update(repr(value).encode())
-    return found.hexdigest()
+    return hashlib.sha256(repr(bits_of(values)).encode()).hexdigest()
 
 
 class Layer(nn.Module):
@@ -294,7 +284,7 @@ def by_nonfinite_steps(device, **options):
     return digest(found)
 
 
-def by_replicas(device, **options):
+def by_replicas(device):
     """Plain FSDP2 inside a node; gradients of shards packed between nodes."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -461,68 +451,52 @@ def fetch_at_once(self, values):
     return here
 
 
+# a wait that is missing: where it is, what is there instead, and an entry point that needs it
 MISSING = {
-    "the encoder's for the copy": ("kernels.staging.Staged.wait", lambda self: None),
-    "the copy's for gradients": ("kernels.staging.Staged.fetch", fetch_at_once),
-    "the future's device": ("ddp.torch.futures.Future", FutureOfNoDevice),
-    "completion behind the copy": ("engine.step.on_stream", contextlib.nullcontext),
-    "the caller's for averages": ("engine.step.join", print),
-    "all_reduce's for averages": ("allreduce.join", print),
-    "FSDP's for averages": ("fsdp.reduce.join", print),
-    "the kernels' for gradients": ("exchange.staged.DeviceExchange._wait", print),
-    "the kernels' stream": ("exchange.staged.on_stream", contextlib.nullcontext),
+    "the encoder's for the copy": ("kernels.staging.Staged.wait", print, by_ddp),
+    "the encoder's for the copy, under FSDP2": ("kernels.staging.Staged.wait", print, by_fsdp),
+    "the copy's for gradients": ("kernels.staging.Staged.fetch", fetch_at_once, by_averager),
+    "the future's device": ("ddp.torch.futures.Future", FutureOfNoDevice, by_ddp),
+    "completion behind the copy": ("engine.step.on_stream", contextlib.nullcontext, by_ddp),
+    "the caller's for averages": ("engine.step.join", print, by_averager),
+    "all_reduce's for averages": ("allreduce.join", print, by_all_reduce),
+    "FSDP's for averages": ("fsdp.reduce.join", print, by_fsdp),
+}
+MISSING_BY_KERNELS = {
+    "the kernels' for gradients": ("exchange.staged.DeviceExchange._wait", print, by_averager),
+    "the kernels' stream": (
+        "exchange.staged.on_stream",
+        contextlib.nullcontext,
+        by_ddp_of_a_stream,
+    ),
 }
 
 
-@pytest.mark.parametrize(
-    ("what", "function"),
-    [
-        ("the encoder's for the copy", by_ddp),
-        ("the encoder's for the copy", by_fsdp),
-        ("the copy's for gradients", by_averager),
-        ("the future's device", by_ddp),
-        ("completion behind the copy", by_ddp),
-        ("the caller's for averages", by_averager),
-        ("all_reduce's for averages", by_all_reduce),
-        ("FSDP's for averages", by_fsdp),
-    ],
-)
-def test_a_missing_wait_shows(lazy, what, function):
-    expected = lazy(2, on, function, "lazy", {})
-    try:
-        assert lazy(2, without, what, function) != expected
-    except RankFailed:
-        pass  # NaN, or other bytes on other ranks
-
-
-@pytest.mark.parametrize(
-    ("what", "function"),
-    [
-        ("the kernels' for gradients", by_averager),
-        ("the kernels' stream", by_ddp_of_a_stream),
-    ],
-)
-def test_a_wait_that_kernels_of_the_device_miss_shows(lazy, what, function):
-    expected = lazy(2, by_kernels, function, {})
-    try:
-        assert (
-            lazy(2, by_kernels, without_kernels, {"what": what, "function": function}) != expected
-        )
-    except RankFailed:
-        pass
-
-
-def without(what, function):
-    where, instead = MISSING[what]
+def without(device, where, instead, function):
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch(f"gradcomp.{where}", instead))
         if function is by_ddp:  # whose futures and steps both wait
             patches.enter_context(mock.patch("gradcomp.engine.step.join", print))
-        return on(function, "lazy", {})
+        return on(function, device, {})
 
 
-def without_kernels(device, what, function):
-    return without(what, function)
+def shows(run, where, instead, function):
+    """Whether a wait that is missing changes what `run` returns, or ends it."""
+    expected = run(function, {})
+    try:
+        return run(without, {"where": where, "instead": instead, "function": function}) != expected
+    except RankFailed:  # NaN, or other bytes on other ranks
+        return True
+
+
+@pytest.mark.parametrize("what", MISSING)
+def test_a_missing_wait_shows(lazy, what):
+    assert shows(lambda function, options: lazy(2, on, function, "lazy", options), *MISSING[what])
+
+
+@pytest.mark.parametrize("what", MISSING_BY_KERNELS)
+def test_a_wait_that_kernels_of_the_device_miss_shows(lazy, what):
+    assert shows(partial(lazy, 2, by_kernels), *MISSING_BY_KERNELS[what])
 
 
 def test_memory_that_is_freed_too_early_is_read_all_the_same(lazy):

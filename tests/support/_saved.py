@@ -19,7 +19,7 @@ def parts_of(state):
 def bits_of(value):
     """Return everything in nested containers, tensors as their bytes."""
     if isinstance(value, torch.Tensor):
-        raw = value.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+        raw = value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
         return str(value.dtype), tuple(value.shape), raw
     if isinstance(value, np.ndarray):
         return value.tobytes()
