@@ -49,13 +49,7 @@ def with_value(state, path, value):
 
 def paths_of(state, here=()):
     """Yield the path of every value of a nested state."""
-    items = (
-        state.items()
-        if isinstance(state, dict)
-        else enumerate(state)
-        if isinstance(state, list)
-        else ()
-    )
-    for key, value in items:
+    indices = range(len(state)) if isinstance(state, list) else ()
+    for key in state if isinstance(state, dict) else indices:
         yield (*here, key)
-        yield from paths_of(value, (*here, key))
+        yield from paths_of(state[key], (*here, key))
