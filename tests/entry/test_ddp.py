@@ -16,7 +16,6 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.checkpoint import checkpoint
 
 import gradcomp
 import gradcomp.ddp
@@ -223,30 +222,6 @@ def test_resume_without_the_scaler():
         state.load_state_dict(saved)
         loaded = parts_of(state.state_dict())["residual"]["weight"]
         assert torch.equal(loaded, parts_of(saved)["residual"]["weight"] / 1024)
-
-
-@each_rank(2)
-def test_reentrant_checkpointing_is_one_step_a_backward():
-    """Each layer's backward is a graph task of its own inside the outer one."""
-
-    class Layers(nn.Sequential):
-        def forward(self, x):
-            for layer in self:
-                x = checkpoint(layer, x, use_reentrant=True) if reentrant else layer(x)
-            return x
-
-    found = set()
-    for reentrant, cap in ((True, 0.01), (True, 25), (False, 25)):
-        torch.manual_seed(0)
-        model = DDP(Layers(*(nn.Linear(64, 64) for _ in range(4))), bucket_cap_mb=cap)
-        with gradcomp.ddp.register(model, TernGrad(), min_numel=0) as state:
-            for step in range(3):
-                model.zero_grad()
-                x, _ = minibatch(step, dist.get_rank())
-                model(x.requires_grad_()).square().sum().backward()
-            assert state.step == 3
-        found.add(bits(p.grad for p in model.parameters()))
-    assert len(found) == 1
 
 
 @each_rank(2, "ranks")
