@@ -10,7 +10,7 @@ import _forks
 import pytest
 import torch
 import torch.distributed as dist
-from _models import bits, sgd
+from _models import bits, sgd, train
 from _ranks import each_rank
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -172,14 +172,6 @@ def start(codec="onebit"):
     return model, sgd(model), gradcomp.ddp.register(model, codec, min_numel=0)
 
 
-def train(model, optimizer, steps):
-    for step in steps:
-        data = torch.Generator().manual_seed(1000 * step + dist.get_rank())
-        optimizer.zero_grad()
-        model(torch.randn(16, 128, generator=data)).square().mean().backward()
-        optimizer.step()
-
-
 def run(folder, begin, end, every_rank=False):
     """Train to step `end`, saving every five steps; return where it began, and the weights."""
     model, optimizer, state = start()
@@ -189,7 +181,7 @@ def run(folder, begin, end, every_rank=False):
     begun = checkpoints.load()
     assert (begun or 0) == begin
     for step in range(begin, end, 5):
-        train(model, optimizer, range(step, step + 5))
+        train(model, optimizer, dist.get_rank(), range(step, step + 5), features=128, classes=64)
         checkpoints.save(step + 5)
     state.close()
     return begun, model.module.weight.tolist()
