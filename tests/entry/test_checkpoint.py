@@ -154,9 +154,8 @@ def test_a_run_that_is_killed_while_it_saves_resumes(tmp_path):
             time.sleep(0.01)
         time.sleep(draw.uniform(0.05, 0.3))
         _forks.kill(process)
-        checkpoints, state, model = alone(tmp_path)
-        step = checkpoints.load()
-        assert step and (state.values == step).all() and (model.values == step + 0.5).all()
+        step = loaded(tmp_path)
+        assert step
         before = max(before, step)
         shutil.rmtree(tmp_path)
         tmp_path.mkdir()
@@ -166,10 +165,10 @@ def test_a_run_that_is_killed_while_it_saves_resumes(tmp_path):
 # ---- ranks ---------------------------------------------------------------------------------------
 
 
-def start(codec="onebit"):
+def start():
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(128, 64))
-    return model, sgd(model), gradcomp.ddp.register(model, codec, min_numel=0)
+    return model, sgd(model), gradcomp.ddp.register(model, "onebit", min_numel=0)
 
 
 def run(folder, begin, end, every_rank=False):

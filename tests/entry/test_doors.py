@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from _held import descriptors, steady
 from _models import bits, filled, minibatch, small_model
-from _ranks import each_rank, one_rank, run_local
+from _ranks import each_rank, mismatch, one_rank, run_local
 from _saved import parts_of, saved_and_loaded
 from torch import nn
 from torch.distributed.algorithms.join import Join
@@ -445,17 +445,6 @@ def test_a_call_that_the_other_ranks_do_not_make_is_named(comm, what, called):
             gradcomp.all_reduce(torch.ones(8), "terngrad", comm=comm, timeout_s=0.2)
         getattr(averager_of(comm, timeout_s=0.2)[1], what)()
     comm.abort()
-
-
-HASH = re.compile(r"\d{12,}|[0-9a-f]{16,}")
-
-
-def mismatch(call):
-    """Return field and text of the mismatch with rank 1 that a call ends with."""
-    with pytest.raises(PeerMismatch) as caught:
-        call()
-    assert caught.value.rank == 1 and not HASH.search(str(caught.value)), caught.value
-    return caught.value.field, str(caught.value)
 
 
 def other_calls(what, rank):

@@ -11,6 +11,7 @@ import io
 import logging
 import os
 import pickle
+import re
 import runpy
 import subprocess
 import sys
@@ -26,6 +27,7 @@ import pytest
 from _forks import is_alive
 from gradcomp.launch.ports import free_port
 
+from gradcomp import PeerMismatch
 from gradcomp.comm import LocalCommunicator
 
 
@@ -101,6 +103,17 @@ def be_body(*call):
     """Do in this rank what a test of `each_rank` does; "over" puts a communicator first."""
     *comm, module, name, given = call
     return getattr(importlib.import_module(module), name).__wrapped__(*comm, **given)
+
+
+HASH = re.compile(r"\d{12,}|[0-9a-f]{16,}")
+
+
+def mismatch(call):
+    """Return field and text of the mismatch with rank 1 that a call ends with; no hash is shown."""
+    with pytest.raises(PeerMismatch) as caught:
+        call()
+    assert caught.value.rank == 1 and not HASH.search(str(caught.value)), caught.value
+    return caught.value.field, str(caught.value)
 
 
 class Pool:
