@@ -18,6 +18,8 @@ from _hosted import HostedKernels
 from _ranks import RankFailed, run_local
 from _saved import bits_of
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import gradcomp
 from gradcomp import (
@@ -236,9 +238,6 @@ def by_parameter_that_requires_grad(device):
 
 
 def by_fsdp(device, codec="ternary", **options):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     model, data = network(device)
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     for module in (*model.layers, model):
@@ -286,9 +285,6 @@ def by_nonfinite_steps(device, **options):
 
 def by_replicas(device):
     """Plain FSDP2 inside a node; gradients of shards packed between nodes."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     model, data = network(device)
     mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("replica", "shard"))
     for module in (*model.layers, model):
