@@ -3,9 +3,7 @@ promise. What is special to one of them is in its own file.
 """
 
 import copy
-import dataclasses
 import time
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -37,13 +35,6 @@ def layers():
     return nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 10))
 
 
-@dataclasses.dataclass
-class OfModel:
-    """An option that is made of the run's model."""
-
-    make: Callable[[nn.Module], object]
-
-
 class Entry:
     """A model, an optimizer and gradcomp between them; `step` makes one training step."""
 
@@ -51,14 +42,15 @@ class Entry:
     exchange = "reduce_scatter"  # of a resumed run: owners of means have residuals, too
     sync_every = 1  # steps until ranks hold the same weights again
 
-    def __init__(self, codec, **options):
+    def __init__(self, codec, optimizer=None, **options):
+        """`optimizer`: what makes the option of that name of the run's model."""
         torch.manual_seed(0)
         torch.set_num_threads(1)
         self.rank = dist.get_rank()
         self.model = self.wrap(layers())
         self.optimizer = sgd(self.model)
-        for name, value in options.items():
-            options[name] = value.make(self.model) if isinstance(value, OfModel) else value
+        if optimizer is not None:
+            options["optimizer"] = optimizer(self.model)
         usual = {"min_numel": 0, "timeout_s": TIMEOUT_S}
         self.opened = self.open(codec, **usual | options)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from _ranks import each_rank, mismatch, run_local
-from test_conformance import ENTRIES, OfModel, trained
+from test_conformance import ENTRIES, trained
 
 import gradcomp
 import gradcomp.ddp
@@ -60,11 +60,11 @@ class Row(NamedTuple):
 
 
 WARM, LATE = {"warmup_steps": 3}, {"fragment_sync_delay": 1}
-SCALED = {"precondition": True, "optimizer": OfModel(adamw)}
+SCALED = {"precondition": True, "optimizer": adamw}
 ROWS = {  # by option; after a comma, which of its rows
     "codec": Row(("terngrad", "onebit")),
     "codec, plain": Row(("bf16", "identity")),
-    "optimizer": Row((None, OfModel(adamw)), "codec_options"),  # decay of residuals
+    "optimizer": Row((None, adamw), "codec_options"),  # decay of residuals
     "min_numel": Row((0, 1_000)),
     "exclude": Row(((), ["0.weight"]), "parameters"),
     "exchange": Row(("all_gather", "reduce_scatter")),
