@@ -70,7 +70,7 @@ def each_rank(world_size=None, by="gloo"):
 
     Args:
         world_size: how many ranks there are; None: the test's argument `world`.
-        by: the fixture that runs them, "gloo", "ranks" or "over"; "local" is `run_local`. With
+        by: the fixture that runs them, such as "gloo" or "over"; "local" is `run_local`. With
             "over" and "local" the function's first argument is the rank's communicator.
     """
 
