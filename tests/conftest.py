@@ -24,6 +24,7 @@ import time
 import _forks
 import hypothesis
 import pytest
+import torch
 from _lazy_build import build
 from _ranks import MpiPool, Pool, RankPool, run_local, unpacked, with_communicator, with_mpi_beneath
 
@@ -57,8 +58,6 @@ def tier(request):
 @pytest.fixture
 def one_thread():
     """Matrix products of torch depend on its number of threads; ranks in processes have one."""
-    import torch
-
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from _models import bits, filled, loss_of, small_model, train
+from _models import bits, filled, loss_of, sgd, small_model, train
 from _ranks import each_rank, run_local
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -31,8 +31,7 @@ def trained(comm, codec, cap, exchange="auto"):
     """Return the weights after four steps, and the averager."""
     options = {"min_numel": 0, "bucket_cap_mb": cap, "exchange": exchange}
     net, averager = averager_of(comm, codec, **options)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    train(net, optimizer, comm.rank, range(4), averager.average)
+    train(net, sgd(net), comm.rank, range(4), averager.average)
     averager.check_replicas()
     return bits(net), averager
 

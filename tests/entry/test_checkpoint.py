@@ -10,15 +10,12 @@ import _forks
 import pytest
 import torch
 import torch.distributed as dist
-from _models import bits
 from _ranks import each_rank
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from test_conformance import ENTRIES
 
 import gradcomp
 from gradcomp import PeerMismatch
 from gradcomp.checkpoint import Checkpoints, write_saved
-from gradcomp.onebit_sgd import DoubleBuffer
 
 
 class Numbers:
@@ -154,9 +151,8 @@ def test_a_run_that_is_killed_while_it_saves_resumes(tmp_path):
             time.sleep(0.01)
         time.sleep(draw.uniform(0.05, 0.3))
         _forks.kill(process)
-        checkpoints, state, model = alone(tmp_path)
-        step = checkpoints.load()
-        assert step and (state.values == step).all() and (model.values == step + 0.5).all()
+        step = loaded(tmp_path)
+        assert step
         before = max(before, step)
         shutil.rmtree(tmp_path)
         tmp_path.mkdir()
@@ -166,45 +162,40 @@ def test_a_run_that_is_killed_while_it_saves_resumes(tmp_path):
 # ---- ranks ---------------------------------------------------------------------------------------
 
 
-def start(codec="onebit"):
-    torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Linear(128, 64))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return model, optimizer, gradcomp.ddp.register(model, codec, min_numel=0)
+def started(name, folder, **options):
+    """Return a run of an entry point, and its checkpoints."""
+    run = ENTRIES[name]("onebit")
+    everything = {"model": run.model, "optimizer": run.optimizer, "timeout_s": 30}
+    return run, Checkpoints(folder, run.opened, **everything, **options)
 
 
-def train(model, optimizer, steps):
-    for step in steps:
-        data = torch.Generator().manual_seed(1000 * step + dist.get_rank())
-        optimizer.zero_grad()
-        model(torch.randn(16, 128, generator=data)).square().mean().backward()
-        optimizer.step()
+def take_steps(run, *numbers):
+    for step in range(*numbers):
+        run.step(step)
 
 
-def run(folder, begin, end, damage=None, every_rank=False):
+def trained(folder, begin, end, every_rank=False):
     """Train to step `end`, saving every five steps; return where it began, and the weights."""
-    model, optimizer, state = start()
-    everything = {"model": model.module, "optimizer": optimizer}
     where = Path(folder, str(dist.get_rank())) if every_rank else folder
-    checkpoints = Checkpoints(where, state, every_rank=every_rank, timeout_s=30, **everything)
+    run, checkpoints = started("ddp", where, every_rank=every_rank)
     begun = checkpoints.load()
     assert (begun or 0) == begin
     for step in range(begin, end, 5):
-        train(model, optimizer, range(step, step + 5))
+        take_steps(run, step, step + 5)
         checkpoints.save(step + 5)
-    state.close()
-    return begun, model.module.weight.tolist()
+    run.close()
+    return begun, run.weights()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("every_rank", [False, True])
 def test_a_resumed_run_is_the_uninterrupted_one(gloo, tmp_path, every_rank):
-    (_, wanted), _ = gloo(2, run, str(tmp_path / "whole"), 0, 15, None, every_rank)
-    gloo(2, run, str(tmp_path / "parts"), 0, 10, None, every_rank)
+    (_, wanted), _ = gloo(2, trained, str(tmp_path / "whole"), 0, 15, every_rank)
+    gloo(2, trained, str(tmp_path / "parts"), 0, 10, every_rank)
     # rank 1 alone has lost the newest: both go back to the one before
     (newest,) = (tmp_path / "parts").rglob("step-000000000010/rank-1-of-2.pt")
     flip(newest)
-    for begun, weights in gloo(2, run, str(tmp_path / "parts"), 5, 15, None, every_rank):
+    for begun, weights in gloo(2, trained, str(tmp_path / "parts"), 5, 15, every_rank):
         assert begun == 5 and weights == wanted
 
 
@@ -240,18 +231,16 @@ def test_files_of_two_runs_make_no_checkpoint(tmp_path):
         assert left == ["rank-0-of-2.pt", "shared.pt"]
 
 
-def damaged_everywhere(folder):
-    with pytest.raises(ValueError, match="no checkpoint in .* can be read by every rank") as error:
-        of_ranks(folder).load()
-    return str(error.value)
-
-
 @pytest.mark.slow
-def test_damage_on_one_rank_is_an_error_on_all(gloo, tmp_path):
-    gloo(2, run, str(tmp_path), 0, 5)
-    flip(tmp_path / "step-000000000005" / "rank-1-of-2.pt")
-    first, second = gloo(2, damaged_everywhere, str(tmp_path))
-    assert "rank-1-of-2.pt is damaged" in second and "rank-1" not in first
+@each_rank(2)
+def test_damage_on_one_rank_is_an_error_on_all(tmp_path):
+    of_ranks(tmp_path).save(5)
+    if dist.get_rank() == 1:
+        flip(tmp_path / "step-000000000005" / "rank-1-of-2.pt")
+    with pytest.raises(ValueError, match="no checkpoint in .* can be read by every rank") as error:
+        of_ranks(tmp_path).load()
+    said = str(error.value)
+    assert "rank-1-of-2.pt is damaged" in said if dist.get_rank() else "rank-1" not in said
 
 
 def nothing_on_rank_1(folder):
@@ -263,88 +252,55 @@ def nothing_on_rank_1(folder):
 
 @pytest.mark.slow
 def test_a_rank_that_has_nothing_is_no_fresh_start(gloo, tmp_path):
-    gloo(2, run, str(tmp_path), 0, 5)
+    gloo(2, trained, str(tmp_path), 0, 5)
     assert len(set(gloo(2, nothing_on_rank_1, str(tmp_path)))) == 2
 
 
 def fewer(folder):
-    model, optimizer, state = start()
-    step = Checkpoints(folder, state, model=model.module, optimizer=optimizer).load()
-    return step, state.step
+    run, checkpoints = started("ddp", folder)
+    return checkpoints.load(), run.opened.step
 
 
 @pytest.mark.slow
 def test_another_number_of_ranks_reads_them_too(gloo, tmp_path):
-    gloo(2, run, str(tmp_path), 0, 5)
+    gloo(2, trained, str(tmp_path), 0, 5)
     assert gloo(3, fewer, str(tmp_path)) == [(5, 5)] * 3
     (tmp_path / "step-000000000005" / "rank-1-of-2.pt").unlink()
     with pytest.raises(AssertionError, match=r"is incomplete: it has no rank-0-of-3\.pt"):
         gloo(3, fewer, str(tmp_path))
 
 
-class Apart:
-    """Ways to train in which weights and state are not those of every backward pass."""
-
-    def __init__(self, kind, folder):
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        if kind == "DoubleBuffer":
-            self.state = DoubleBuffer(self.model, self.optimizer, "onebit", timeout_s=20)
-        else:
-            local = getattr(gradcomp, kind)
-            self.state = local(self.model, self.optimizer, "onebit", sync_every=4, timeout_s=20)
-        everything = {"model": self.model, "optimizer": self.optimizer}
-        self.checkpoints = Checkpoints(folder, self.state, timeout_s=30, **everything)
-
-    def train(self, steps):
-        for step in steps:
-            data = torch.Generator().manual_seed(1000 * step + dist.get_rank())
-            x = torch.randn(16, 64, generator=data)
-            if isinstance(self.state, DoubleBuffer):
-                self.state.step(lambda part: self.model(part).square().mean(), x)
-            else:
-                self.model(x + dist.get_rank()).square().mean().backward()
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-                self.state.step()
-
-    def weights(self):
-        self.model.eval()(torch.zeros(1, 64))  # an update under way is applied
-        return bits(p.detach() for p in self.model.parameters())
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["DoubleBuffer", "DiLoCo", "LocalSGD"])
+@pytest.mark.parametrize("name", ["double_buffer", "diloco", "local_sgd"])
 @each_rank(2)
-def test_updates_under_way_and_weights_of_each_rank_are_saved(tmp_path, kind):
+def test_updates_under_way_and_weights_of_each_rank_are_saved(tmp_path, name):
     """Weights were those from before the update, or on every rank those of rank 0."""
-    run = Apart(kind, tmp_path)
-    run.train(range(6))
-    run.checkpoints.save(6)
+    run, checkpoints = started(name, tmp_path)
+    take_steps(run, 5)  # one more than the last exchange of local steps
+    checkpoints.save(5)
     here = run.weights()
-    run.train(range(6, 11))
+    take_steps(run, 5, 11)
     wanted = run.weights()
-    run.state.close()
-    again = Apart(kind, tmp_path)
-    assert again.checkpoints.load() == 6 and again.weights() == here
-    again.train(range(6, 11))
+    run.close()
+    again, checkpoints = started(name, tmp_path)
+    assert checkpoints.load() == 5 and again.weights() == here
+    take_steps(again, 5, 11)
     assert again.weights() == wanted
-    again.state.close()
+    again.close()
 
 
 def saved_apart(folder):
-    run = Apart("DiLoCo", folder)
-    run.train(range(6))
-    run.checkpoints.save(6)
-    run.state.close()
+    run, checkpoints = started("diloco", folder)
+    take_steps(run, 5)
+    checkpoints.save(5)
+    run.close()
 
 
 def loaded_apart(folder):
-    run = Apart("DiLoCo", folder)
-    assert run.checkpoints.load() == 6
-    anchors = dict(run.state._fragments[0].anchors)
-    run.state.close()
+    run, checkpoints = started("diloco", folder)
+    assert checkpoints.load() == 5
+    anchors = dict(run.opened._fragments[0].anchors)
+    run.close()
     return [torch.equal(p, anchors[name]) for name, p in run.model.named_parameters()]
 
 

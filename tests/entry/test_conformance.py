@@ -3,21 +3,21 @@ promise. What is special to one of them is in its own file.
 """
 
 import copy
-import dataclasses
-import io
 import time
-from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _golden import tensors_in
-from _models import bits, loss_of, minibatch
+from _models import bits, loss_of, minibatch, sgd
 from _ranks import each_rank
+from _saved import saved_and_loaded
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils._pytree import tree_map_only
 
 import gradcomp
 import gradcomp.ddp
@@ -35,17 +35,6 @@ def layers():
     return nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 10))
 
 
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-@dataclasses.dataclass
-class OfModel:
-    """An option that is made of the run's model."""
-
-    make: Callable[[nn.Module], object]
-
-
 class Entry:
     """A model, an optimizer and gradcomp between them; `step` makes one training step."""
 
@@ -53,14 +42,15 @@ class Entry:
     exchange = "reduce_scatter"  # of a resumed run: owners of means have residuals, too
     sync_every = 1  # steps until ranks hold the same weights again
 
-    def __init__(self, codec, **options):
+    def __init__(self, codec, optimizer=None, **options):
+        """`optimizer`: what makes the option of that name of the run's model."""
         torch.manual_seed(0)
         torch.set_num_threads(1)
         self.rank = dist.get_rank()
         self.model = self.wrap(layers())
         self.optimizer = sgd(self.model)
-        for name, value in options.items():
-            options[name] = value.make(self.model) if isinstance(value, OfModel) else value
+        if optimizer is not None:
+            options["optimizer"] = optimizer(self.model)
         usual = {"min_numel": 0, "timeout_s": TIMEOUT_S}
         self.opened = self.open(codec, **usual | options)
 
@@ -83,10 +73,8 @@ class Entry:
     def save(self):
         """Return a checkpoint, read back from the file it was written to."""
         state = self.opened.state_dict()  # first: it may wait for averages and apply them
-        file = io.BytesIO()
-        torch.save((self.model.state_dict(), self.optimizer.state_dict(), state), file)
-        file.seek(0)
-        return torch.load(file, weights_only=not isinstance(self, Fsdp))
+        everything = self.model.state_dict(), self.optimizer.state_dict(), state
+        return saved_and_loaded(everything, weights_only=not isinstance(self, Fsdp))
 
     def load(self, saved):
         self.model.load_state_dict(saved[0])
@@ -246,13 +234,9 @@ def test_torchs_checkpoints_unite_the_states_of_all_ranks(tmp_path, name):
     assert tensors_in(saved) == tensors_in(found) != []
 
 
-def with_tensors(state, change):
-    """Return a nested state with every tensor changed."""
-    if isinstance(state, dict):
-        return {key: with_tensors(value, change) for key, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return [with_tensors(value, change) for value in state]
-    return change(state) if isinstance(state, torch.Tensor) else state
+def with_tensors(change):
+    """Return a function that changes every tensor of a state."""
+    return partial(tree_map_only, torch.Tensor, change)
 
 
 def changed(**changes):
@@ -277,10 +261,10 @@ FOREIGN = [
     {"format": 2},
     lambda state: {k: v for k, v in state.items() if k != min(state)},
     lambda state: dict.fromkeys(state),
-    lambda state: with_tensors(state, lambda t: torch.full_like(t, float("nan"))),
-    lambda state: with_tensors(state, lambda t: t.double()),
-    lambda state: with_tensors(state, lambda t: torch.cat([t.flatten(), t.flatten()])),
-    lambda state: with_tensors(state, lambda t: [1]),
+    with_tensors(lambda t: torch.full_like(t, float("nan"))),
+    with_tensors(lambda t: t.double()),
+    with_tensors(lambda t: torch.cat([t.flatten(), t.flatten()])),
+    with_tensors(lambda t: [1]),
     changed(ranks={"1": {}, "0": {}}),
     lambda state: {k: v for k, v in state.items() if k != "ranks"},
     changed(ranks={"5": {"tensors": 0}}),

@@ -4,7 +4,6 @@ Join, frozen layers.
 
 import contextlib
 import copy
-import io
 import pickle
 import re
 import time
@@ -16,8 +15,8 @@ import torch
 import torch.distributed as dist
 from _held import descriptors, steady
 from _models import bits, filled, minibatch, small_model
-from _ranks import each_rank, run_local
-from _saved import parts_of
+from _ranks import each_rank, mismatch, one_rank, run_local
+from _saved import parts_of, saved_and_loaded
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import fully_shard
@@ -62,10 +61,6 @@ def averager_of(comm, codec="terngrad", model=MODEL, timeout_s=20, **options):
     """Return a copy of the model, and its averager."""
     model = copy.deepcopy(model)
     return model, GradientAverager(model, codec, comm=comm, timeout_s=timeout_s, **options)
-
-
-def one_rank():
-    return LocalCommunicator.group(1)[0]
 
 
 def backward(model, step=0):
@@ -270,10 +265,7 @@ def test_a_registered_model_can_be_pickled():
     """What comes of it runs, and trains once it is registered."""
     model, state = registered(min_numel=0)
     backward(model)
-    memory = io.BytesIO()
-    torch.save(model, memory)
-    memory.seek(0)
-    twin = torch.load(memory, weights_only=False)
+    twin = saved_and_loaded(model, weights_only=False)
     assert bits(twin) == bits(model)
     twin(torch.ones(1, 64))
     with gradcomp.ddp.register(twin, Identity(), min_numel=0) as again:
@@ -453,17 +445,6 @@ def test_a_call_that_the_other_ranks_do_not_make_is_named(comm, what, called):
             gradcomp.all_reduce(torch.ones(8), "terngrad", comm=comm, timeout_s=0.2)
         getattr(averager_of(comm, timeout_s=0.2)[1], what)()
     comm.abort()
-
-
-HASH = re.compile(r"\d{12,}|[0-9a-f]{16,}")
-
-
-def mismatch(call):
-    """Return field and text of the mismatch with rank 1 that a call ends with."""
-    with pytest.raises(PeerMismatch) as caught:
-        call()
-    assert caught.value.rank == 1 and not HASH.search(str(caught.value)), caught.value
-    return caught.value.field, str(caught.value)
 
 
 def other_calls(what, rank):

@@ -488,8 +488,3 @@ def test_a_kernel_set_whose_values_cannot_be_read_computes_the_same(gloo, name):
 
 def test_the_file_has_the_rows_of_this_table():
     assert sorted(json.loads(GOLDEN.read_text())) == sorted(ROWS)
-
-
-def test_two_runs_send_the_same(gloo):
-    name = "local steps, fragments, delay"
-    assert train(gloo, *ROWS[name]) == train(gloo, *ROWS[name])

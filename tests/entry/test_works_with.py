@@ -93,6 +93,8 @@ BESIDE_DDP = {
     "torch.compile, whole": {"around": compiled, "settings": {"optimize_ddp": False}},
     "checkpoints": {"use_reentrant": False},
     "reentrant checkpoints": {"use_reentrant": True},
+    # each layer's backward is a graph task of its own inside the outer one
+    "reentrant checkpoints, small buckets": {"use_reentrant": True, "bucket_cap_mb": 0.01},
     "static_graph": {"static_graph": True},
     "gradient_as_bucket_view": {"gradient_as_bucket_view": True},
     "Join": {"joins": True},

@@ -2,12 +2,12 @@
 
 import os
 import re
-import subprocess
 import sys
 import warnings
 from pathlib import Path
 
 import pytest
+from _ranks import output_of
 
 import gradcomp
 import gradcomp._gc
@@ -19,10 +19,7 @@ ROOT = Path(__file__).parents[2]
 def test_no_compiler_is_one_sentence(tmp_path):
     build = [sys.executable, "setup.py", "-q", "build_ext"]
     command = [*build, "--build-temp", tmp_path, "--build-lib", tmp_path]
-    environment = {**os.environ, "CC": "no-such-compiler"}
-    out = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
+    out = output_of(*command, cwd=ROOT, env=os.environ | {"CC": "no-such-compiler"})
     assert out.returncode != 0
     last = out.stderr.strip().splitlines()[-1]
     assert "C compiler" in last and "no-such-compiler" in last and "Traceback" not in out.stderr
@@ -71,11 +68,11 @@ def test_the_demo_installs_only_what_it_needs(tmp_path):
 
     def installs(target):
         command = ["make", "-n", target, "INSTALLER=", f"VENV={tmp_path / 'venv'}"]
-        out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-        return "\n".join(line for line in out.splitlines() if "pip install" in line)
+        done = output_of(*command, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        return "\n".join(line for line in done.stdout.splitlines() if "pip install" in line)
 
     heavy = ("lightning", "accelerate", "transformers", "ray", "torchft", "docs", "dev")
-    assert "-e '.[bench]'" in installs("demo") and not [
-        extra for extra in heavy if extra in installs("demo")
-    ]
+    assert "-e '.[bench]'" in installs("demo")
+    assert not [extra for extra in heavy if extra in installs("demo")]
     assert all(extra in installs("lint") for extra in heavy)

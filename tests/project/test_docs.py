@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from _ranks import as_torchrun
 
 import gradcomp
 import gradcomp.ddp
@@ -81,16 +82,11 @@ def execute_as_rank(place, source, folder):
 
     kept = dist.init_process_group, dist.destroy_process_group
     dist.init_process_group = dist.destroy_process_group = lambda *args, **options: None
-    rank, world = dist.get_rank(), dist.get_world_size()
-    as_torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    as_torchrun |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1, "OMP_NUM_THREADS": 1}
-    os.environ.update({name: str(value) for name, value in as_torchrun.items()})
     try:
-        return execute(place, source, folder)
+        with as_torchrun(dist.get_rank(), dist.get_world_size(), port=1):
+            return execute(place, source, folder)
     finally:
         dist.init_process_group, dist.destroy_process_group = kept
-        for name in as_torchrun:
-            os.environ.pop(name, None)  # Lightning takes some away
 
 
 def of_kind(kind):

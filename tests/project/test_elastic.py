@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import mean, stdev
 
 import pytest
+from _ranks import output_of
 from gradcomp.launch.ports import free_port
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
@@ -32,15 +33,8 @@ def agents(folder, seed, port):
         quick = f"{QUICK},is_host={int(not started)}"  # by name, on machines of their own
         command += ["--rdzv-conf", quick, EXAMPLE, "--folder", folder, "--seed", str(seed)]
         output = open(folder.with_name(f"{folder.name}.{len(started)}"), "w")  # noqa: SIM115
-        started.append(
-            subprocess.Popen(
-                command,
-                env=os.environ | environ,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        )
+        options = {"env": os.environ | environ, "stdout": output, "start_new_session": True}
+        started.append(subprocess.Popen(command, stderr=subprocess.STDOUT, **options))
 
     try:
         yield start, started
@@ -51,9 +45,7 @@ def agents(folder, seed, port):
 
 def kill(agent):
     """Kill torchrun and its rank, as a machine that goes."""
-    found = subprocess.run(
-        ["ps", "-o", "pid=", "--ppid", str(agent.pid)], capture_output=True, text=True, check=False
-    )
+    found = output_of("ps", "-o", "pid=", "--ppid", agent.pid)
     for pid in [*map(int, found.stdout.split()), agent.pid]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -3,13 +3,12 @@
 import json
 import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from _forks import python
-from _ranks import mpi_environment, mpi_python, program
+from _ranks import mpi_environment, mpi_python, output_of, program
 
 from gradcomp.bench.models import LeNet
 
@@ -33,11 +32,8 @@ def test_gradcomp_is_one_added_line():
 
 def under_torchrun(script, ranks, *options):
     torchrun = [*python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    command = [*torchrun, str(ranks), str(EXAMPLE.with_name(script)), *map(str, options)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=600, env=environment, check=False
-    )
+    command = [*torchrun, ranks, EXAMPLE.with_name(script), *options]
+    done = output_of(*command, timeout=600, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
@@ -88,11 +84,9 @@ def example_over_mpi(pools, flavour, launched, ranks, script, *options):
     """Return what an example prints, under the launcher or in warm ranks."""
     if not launched:
         return "".join(pools(flavour, ranks, program, str(EXAMPLE.with_name(script)), *options))
-    start = [mpi_python(flavour), "-m", "gradcomp.launch", "-n", str(ranks)]
-    command = [*start, str(EXAMPLE.with_name(script)), *options]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=240, env=mpi_environment(), check=False
-    )
+    start = [mpi_python(flavour), "-m", "gradcomp.launch", "-n", ranks]
+    command = [*start, EXAMPLE.with_name(script), *options]
+    done = output_of(*command, timeout=240, env=mpi_environment())
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
@@ -149,9 +143,8 @@ def test_the_lora_example_trains_adapters_in_two_bits(torchrun):
 @pytest.mark.long
 @pytest.mark.parametrize("flavour", ["mpich", "openmpi"])
 def test_the_local_steps_example_trains_over_mpi(pools, flavour):
-    script = str(EXAMPLE.with_name("diloco_gpt.py"))
     options = ["--mpi", "--steps", "10", "--warm-up", "2", "--sync-every", "4"]
-    out = "".join(pools(flavour, 2, program, script, *options))
+    out = example_over_mpi(pools, flavour, False, 2, "diloco_gpt.py", *options)
     assert len(losses(out)) == 10 and "replicas are equal" in out, out
 
 

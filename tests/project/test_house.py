@@ -5,11 +5,11 @@ import importlib
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from _ranks import output_of
 
 import gradcomp
 from gradcomp import __main__ as main
@@ -215,9 +215,8 @@ print(json.dumps({
 """
     # this process has imported gradcomp, so what an import would set must not be inherited
     kept = {k: os.environ[k] for k in ("PATH", "HOME", "PYTHONPATH") if k in os.environ}
-    out = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=kept
-    )
+    out = output_of(sys.executable, "-c", script, env=kept)
+    assert out.returncode == 0, out.stderr
     nothing = {"quiet": True, "alone": ["gradcomp.version"], "native_threads": 0}
     libraries = dict.fromkeys(("mpi", "initialised", "bench", "frameworks"), False)
     assert json.loads(out.stdout) == nothing | libraries
@@ -275,8 +274,7 @@ def test_disabling_cpu_features(value, status, says):
     code = "from gradcomp.kernels import native; print(native.tier())"
     environment = {"PATH": "/usr/bin:/bin", "GRADCOMP_DISABLE_CPU_FEATURES": value}
     environment |= {k: os.environ[k] for k in ("PYTHONPATH",) if k in os.environ}
-    command = [sys.executable, "-c", code]
-    out = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    out = output_of(sys.executable, "-c", code, env=environment)
     assert out.returncode == status, out.stderr
     assert re.search(says, out.stderr if status else out.stdout, re.DOTALL)
 
@@ -294,9 +292,9 @@ def test_each_feature_of_avx512_can_be_switched_off(feature, monkeypatch):
 @pytest.mark.slow
 def test_the_report_says_what_the_tier_is():
     def report(*options, disabled=""):
-        environment = {**os.environ, "GRADCOMP_DISABLE_CPU_FEATURES": disabled}
-        command = [sys.executable, "-m", "gradcomp", *options]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+        environment = os.environ | {"GRADCOMP_DISABLE_CPU_FEATURES": disabled}
+        done = output_of(sys.executable, "-m", "gradcomp", *options, env=environment)
+        assert done.returncode == 0, done.stderr
         return done.stdout
 
     found = json.loads(report("--json"))

@@ -5,13 +5,13 @@ notebook in it has run.
 import json
 import os
 import re
-import subprocess
 import sys
 import zlib
 from html.parser import HTMLParser
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from _ranks import output_of
 from test_docs import FENCE, FRAMEWORKS, PAGES, PUBLIC, ROOT
 
 # one build for all of them, by one worker
@@ -67,9 +67,7 @@ def site(tmp_path_factory):
     command = [*sphinx, "-d", folder / "doctrees", ".", folder / "html"]
     proxies = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
     nowhere = os.environ | dict.fromkeys(proxies, "http://127.0.0.1:9")
-    built = subprocess.run(
-        command, cwd=ROOT, env=nowhere, capture_output=True, text=True, timeout=280, check=False
-    )
+    built = output_of(*command, cwd=ROOT, env=nowhere, timeout=280)
     assert built.returncode == 0, built.stdout + built.stderr
     return folder / "html"
 
@@ -123,10 +121,9 @@ def test_the_first_page_has_the_table_and_the_diff_of_the_readme(site, pages):
     plain = [[cell.replace("`", "").strip("| ") for cell in row] for row in table]
     page = pages[site / "docs/index.html"]
     shown = [[cell.strip().replace("\N{NO-BREAK SPACE}", " ") for cell in row] for row in page.rows]
+    filled = [[cell for cell in row if cell] for row in shown]
     for row in plain:
-        assert [cell for cell in row if cell] in [
-            [cell for cell in other if cell] for other in shown
-        ], row
+        assert [cell for cell in row if cell] in filled, row
     diff = next(block["body"] for block in FENCE.finditer(text) if block["language"] == "diff")
     assert len(plain) == 6 and diff.strip() in page.text
     assert "highlight-diff" in page.classes
@@ -155,13 +152,9 @@ def test_marks_of_blocks_are_written_out(site, pages):
     """A reader sees which program runs on two ranks and what is only a fragment."""
     for mark, name in (("ranks=2", "on-two-ranks"), ("no-run", "fragment"), ("output", "prints")):
         for page in SHOWN:
-            count = sum(
-                block["info"] == mark for block in FENCE.finditer(page.read_text(encoding="utf-8"))
-            )
-            assert (
-                pages[site / page.relative_to(ROOT).with_suffix(".html")].classes.count(name)
-                == count
-            ), (page.name, mark)
+            blocks = FENCE.finditer(page.read_text(encoding="utf-8"))
+            shown = pages[site / page.relative_to(ROOT).with_suffix(".html")].classes.count(name)
+            assert shown == sum(block["info"] == mark for block in blocks), (page.name, mark)
     # two tables and what scrolls them
     assert pages[site / "docs/howto/which-mode.html"].classes.count("prose") == 4
     assert "div.on-two-ranks::before" in (site / "_static/site.css").read_text(encoding="utf-8")

@@ -55,16 +55,7 @@ def _kernel(name):
     return method
 
 
-for _name in (
-    "scales",
-    "encode",
-    "sum_decode",
-    "are_finite",
-    "divide",
-    "multiply",
-    "follow",
-    "rotate",
-    "unbias",
-    "rescale",
-):
+for _name in ("scales", "encode", "sum_decode", "are_finite", "divide", "multiply", "follow"):
+    setattr(HostedKernels, _name, _kernel(_name))
+for _name in ("rotate", "unbias", "rescale"):
     setattr(HostedKernels, _name, _kernel(_name))

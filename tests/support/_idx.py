@@ -12,8 +12,8 @@ def idx(dims, body, magic=b"\0\0\x08"):
     return magic + bytes([len(dims)]) + struct.pack(f">{len(dims)}I", *dims) + body
 
 
-def images_bytes(count, seed=0):
-    return np.random.default_rng(seed).integers(0, 256, count * 28 * 28, dtype=np.uint8).tobytes()
+def images_bytes(count):
+    return np.random.default_rng(0).integers(0, 256, count * 28 * 28, dtype=np.uint8).tobytes()
 
 
 def write_folder(folder, *, train=6, test=3, compress=()):

@@ -28,6 +28,10 @@ def loss_of(model, step, rank, **sizes):
     return nn.functional.cross_entropy(model(x).float(), y)
 
 
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
 def train(model, optimizer, rank, steps, after_backward=lambda: None, **sizes):
     """Take an optimizer's step for each number of `steps`."""
     for step in steps:

@@ -11,6 +11,7 @@ import io
 import logging
 import os
 import pickle
+import re
 import runpy
 import subprocess
 import sys
@@ -26,6 +27,7 @@ import pytest
 from _forks import is_alive
 from gradcomp.launch.ports import free_port
 
+from gradcomp import PeerMismatch
 from gradcomp.comm import LocalCommunicator
 
 
@@ -59,12 +61,16 @@ def run_local(world_size, function, *args, timeout_s=120):
     return results
 
 
+def one_rank():
+    return LocalCommunicator.group(1)[0]
+
+
 def each_rank(world_size=None, by="gloo"):
     """Make a test of what every rank does; what they return must be equal.
 
     Args:
         world_size: how many ranks there are; None: the test's argument `world`.
-        by: the fixture that runs them, "gloo", "ranks" or "over"; "local" is `run_local`. With
+        by: the fixture that runs them, such as "gloo" or "over"; "local" is `run_local`. With
             "over" and "local" the function's first argument is the rank's communicator.
     """
 
@@ -84,7 +90,7 @@ def each_rank(world_size=None, by="gloo"):
             if by == "local":
                 found = run_local(world, functools.partial(body, **given))
             else:
-                found = run(world, be_body_over if by == "over" else be_body, module, name, given)
+                found = run(world, be_body, module, name, given)
             assert all(one == found[0] for one in found), [repr(one)[:200] for one in found]
 
         test.__signature__ = inspect.Signature(parameters)
@@ -93,20 +99,32 @@ def each_rank(world_size=None, by="gloo"):
     return decorate
 
 
-def be_body(module, name, given):
-    """Do in this rank what a test of `each_rank` does."""
-    return getattr(importlib.import_module(module), name).__wrapped__(**given)
+def be_body(*call):
+    """Do in this rank what a test of `each_rank` does; "over" puts a communicator first."""
+    *comm, module, name, given = call
+    return getattr(importlib.import_module(module), name).__wrapped__(*comm, **given)
 
 
-def be_body_over(comm, module, name, given):
-    return getattr(importlib.import_module(module), name).__wrapped__(comm, **given)
+HASH = re.compile(r"\d{12,}|[0-9a-f]{16,}")
+
+
+def mismatch(call):
+    """Return field and text of the mismatch with rank 1 that a call ends with; no hash is shown."""
+    with pytest.raises(PeerMismatch) as caught:
+        call()
+    assert caught.value.rank == 1 and not HASH.search(str(caught.value)), caught.value
+    return caught.value.field, str(caught.value)
 
 
 class Pool:
-    """Processes that run one function after another; `pipes` are set by the subclass."""
+    """Processes that run one function after another; the subclass starts them."""
 
     spoiled = False  # MPI collectives are under way that no peer will answer
     cpu_s = 0.0  # of the ranks of every pool, while they ran functions
+
+    def __init__(self):
+        self.directory = tempfile.TemporaryDirectory(prefix="gradcomp-test-")
+        self.pipes, self.calls = [], 0
 
     def run(self, world_size, function, *args, timeout_s=120):
         """Return function(*args) of that many ranks; raise RankFailed with the tracebacks of
@@ -159,26 +177,17 @@ class RankPool(Pool):
     """
 
     def __init__(self, imports=(), backend="gloo"):
-        self.backend = backend
-        self.directory = tempfile.TemporaryDirectory(prefix="gradcomp-test-")
-        self.pipes, self.processes, self.calls, self.imports = [], [], 0, imports
+        super().__init__()
+        self.processes, self.backend, self.imports = [], backend, imports
 
     def run(self, world_size, function, *args, **options):
         new = range(len(self.pipes), world_size)
         if new:
             address = os.path.join(self.directory.name, f"from{new.start}")
             with Listener(address) as listener:
-                self.processes += [
-                    _forks.start(
-                        be_rank,
-                        address,
-                        rank,
-                        self.directory.name,
-                        self.backend,
-                        imports=self.imports,
-                    )
-                    for rank in new
-                ]
+                for rank in new:
+                    given = address, rank, self.directory.name, self.backend
+                    self.processes.append(_forks.start(be_rank, *given, imports=self.imports))
                 self.accept(listener, len(new))
         return super().run(world_size, function, *args, **options)
 
@@ -206,25 +215,21 @@ class MpiPool(Pool):
     """
 
     def __init__(self, flavour, size):
-        self.directory = tempfile.TemporaryDirectory(prefix="gradcomp-test-")
+        super().__init__()
         address, key = os.path.join(self.directory.name, "pool"), os.urandom(16)
         here = os.path.dirname(os.path.abspath(__file__))
         command = [*mpirun(flavour, size), os.path.join(here, "_mpi_serve.py"), address, key.hex()]
         with Listener(address, authkey=key) as listener:
-            self.pipes, self.processes, self.calls = (
-                [],
-                [subprocess.Popen(command, env=mpi_environment() | test_folders())],
-                0,
-            )
+            self.job = subprocess.Popen(command, env=mpi_environment() | test_folders())
             try:
                 self.accept(listener, size)
             except BaseException:
-                self.processes[0].terminate()
+                self.job.terminate()
                 raise
 
     def alive(self):
         """Return whether the ranks can run another function."""
-        return not self.spoiled and self.processes[0].poll() is None
+        return not self.spoiled and self.job.poll() is None
 
     def close(self):
         """Let the ranks finish, so that MPI removes its shared memory; ranks that cannot are
@@ -232,13 +237,12 @@ class MpiPool(Pool):
         """
         self.release()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.processes[0].wait(0 if self.spoiled else 10)
-        # mpirun ends its ranks, which a killed one would leave behind
-        self.processes[0].terminate()
+            self.job.wait(0 if self.spoiled else 10)
+        self.job.terminate()  # mpirun ends its ranks, which a killed one would leave behind
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.processes[0].wait(5)
-        self.processes[0].kill()
-        self.processes[0].wait()
+            self.job.wait(5)
+        self.job.kill()
+        self.job.wait()
         self.directory.cleanup()
 
 
@@ -302,9 +306,8 @@ def serve(pipe, rank, directory, prepare=lambda world_size: None, backend="gloo"
 
     torch.set_num_threads(1)
     gc.freeze()  # what torch has imported need not be looked through by every gc.collect()
-    os.environ["TORCH_DIST_INIT_BARRIER"] = (
-        "1"  # a rank that is done at once would leave while others still connect
-    )
+    # a rank that is done at once would leave while others still connect
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     while True:
         try:
             call, world_size, function, args = pipe.recv()
@@ -339,24 +342,26 @@ def program(path, *arguments):
         port = [free_port()]
     dist.broadcast_object_list(port)
     dist.destroy_process_group()
-    place = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": world,
-        "LOCAL_WORLD_SIZE": world,
-        "MASTER_PORT": port[0],
-    }
-    place["OMP_NUM_THREADS"] = 1
-    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
     before, sys.argv, printed = sys.argv, [path, *map(str, arguments)], io.StringIO()
     try:
-        with contextlib.redirect_stdout(printed):
+        with as_torchrun(rank, world, port[0]), contextlib.redirect_stdout(printed):
             runpy.run_path(path, run_name="__main__")
     finally:
         sys.argv = before
-        for name in (*place, "MASTER_ADDR"):
-            os.environ.pop(name, None)  # Lightning takes some away
     return printed.getvalue()
+
+
+@contextlib.contextmanager
+def as_torchrun(rank, world_size, port):
+    """Set the environment variables of a rank, as torchrun does."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    place |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "OMP_NUM_THREADS": 1}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    try:
+        yield
+    finally:
+        for name in place:
+            os.environ.pop(name, None)  # Lightning takes some away
 
 
 def with_communicator(kind, function, *args):

@@ -19,7 +19,7 @@ def parts_of(state):
 def bits_of(value):
     """Return everything in nested containers, tensors as their bytes."""
     if isinstance(value, torch.Tensor):
-        raw = value.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+        raw = value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
         return str(value.dtype), tuple(value.shape), raw
     if isinstance(value, np.ndarray):
         return value.tobytes()
@@ -49,13 +49,7 @@ def with_value(state, path, value):
 
 def paths_of(state, here=()):
     """Yield the path of every value of a nested state."""
-    items = (
-        state.items()
-        if isinstance(state, dict)
-        else enumerate(state)
-        if isinstance(state, list)
-        else ()
-    )
-    for key, value in items:
+    indices = range(len(state)) if isinstance(state, list) else ()
+    for key in state if isinstance(state, dict) else indices:
         yield (*here, key)
-        yield from paths_of(value, (*here, key))
+        yield from paths_of(state[key], (*here, key))
