@@ -3,8 +3,10 @@ and what is said of ranks that leave.
 """
 
 import gc
+import os
 import re
 import resource
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -135,6 +137,19 @@ def a_rank_that_forgets_to_close_holds_nobody_up():
     return second.all_gather_bytes(b"%d" % second.rank, 20, Channel.FIRST)
 
 
+def a_child_that_drops_a_communicator_leaves_it_to_its_parent():
+    """It waited for ever, for threads that only the parent has: a worker of a DataLoader hung."""
+    comm = TorchCommunicator(timeout_s=60)
+    comm.all_gather_bytes(b"x", 60)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        del comm
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    return status, comm.all_gather_bytes(b"%d" % comm.rank, 60)
+
+
 # ---- timeouts ------------------------------------------------------------------------------------
 
 
@@ -201,6 +216,7 @@ def a_thread_that_sends_and_one_that_receives_share_a_mailbox():
 BODIES = [  # what each of two ranks does and returns
     (too_few_descriptors_are_said_before_anything_is_opened, True),
     (a_rank_that_forgets_to_close_holds_nobody_up, [b"0", b"1"]),
+    (a_child_that_drops_a_communicator_leaves_it_to_its_parent, (0, [b"0", b"1"])),
     (the_timeout_is_the_process_groups_own, ({1800}, 1800)),
     (waits_end_soon_when_this_rank_gives_up, None),
     (a_thread_that_sends_and_one_that_receives_share_a_mailbox, True),
