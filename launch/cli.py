@@ -23,6 +23,7 @@ from . import mpirun, records
 from .mpirun import LaunchError, parse_hosts, read_hostfile
 from .ports import free_port
 from .supervise import supervise
+from .variables import first_node
 
 NAME = "gradcomp.launch"
 USAGE = "python -m gradcomp.launch -n RANKS [options] (SCRIPT | -m MODULE) [ARG ...]"
@@ -152,8 +153,7 @@ def _program(options: argparse.Namespace) -> list[str]:
 
 def _added(options: argparse.Namespace, given: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that the command gets besides the `given` ones."""
-    first = options.hosts[0].partition(":")[0] if options.hosts else "127.0.0.1"
-    address = given.get("MASTER_ADDR") or first
+    address = given.get("MASTER_ADDR") or _first_host(options, given)
     port = given.get("MASTER_PORT")
     if port and _is_taken(address, port):
         raise LaunchError(
@@ -166,6 +166,16 @@ def _added(options: argparse.Namespace, given: Mapping[str, str]) -> dict[str, s
         added["OMP_NUM_THREADS"] = "1"
         _say(f"OMP_NUM_THREADS=1: {options.ranks} ranks on {cores} cores; set it to change that")
     return added
+
+
+def _first_host(options: argparse.Namespace, given: Mapping[str, str]) -> str:
+    """Return the name or address at which all ranks find the host of rank 0."""
+    if options.hosts:
+        return str(options.hosts[0].partition(":")[0])
+    nodes = given.get("SLURM_JOB_NODELIST")
+    if nodes and given.get("SLURM_JOB_NUM_NODES", "1") != "1" and not options.torch:
+        return first_node(nodes)  # the MPI starts ranks on all nodes of the allocation
+    return "127.0.0.1"
 
 
 def _is_taken(address: str, port: str) -> bool:

@@ -44,6 +44,7 @@ DATA = (Channel.SCALE, Channel.FIRST, Channel.SECOND)
 _failed: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 # groups with a collective that no peer has answered yet
 _stuck: list[tuple[list[Any], set[_GlooWork]]] = []
+_open: weakref.WeakSet[Groups] = weakref.WeakSet()  # that this process has made
 
 
 class Groups:
@@ -79,6 +80,7 @@ class Groups:
         self.pending: set[_GlooWork] = set()
         self.broken = ""  # why nothing on these groups can be relied on
         self.closed = False
+        _open.add(self)
 
     def start(self, channel: Channel, begin: Callable[..., Any], *args: object) -> Work:
         """Begin a collective by ``begin(group, *args)``; the groups keep `args`, its buffers, until
@@ -159,6 +161,14 @@ class Groups:
             for group in made:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
             _stuck.append((made, pending))
+
+    def leave_to_parent(self) -> None:
+        """Close in a child of the process that made these groups, without a word to the peers."""
+        self._lock = threading.Lock()  # another thread of the parent may have held it
+        # kept for ever: dropping a group waits for its threads, which a child does not have
+        parents = self._made, self.pending, self._store
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(parents))
+        self._made, self.pending, self.closed = {}, set(), True
 
     def drop(self) -> None:
         """As `close`, where nobody called that: the program may be ending by an exception."""
@@ -336,3 +346,12 @@ def _sweep() -> None:
     for made, _ in ended:
         for group in made:
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
+
+
+def _leave_to_parent() -> None:
+    for groups in list(_open):
+        groups.leave_to_parent()
+    _stuck.clear()  # `_sweep` alone would drop their groups
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

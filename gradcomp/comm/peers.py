@@ -1,8 +1,9 @@
 """Which rank of a group has ended, is stopped, or cannot be reached, once a collective has failed.
 
-Every process has a socket that listens, from which nothing is ever accepted. Connecting to it is up
-to the kernel: it answers for a process that computes, sleeps or is stopped, and refuses at once
-where the process has ended. So no thread has to run, and a busy rank is not taken for a lost one.
+Every process has a socket that listens. Connecting to it is up to the kernel: it answers for a
+process that computes, sleeps or is stopped, and refuses at once where the process has ended. So no
+thread has to run, and a busy rank is not taken for a lost one. Connections are accepted only to
+make room for more, when the process itself looks for a lost rank.
 A communicator without a store for its notes has such a socket, too (`make_socket`), which is closed
 with it.
 """
@@ -26,7 +27,7 @@ from gradcomp.comm.addresses import host_identity, listen, listen_at
 from gradcomp.comm.base import CLOSED
 
 PATIENCE_S = 1.0  # longest wait for a peer's kernel
-BACKLOG = 128  # probes that may wait for ever, as nobody accepts them
+BACKLOG = 4096  # probes that may wait to be accepted; Linux does not answer more
 
 
 class Peer(NamedTuple):
@@ -71,8 +72,7 @@ def make_socket(one_host: bool) -> socket.socket | None:
         made = listen_at(_socket(one_host).getsockname()[0], BACKLOG)
     except OSError:
         return None
-    _open.add(made)
-    return made
+    return _listens(made)
 
 
 def find_lost(cards: Sequence[bytes], rank: int) -> tuple[int, str] | None:
@@ -83,6 +83,7 @@ def find_lost(cards: Sequence[bytes], rank: int) -> tuple[int, str] | None:
         cards: what `here` has returned on every rank.
         rank: of this process.
     """
+    _make_room()
     peers = {n: Peer(*json.loads(card)) for n, card in enumerate(cards) if n != rank}
     try:
         refused, silent = _probe({n: p.address for n, p in peers.items() if p.address is not None})
@@ -109,24 +110,46 @@ def describe(found: tuple[int, str]) -> str:
     return f"rank {found[0]} {found[1].replace(') ', '), which ', 1)}"
 
 
-_open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+# this process's sockets, by id
+_open: weakref.WeakValueDictionary[int, socket.socket] = weakref.WeakValueDictionary()
+
+
+def _listens(made: socket.socket) -> socket.socket:
+    """Return a socket of this process, which a child closes."""
+    made.setblocking(False)
+    _open[id(made)] = made
+    return made
+
+
+def _sockets() -> list[socket.socket]:
+    found = (reference() for reference in _open.valuerefs())  # whatever other threads make now
+    return [made for made in found if made is not None]
+
+
+def _make_room() -> None:
+    """Accept the probes that wait at this process's sockets: where too many do, the next one gets
+    no answer, as if the host were down.
+    """
+    for made in _sockets():
+        with contextlib.suppress(OSError):  # no more, or it is closed
+            while True:
+                made.accept()[0].close()
 
 
 @functools.cache
 def _socket(one_host: bool) -> socket.socket:
     """Return this process's socket, open as long as the process is."""
-    found = listen(one_host, BACKLOG)
-    _open.add(found)
-    return found
+    return _listens(listen(one_host, BACKLOG))
 
 
-def _close_all() -> None:  # in a child, which would keep them open after the end of this process
-    for made in list(_open):
+def _forget() -> None:
+    """Close the sockets in a child, which would keep them open after the end of this process."""
+    for made in _sockets():
         made.close()
     _socket.cache_clear()
 
 
-os.register_at_fork(after_in_child=_close_all)
+os.register_at_fork(after_in_child=_forget)
 
 
 def _identity() -> str:

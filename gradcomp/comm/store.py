@@ -291,4 +291,5 @@ def _end_calls() -> None:
         call.join(WRITE_S)
 
 
+os.register_at_fork(after_in_child=_calls.clear)  # their threads are the parent's
 weakref.finalize(Notes, _end_calls)  # made first, so called after those of all communicators

@@ -153,7 +153,7 @@ class MomentumAdagrad(torch.optim.Optimizer):
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
         for index, p in zip(indices, parameters, strict=True):
             for name, value in state_dict["state"].get(index, {}).items():
-                self.state[p][name] = value.to(torch.float32, copy=True)
+                self.state[p][name] = value.to(p.device, torch.float32, copy=True)
 
     def _update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         if grad.is_sparse:

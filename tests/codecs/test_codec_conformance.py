@@ -3,6 +3,7 @@ conservation, frozen vectors, refusals, memory and threads. A new codec is a row
 `FAULTS`, and a file of frozen vectors where it writes bytes of its own.
 """
 
+import concurrent.futures.thread
 import json
 import math
 import struct
@@ -429,3 +430,19 @@ def test_threads_change_no_bit(name, group, monkeypatch):
         torch.set_num_threads(before)
     for one in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(one, found[0], strict=True))
+
+
+def test_large_tensors_are_encoded_while_the_interpreter_ends(monkeypatch):
+    """As a function of atexit may: thread pools take no work any more, and this raised that."""
+    monkeypatch.setattr(native.threads, "THREAD_NUMEL", 1 << 16)
+    codec, x, found = OneBit(group=512), torch.randn(340_005), []
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        for ends in (False, True):
+            monkeypatch.setattr(concurrent.futures.thread, "_shutdown", ends)
+            residual = torch.ones(340_005)
+            found.append((codec.encode(x, residual=residual, key=KEY), residual))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -108,6 +108,16 @@ def test_without_file_descriptors_nobody_is_named(start):
     assert peers.find_lost([mine, card], 0)[0] == 1
 
 
+def test_a_process_that_many_peers_have_looked_at_can_still_be_reached(monkeypatch):
+    """A rank that waited at a full queue of looks was said to be unreachable."""
+    own = peers._listens(socket.create_server(("127.0.0.1", 0), backlog=1))
+    monkeypatch.setattr(peers, "_socket", lambda one_host: own)
+    card = peers.here(True)
+    for _ in range(8):
+        assert peers.find_lost([card, card], 0) is None
+    own.close()
+
+
 def test_a_communicator_that_is_closed_is_named_and_not_one_of_several():
     first, second = (peers.make_socket(True) for _ in range(2))
     everyone = [peers.here(True), peers.here(True, first), peers.here(True, second)]

@@ -4,7 +4,9 @@ and what is said of ranks that leave.
 
 import contextlib
 import gc
+import os
 import resource
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -120,6 +122,20 @@ def test_a_rank_that_forgets_to_close_holds_nobody_up():
         first.close()
     second = TorchCommunicator(timeout_s=20)
     assert second.all_gather_bytes(b"%d" % second.rank, 20, Channel.FIRST) == [b"0", b"1"]
+
+
+@each_rank(2)
+def test_a_child_that_drops_a_communicator_leaves_it_to_its_parent():
+    """It waited for ever, for threads that only the parent has: a worker of a DataLoader hung."""
+    comm = TorchCommunicator(timeout_s=60)
+    comm.all_gather_bytes(b"x", 60)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        del comm
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert comm.all_gather_bytes(b"%d" % comm.rank, 60) == [b"0", b"1"]
 
 
 # ---- timeouts ------------------------------------------------------------------------------------

@@ -389,3 +389,13 @@ def test_momentum_adagrad_is_its_formula():
     again = MomentumAdagrad([p], lr=0.1)
     again.load_state_dict(optimizer.state_dict())
     assert torch.equal(again.state[p]["sum"], optimizer.state[p]["sum"])
+
+
+def test_momentum_and_sums_are_loaded_to_the_device_of_the_parameter():
+    """They stayed in host memory, to which checkpoints are often read: the next step failed."""
+    p, elsewhere = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, device="meta"))
+    p.grad = torch.ones(3)
+    optimizer, again = MomentumAdagrad([p]), MomentumAdagrad([elsewhere])
+    optimizer.step()
+    again.load_state_dict(optimizer.state_dict())
+    assert {value.device.type for value in again.state[elsewhere].values()} == {"meta"}

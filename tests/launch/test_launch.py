@@ -571,6 +571,25 @@ def test_dry_run_prints_what_a_shell_can_run(fake, capsys, monkeypatch):
     assert err.count("\n") == 1 and "root" in err
 
 
+@pytest.mark.parametrize(
+    ("nodes", "count", "options", "address"),
+    [
+        ("node[07-08]", "2", [], "node07"),  # 127.0.0.1 is another host for the ranks of node08
+        ("node[07-08]", "2", ["--torch"], "127.0.0.1"),
+        ("node07", "1", [], "127.0.0.1"),
+    ],
+)
+def test_ranks_of_a_slurm_allocation_find_its_first_node(
+    nodes, count, options, address, fake, capsys, monkeypatch
+):
+    fake(HYDRA)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", nodes)
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", count)
+    assert cli.main(["-n", "1", *options, "--dry-run", __file__]) == 0
+    assert shlex.split(capsys.readouterr().out)[0] == f"MASTER_ADDR={address}"
+
+
 def test_dry_run_runs(python, folder):
     status, lines = launch(python, "-n", 1, "--dry-run", "show.py", "a b", cwd=folder)
     assert status == 0 and not shown(lines)

@@ -8,7 +8,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -68,13 +68,18 @@ def run_elements(function: str, numel: int, call: Callable[[int, int], int]) -> 
 
 
 def _share(function: str, arguments: list[Any], call: Callable[..., int]) -> None:
-    """Make one call on this thread and the others on the pool's."""
+    """Make one call on this thread and the others on the pool's, where it takes them."""
     if len(arguments) == 1:
         return check(call(*arguments[0]), function)
-    pool = _workers(len(arguments) - 1)
-    futures = [pool.submit(call, *each) for each in arguments[1:]]
+    pool, own = _workers(len(arguments) - 1), arguments[:1]
+    futures: list[Future[int]] = []
+    for each in arguments[1:]:
+        try:
+            futures.append(pool.submit(call, *each))
+        except RuntimeError:  # the interpreter ends, and its pools take nothing any more
+            own.append(each)
     try:
-        statuses = [call(*arguments[0])]
+        statuses = [call(*each) for each in own]
     finally:
         done = [future.exception() for future in futures]
     for error in done:
