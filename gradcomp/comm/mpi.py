@@ -245,7 +245,7 @@ class MpiCommunicator(Communicator):
         if self._mpi.Is_finalized():
             return
         own = channels.lost or (self.rank, base.gave_up(reason))
-        lost, what = next(iter(channels.gone.values()), own)
+        lost, what = next(iter(channels.gone.copy().values()), own)
         call(lambda: channels.send_news(lost, what))
 
     def close(self) -> None:
@@ -277,7 +277,7 @@ class MpiCommunicator(Communicator):
                     news_at = now + NEWS_EVERY_S
                     base.log_wait(self.rank, self._whom)
                     channels.read_news()
-                    gone = [news for rank, news in channels.gone.items() if rank in peers]
+                    gone = [news for rank, news in channels.gone.copy().items() if rank in peers]
                     if gone or channels.broken:
                         grace_until = grace_until or now + GRACE_S
                         if now >= grace_until:
@@ -293,8 +293,8 @@ class MpiCommunicator(Communicator):
         """Return the error of a wait for `peers` that has ended without an answer."""
         channels = self._open()
         channels.read_news()  # of one that has looked already; one that only waited is not blamed
-        gone = channels.gone.items()
-        known = [news for rank, news in gone if rank in peers and news[0] != rank]
+        gone = channels.gone.copy()
+        known = [news for rank, news in gone.items() if rank in peers and news[0] != rank]
         if known:
             return RankGone(known[0][0], what=known[0][1])
         lost = channels.find_lost()

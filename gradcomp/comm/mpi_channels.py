@@ -119,7 +119,8 @@ class Channels:
     point: Any  # messages from rank to rank
     news: Any  # "I give up"
     serial: int  # number of its making, the same on every rank
-    # peers that have given up: the rank that was lost, and what is said of it
+    # peers that have given up: the rank that was lost, and what is said of it; several threads
+    # write it, so what iterates takes a copy
     gone: dict[int, tuple[int, str]] = field(default_factory=dict)
     lost: tuple[int, str] | None = None  # the same, found by this rank itself
     cards: list[bytes] = field(default_factory=list)  # of all ranks, for `peers.find_lost`
