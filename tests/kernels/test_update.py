@@ -86,16 +86,6 @@ class Weights:
             self.weight, self.trail = place(top, np.uint16), place(trail, np.uint16)
         self.state = [place(np.zeros(n), np.float32) for _ in range(states)]
 
-    def target(self, g):
-        row = np.zeros(1, TARGET)
-        row["weight"] = self.weight.ctypes.data
-        row["trail"] = 0 if self.trail is None else self.trail.ctypes.data
-        for number, state in enumerate(self.state):
-            row[f"state{number}"] = state.ctypes.data
-        if g is not None:
-            row["gradient"], row["gradient_dtype"] = g.ctypes.data, int(g.dtype == np.uint16)
-        return row
-
     @contextmanager
     def targets(self, kernels, g, position=0):
         """Yield the targets of an update, of which these weights are the one at `position`."""
@@ -437,10 +427,11 @@ def test_averages_that_are_not_finite_are_told(row):
 def test_parameters_without_a_rule_are_passed_over():
     w = np.ones(20, np.float32)
     one, two = Weights(w, "fp32", 0), Weights(w, "fp32", 0)
-    targets = np.concatenate([one.target(w), two.target(w)])
-    targets["rule"][0] = NO_RULE
     rows = [(0, 0, 0, 0, 0, 0, 20, 20, k) for k in (0, 1)]
-    KERNELS.update(Table(rows), targets, rule(Kind.SGD, "", step_size=-1.0))
+    with one.targets(KERNELS, w) as first, two.targets(KERNELS, w) as second:
+        targets = np.concatenate([first, second])
+        targets["rule"][0] = NO_RULE
+        KERNELS.update(Table(rows), targets, rule(Kind.SGD, "", step_size=-1.0))
     assert (one.read(20) == 1).all()
     assert (two.read(20) == 0).all()
 
