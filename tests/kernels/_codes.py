@@ -1,7 +1,7 @@
-"""The codes of the kernel tests: what the reference makes of each, and how kernel sets and C are
-called for it.
+"""The codes of the kernel tests: what the reference makes of each, how kernel sets and C are called
+for it, and what is drawn at random.
 
-A new code is a row in `FAMILIES`, and a branch of `encoded`, `average` and `call_encode` where it
+A new code is a row in `FAMILIES`, and a branch of `encoded`, `decoded` and `call_encode` where it
 differs from the others.
 """
 
@@ -32,6 +32,8 @@ from _tables import (
     tier,
     values,
 )
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
 from reference import codec as ref
 from reference import entropy
 
@@ -140,27 +142,25 @@ def encoded(
     return canonical(scales).ravel(), codes, canonical(left), not np.isfinite(seen).all()
 
 
+def decoded(code: Code, codes: Any, scales: Any, piece: ref.Piece) -> Any:
+    """Return what the reference decodes of one payload whose values are added as floats."""
+    if code.name == "onebit":
+        return ref.onebit_decode(codes, scales, piece)
+    if code.name == "block":
+        return ref.block_decode(codes, scales, piece, code.bits)
+    if code.name == "entropy":
+        return entropy.entropy_decode(codes, scales, piece, code.stream_nbytes)
+    return ref.to_float32(codes.copy().view(ARRAY_DTYPES[code.option[0]]))
+
+
 def average(code: Code, codes: list[Any], scales: list[Any], piece: ref.Piece, shared: bool) -> Any:
     """Return what the reference decodes of several payloads."""
     if code.decoder == "ternary":
         return ref.ternary_sum_decode(codes, scales, piece, shared)
     if code.name == "lanes":
         return ref.lanes_decode(codes[0], scales[0], piece, int(code.option[0]))
-    if code.name == "onebit":
-        decoded = [ref.onebit_decode(c, s, piece) for c, s in zip(codes, scales, strict=True)]
-    elif code.name == "block":
-        decoded = [
-            ref.block_decode(c, s, piece, code.bits) for c, s in zip(codes, scales, strict=True)
-        ]
-    elif code.name == "entropy":
-        decoded = [
-            entropy.entropy_decode(c, s, piece, code.stream_nbytes)
-            for c, s in zip(codes, scales, strict=True)
-        ]
-    else:
-        kind = ARRAY_DTYPES[code.option[0]]
-        decoded = [ref.to_float32(c.copy().view(kind)) for c in codes]
-    return ref.float_average(decoded)
+    pairs = zip(codes, scales, strict=True)
+    return ref.float_average([decoded(code, one, scale, piece) for one, scale in pairs])
 
 
 # ---- calls ---------------------------------------------------------------------------------------
@@ -382,6 +382,14 @@ def decode(
 
 
 # ---- inputs --------------------------------------------------------------------------------------
+DTYPES = [ref.F32, ref.BF16, ref.F16]
+SEEDS = st.integers(0, 2**32 - 1)
+WORDS = st.sampled_from([0, 1, 2**31 - 1, 2**32 - 1]) | SEEDS
+COUNTS = st.sampled_from([1, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33])
+
+kernel_settings = settings(database=None, suppress_health_check=list(HealthCheck))
+
+
 def tensor_of(table: Table, kind: str, dtype: int, rng: np.random.Generator) -> Any:
     """Return a source tensor that starts anywhere in memory."""
     tensor = guarded(table.tensor_numel, ARRAY_DTYPES[dtype], int(rng.integers(0, 8)))

@@ -16,11 +16,15 @@ import pytest
 import torch
 from _codes import (
     COMPILED,
+    COUNTS,
+    DTYPES,
     FAMILIES,
     ONEBIT,
+    SEEDS,
     SETS,
     TERNARY,
     VALUES,
+    WORDS,
     Code,
     average,
     code_for,
@@ -28,6 +32,7 @@ from _codes import (
     decode,
     encode,
     encoded,
+    kernel_settings,
     lanes,
     on,
     one_piece,
@@ -39,7 +44,6 @@ from _codes import (
     tensor,
     tensor_of,
 )
-from _drawn import COUNTS, DTYPES, SEEDS, WORDS, kernel_settings
 from _tables import (
     ARRAY_DTYPES,
     GUARD,
@@ -48,6 +52,7 @@ from _tables import (
     Piece,
     Table,
     canonical,
+    flushing,
     guarded,
     pieces,
     same_bytes,
@@ -175,23 +180,11 @@ def test_encode(
         kept, want_kept = (guarded(table.plane_numel, np.float32, seed % 4) for _ in range(2))
         for i in range(len(parts) * (keeps and has_in)):
             want_kept[table.plane(i)] = old[table.plane(i)]
-        planes = (
-            plane_in if has_in else None,
-            plane_out if has_out else None,
-            kept if keeps else None,
-        )
+        given = (has_in, plane_in), (has_out, plane_out), (keeps, kept)
+        planes = tuple(plane if is_given else None for is_given, plane in given)
+        options = {"planes": planes, "decay": decay, "means": means, "key": key}
         with running(row) as kernels:
-            seen = encode(
-                kernels,
-                code,
-                table,
-                source,
-                payload,
-                planes=planes,
-                decay=decay,
-                means=means,
-                key=key,
-            )
+            seen = encode(kernels, code, table, source, payload, **options)
         same_bytes(payload, want[: len(payload)], row.tier)
         same_bytes(kept, want_kept, row.tier)
         if has_out:
@@ -573,16 +566,9 @@ def test_rotation(numel, group, first, row):
 @pytest.mark.parametrize("row", SETS, ids=str)
 def test_other_steps_and_parameters_are_rotated_otherwise(row):
     x = np.arange(256, dtype=np.float32)
-    seen = {
-        turned(row, x, 256, parameter=parameter, key=key).tobytes()
-        for parameter, key in (
-            (0, (0, 0, 0, 4)),
-            (1, (0, 0, 0, 4)),
-            (0, (0, 0, 1, 4)),
-            (0, (1, 0, 0, 4)),
-            (0, (0, 0, 0, 1)),
-        )
-    }
+    keys = [(0, 0, 0, 4), (0, 0, 1, 4), (1, 0, 0, 4), (0, 0, 0, 1)]
+    seen = {turned(row, x, 256, parameter=0, key=key).tobytes() for key in keys}
+    seen.add(turned(row, x, 256, parameter=1, key=keys[0]).tobytes())
     assert len(seen) == 5
 
 
@@ -600,12 +586,8 @@ def test_rescaling_keeps_denormals(row):
     """As a torch operation it flushed where the thread does, and residuals became 0."""
     plane = guarded(100, np.float32)
     plane[:100] = 2.0**-130
-    assert torch.set_flush_denormal(True)
-    try:
-        with running(row) as kernels, on(kernels, plane) as (given,):
-            kernels.rescale(given[:100], 0.25)
-    finally:
-        torch.set_flush_denormal(False)
+    with flushing(True), running(row) as kernels, on(kernels, plane) as (given,):
+        kernels.rescale(given[:100], 0.25)
     assert (plane[:100].view(np.uint32) == np.float32(2.0**-132).view(np.uint32)).all()
     assert (plane[100:].view(np.uint8) == GUARD).all()
 
@@ -638,19 +620,14 @@ def test_results_do_not_depend_on_the_floating_point_environment(code, row):
     old[table.plane(0)] = residual
     table.put_scales(payload, 0, scales if code == TERNARY else 0 * scales)
     planes = old, new, None
-    flushes = torch.set_flush_denormal(True)
-    try:
-        with running(row) as kernels:
-            mode = libm.fegetround()
-            assert libm.fesetround(FE_UPWARD) == 0
-            encode(kernels, code, table, source, payload, planes=planes, key=key)
-            decode(kernels, code, table, [payload] * 3, out)
-            after = libm.fegetround()
-            libm.fesetround(mode)
-        if flushes:
-            assert float(torch.tensor(1e-40) * 0.5) == 0.0
-    finally:
-        torch.set_flush_denormal(False)
+    with flushing(True), running(row) as kernels:
+        mode = libm.fegetround()
+        assert libm.fesetround(FE_UPWARD) == 0
+        encode(kernels, code, table, source, payload, planes=planes, key=key)
+        decode(kernels, code, table, [payload] * 3, out)
+        after = libm.fegetround()
+        libm.fesetround(mode)
+        assert float(torch.tensor(1e-40) * 0.5) == 0.0
     assert after == FE_UPWARD
     same_bytes(payload[table.codes(0)], codes, row.tier)
     same_bytes(table.get_scales(payload, 0), scales, row.tier)

@@ -10,23 +10,26 @@ import numpy as np
 import pytest
 from _codes import (
     BLOCKS,
+    COUNTS,
+    DTYPES,
     ENTROPY,
     FAMILIES,
     NULL,
     ONEBIT,
+    SEEDS,
     TERNARY,
     call_decode,
     call_encode,
     call_validate,
     check,
     flag,
+    kernel_settings,
     lanes,
     random_payload,
     sum_lanes,
     table_of,
     tensor_of,
 )
-from _drawn import COUNTS, DTYPES, SEEDS, kernel_settings
 from _tables import (
     GUARD,
     KINDS,
