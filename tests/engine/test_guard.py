@@ -39,14 +39,19 @@ def averager_of(comm, codec="auto", guarded=None, quality_every=0):
     return GradientAverager([("w", p)], codec, optimizer=optimizer, comm=comm, advanced=rare), p
 
 
+def gradient(p, step, rank):
+    """Return normal values, and the generator that has drawn them."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(p.shape, generator=generator), generator
+
+
 def steps(clock, averager, p, count, seconds=PAYS, sparse=False):
     """Average `count` gradients; return the codec of every step."""
     engine, seen = averager._engine, []
     for _ in range(count):
         in_bf16 = engine.guard is not None and engine.guard.fallback(engine.step) is LADDER[-1]
         clock.seconds = getattr(clock, "seconds", 0.0) + seconds[in_bf16]
-        generator = torch.Generator().manual_seed(100 * engine.step + engine.comm.rank)
-        p.grad = torch.randn(p.shape, generator=generator)
+        p.grad, generator = gradient(p, engine.step, engine.comm.rank)
         if sparse:
             p.grad *= torch.rand(p.shape, generator=generator) < 0.1
         averager.average()
@@ -76,13 +81,8 @@ def test_bf16_where_compression_does_not_pay(clock):
         bf16 = repr(LADDER[-1])
         settled = SETTLE + COMPRESSED
         assert seen == [mine] * settled + [bf16] * (PLAIN + 2), "timed in bf16, and it stays"
-        given = [
-            torch.randn(
-                p.shape, generator=torch.Generator().manual_seed(100 * (TIMED + 1) + rank)
-            ).bfloat16()
-            for rank in range(2)
-        ]
-        assert torch.equal(p.grad, (given[0].float() + given[1].float()) / 2)
+        given = [gradient(p, TIMED + 1, rank)[0].bfloat16().float() for rank in range(2)]
+        assert torch.equal(p.grad, sum(given) / 2)
         return averager.state_dict()
 
     with logged("travel") as found:
