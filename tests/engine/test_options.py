@@ -99,57 +99,42 @@ def test_what_takes_no_options_is_refused_alike():
 
 
 AT_LEAST_0 = "must be an integer of at least 0, got"
+NODES = {"advanced": {"nodes": [[0]]}}
 ADAGRAD = {"advanced": {"transform": AggregateAdagrad()}}
-WRONG_OPTIONS = [
-    ({"warmup_steps": -1}, ValueError, f"warmup_steps {AT_LEAST_0} -1"),
-    ({"min_numel": 2.5}, ValueError, f"min_numel {AT_LEAST_0} 2.5"),
-    ({"exclude": 7}, ValueError, "exclude must be a sequence of names, patterns or func.*, got 7"),
-    ({"exclude": ["a", 7]}, ValueError, r"exclude must be .*, got \['a', 7\]"),
-    ({"exchange": "ring"}, ValueError, "exchange must be one of .*'hierarchical'.*, got 'ring'"),
-    (
-        {"advanced": {"nodes": [[0]]}},
-        ValueError,
-        "nodes= needs exchange='hierarchical', got exchange='auto'",
-    ),
-    (
-        {"advanced": {"transform": "adagrad"}},
-        TypeError,
-        "transform must be a gradcomp.Transform, got str",
-    ),
+SCALER = {"grad_scaler": torch.amp.GradScaler("cpu")}
+WRONG_VALUES = [
+    ({"warmup_steps": -1}, f"warmup_steps {AT_LEAST_0} -1"),
+    ({"min_numel": 2.5}, f"min_numel {AT_LEAST_0} 2.5"),
+    ({"exclude": 7}, "exclude must be a sequence of names, patterns or func.*, got 7"),
+    ({"exclude": ["a", 7]}, r"exclude must be .*, got \['a', 7\]"),
+    ({"exchange": "ring"}, "exchange must be one of .*'hierarchical'.*, got 'ring'"),
+    (NODES, "nodes= needs exchange='hierarchical', got exchange='auto'"),
+    ({"precondition": True, **ADAGRAD}, "AggregateAdagrad"),
+    ({"exchange": "hierarchical", **ADAGRAD}, "a transform needs exchange=.*, got 'hierarchical'"),
+    ({"grad_scaler": object()}, r"grad_scaler must have get_scale\(\), got object"),
+    ({"atomic_steps": "yes"}, "atomic_steps must be None, True or False, got 'yes'"),
+    ({**SCALER, "atomic_steps": False}, "atomic_steps=False cannot work with a grad_scaler"),
+    ({"timeout_s": 0}, "timeout_s must be a positive number of seconds, at most 1e.06, got 0"),
+]
+WRONG_KINDS = [
+    ({"advanced": {"transform": "adagrad"}}, "transform must be a gradcomp.Transform, got str"),
     (
         {"precondition": "yes"},
-        TypeError,
         "precondition must be True, False or a gradcomp.Precondition, got str",
     ),
-    ({"precondition": True, **ADAGRAD}, ValueError, "AggregateAdagrad"),
-    (
-        {"exchange": "hierarchical", **ADAGRAD},
-        ValueError,
-        "a transform needs exchange=.*, got 'hierarchical'",
-    ),
-    ({"grad_scaler": object()}, ValueError, r"grad_scaler must have get_scale\(\), got object"),
-    ({"atomic_steps": "yes"}, ValueError, "atomic_steps must be None, True or False, got 'yes'"),
-    (
-        {"grad_scaler": torch.amp.GradScaler("cpu"), "atomic_steps": False},
-        ValueError,
-        "atomic_steps=False cannot work with a grad_scaler",
-    ),
-    (
-        {"timeout_s": 0},
-        ValueError,
-        "timeout_s must be a positive number of seconds, at most 1e.06, got 0",
-    ),
-    ({"start_steps": 3}, TypeError, "no option 'start_steps'; did you mean 'warmup_steps'?"),
-    ({"timeout": 3}, TypeError, "no option 'timeout'; did you mean 'timeout_s'?"),
+    ({"start_steps": 3}, "no option 'start_steps'; did you mean 'warmup_steps'?"),
+    ({"timeout": 3}, "no option 'timeout'; did you mean 'timeout_s'?"),
 ]
+WRONG_OPTIONS = [(ValueError, *row) for row in WRONG_VALUES]
+WRONG_OPTIONS += [(TypeError, *row) for row in WRONG_KINDS]
 
 
 def one_rank():
     return LocalCommunicator.group(1)[0]
 
 
-@pytest.mark.parametrize(("given", "kind", "text"), WRONG_OPTIONS)
-def test_wrong_options_are_refused_with_their_value(given, kind, text):
+@pytest.mark.parametrize(("kind", "given", "text"), WRONG_OPTIONS)
+def test_wrong_options_are_refused_with_their_value(kind, given, text):
     with pytest.raises(kind, match=text):
         if "advanced" in given:
             given = given | {"advanced": gradcomp.Advanced(**given["advanced"])}
@@ -162,9 +147,8 @@ def test_an_averager_takes_its_options():
     comm, named = LocalCommunicator.group(2)[0], list(nn.Linear(2, 2).named_parameters())
     comm.timeout_s = 7.0
     averager = GradientAverager(named, "onebit", comm=comm, warmup_steps=3, min_numel=0)
-    assert (
-        "on 2 tensors (6 values)" in averager.describe() and "from step 3 on" in averager.describe()
-    )
+    said = averager.describe()
+    assert "on 2 tensors (6 values)" in said and "from step 3 on" in said
     assert averager._engine.timeout_s == 7.0, "no word on it: the communicator's own"
     assert GradientAverager(named, "onebit", comm=comm, timeout_s=9)._engine.timeout_s == 9
 
@@ -173,22 +157,13 @@ def test_ranks_compare_every_option_that_could_make_them_differ():
     """What is not in `compared` is compared as the strategy (exchange, nodes), as part of another
     option, or is each rank's own affair.
     """
-    own = {
-        "scale_lr",  # with precondition (`Engine.precondition_of`)
-        "exchange",
-        "nodes",
-        "grad_scaler",
-        "timeout_s",
-        "quality_every",
-        "warmup_codec",
-    }  # the last with warmup_steps
+    own = {"exchange", "nodes", "grad_scaler", "timeout_s", "quality_every"}
+    # compared with precondition (`Engine.precondition_of`) and with warmup_steps
+    own |= {"scale_lr", "warmup_codec"}
     options = {*COMMON, *inspect.signature(gradcomp.Advanced).parameters}
     assert set(Options().compared()) == options - own
     assert set(Options().compared()) <= set(EXCHANGE_FIELDS)
-    assert (
-        Options(grad_scaler=torch.amp.GradScaler("cpu")).compared()
-        == Options(atomic_steps=True).compared()
-    )
+    assert Options(**SCALER).compared() == Options(atomic_steps=True).compared()
 
 
 @pytest.mark.parametrize("name", RENAMED)
