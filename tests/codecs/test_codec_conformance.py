@@ -1,6 +1,6 @@
 """What every codec owes, on every tier: payloads and residuals of the NumPy reference,
-conservation, frozen vectors, refusals, memory and threads. A new codec is a row of `ROWS`, a branch
-of `reference_of`, rows of `FAULTS`, and a file of frozen vectors where it writes bytes of its own.
+conservation, frozen vectors, refusals, memory and threads. A new codec is a row of `ROWS`, rows of
+`FAULTS`, and a file of frozen vectors where it writes bytes of its own.
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from _expected import signs
+from _expected import fed_back
 from _tables import KINDS, LENGTHS, LONG, TIERS, canonical, same_bytes, tier, values
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -64,14 +64,8 @@ def reference_of(codec, x, residual, group, key):
     if codec.name == "terngrad":
         scales = ref.ternary_scales(x, ref.Piece(len(x), group), codec.clip_sigma or -1.0)
         return ref_payload.encode_ternary(x, scales, group, key), None
-    given = x, residual, group, key
-    if codec.name == "ternary":
-        return ref_payload.encode_nearest(*given, codec.step, codec.decay)
-    if codec.name == "onebit":
-        return ref_payload.encode_onebit(*given, signs(codec), codec.decay)
-    if codec.name == "entropy":
-        return ref_payload.encode_entropy(*given, codec.form.stream_nbytes, codec.decay)
-    return ref_payload.encode_block(*given, codec.form.code, codec.decay)
+    kind, option = fed_back(codec)
+    return ref_payload.encode_fed_back(kind, x, residual, group, key, option, codec.decay)
 
 
 def as_tensor(x):
@@ -241,7 +235,7 @@ def test_hard_values_fit_their_stream(kind, bits):
     for numel in (*range(1, 18), 31, 32, 33, 63, 64, 100, 777, 4095, 4096, 4097, 8192):
         x, key = hard_values(numel, rng)[kind], ref.Key()
         nbytes = codec.form.stream_nbytes
-        want, want_left = ref_payload.encode_entropy(x, None, 4096, key, nbytes)
+        want, want_left = ref_payload.encode_fed_back("entropy", x, None, 4096, key, nbytes)
         decoded = ref_payload.decode(want)
         assert np.isfinite(decoded).all()
         for number in TIERS:

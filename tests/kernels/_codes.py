@@ -36,6 +36,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from reference import codec as ref
 from reference import entropy
+from reference.payload import FED_BACK
 
 from gradcomp import kernels
 from gradcomp.kernels import tables
@@ -127,15 +128,10 @@ def encoded(
     left = seen
     if code.name == "ternary":
         codes = ref.ternary_encode(x, scales, piece, key)
-    elif code.name == "onebit":
-        scales, codes, left = ref.onebit_encode(x, piece, before, means, decay)
-    elif code.name == "block":
-        scales, codes, left = ref.block_encode(x, piece, code.bits, before, decay)
-    elif code.name == "nearest":
-        scales, codes, left = ref.nearest_encode(x, piece, code.option[0], before, decay)
-    elif code.name == "entropy":
-        nbytes = code.stream_nbytes
-        scales, codes, left = entropy.entropy_encode(x, piece, nbytes, before, decay)
+    elif code.feeds_back:
+        encode_codes, _ = FED_BACK[code.name]
+        option = means if code.name == "onebit" else code.option[0]
+        scales, codes, left = encode_codes(x, piece, option, before, decay)
     else:
         narrow = ref.from_float32(seen, int(code.option[0]))
         codes, seen = np.frombuffer(narrow.tobytes(), np.uint8), ref.to_float32(narrow)
@@ -144,12 +140,9 @@ def encoded(
 
 def decoded(code: Code, codes: Any, scales: Any, piece: ref.Piece) -> Any:
     """Return what the reference decodes of one payload whose values are added as floats."""
-    if code.name == "onebit":
-        return ref.onebit_decode(codes, scales, piece)
-    if code.name == "block":
-        return ref.block_decode(codes, scales, piece, code.bits)
-    if code.name == "entropy":
-        return entropy.entropy_decode(codes, scales, piece, code.stream_nbytes)
+    if code.feeds_back:
+        _, decode_codes = FED_BACK[code.name]
+        return decode_codes(codes, scales, piece, *(code.option or (None,)))
     return ref.to_float32(codes.copy().view(ARRAY_DTYPES[code.option[0]]))
 
 

@@ -4,6 +4,7 @@ examples, exact laws.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -26,6 +27,9 @@ import generate
 KEY = ref.Key(seed=7, rank=1, step=3, parameter=2)
 EXACT_PROBABILITY = 2.0**-24  # |x| / S is rounded to fp32, then cut at 2^-48
 SIX_SIGMA = 6.0  # a mean over n draws is off by more than six of its deviations once in 5e8
+
+
+encode_onebit = functools.partial(ref_payload.encode_fed_back, "onebit")
 
 
 def f32(*values: float) -> Any:
@@ -374,7 +378,7 @@ def test_lanes_are_a_little_endian_bit_stream() -> None:
 # ---- 1 bit ---------------------------------------------------------------------------------------
 def test_onebit_example() -> None:
     """GRACE's torch decoder turns this into [760, 760, 765, 765]."""
-    payload, left = ref_payload.encode_onebit(f32(-1, -3, 2, 4), None, 4, KEY)
+    payload, left = encode_onebit(f32(-1, -3, 2, 4), None, 4, KEY)
     assert ref_payload.decode(payload).tolist() == [-2, -2, 3, 3]
     assert left.tolist() == [1, -1, -1, 1]
     assert payload[-1] == 0b1100
@@ -383,7 +387,7 @@ def test_onebit_example() -> None:
 def test_onebit_means_minimise_the_residual() -> None:
     """The mean of each class is the mean of its members, to fp32: residuals of a class cancel."""
     x = random_f32(1000)
-    _, left = ref_payload.encode_onebit(x, None, 1000, KEY)
+    _, left = encode_onebit(x, None, 1000, KEY)
     for member in (x > 0, ~(x > 0)):
         assert abs(left[member].astype(np.float64).mean()) < 1e-7
 
@@ -399,7 +403,7 @@ def test_onebit_group_without_gradient_keeps_its_residual() -> None:
     """A constantly zero row would otherwise accumulate error, since a sign cannot say zero."""
     residual = f32(0.5, -0.25, 0.125, 1.0, 2.0, -1.0)
     x = f32(0.0, -0.0, 0.0, 1.0, 0.0, 0.0)
-    payload, left = ref_payload.encode_onebit(x, residual, 3, KEY)
+    payload, left = encode_onebit(x, residual, 3, KEY)
     assert ref_payload.decode(payload)[:3].tolist() == [0, 0, 0]
     assert left[:3].tolist() == residual[:3].tolist()
     assert (left[3:] != residual[3:]).any()
@@ -413,7 +417,7 @@ def test_onebit_zero_of_either_sign_is_bit_zero() -> None:
 
 
 def test_onebit_overflow_of_gradient_plus_residual_is_flagged() -> None:
-    payload, _ = ref_payload.encode_onebit(f32(3e38, 1), f32(3e38, 0), 2, KEY)
+    payload, _ = encode_onebit(f32(3e38, 1), f32(3e38, 0), 2, KEY)
     assert ref_payload.unpack_payload(payload)[0].flags == ref_payload.NONFINITE
 
 

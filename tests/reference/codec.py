@@ -273,16 +273,16 @@ def lanes_decode(lanes: Bytes, scales: Floats, piece: Piece, world_size: int) ->
 def onebit_encode(
     x: Array,
     piece: Piece,
-    residual: Floats | None = None,
     means: tuple[float, float] | None = None,
+    residual: Floats | None = None,
     decay: float = 1.0,
 ) -> tuple[Floats, Bytes, Floats]:
     """Encode gradient + residual with two class means a group (Seide et al. 2014, section 2).
 
     Args:
         x, piece: source array, `(numel,)`, in whole groups.
-        residual: what earlier steps left out, `(numel,)` float32; None is no residual.
         means: values of bit 0 and bit 1 in place of the class means; (-1, 1) for signs.
+        residual: what earlier steps left out, `(numel,)` float32; None is no residual.
         decay: factor of the new residual, in [0, 1].
 
     Returns:
