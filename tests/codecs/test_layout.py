@@ -45,24 +45,21 @@ def test_rows_cover_everything_once(numels, group, world, form, whole_groups):
         offset += numel
     seen = np.zeros(offset, int)
     for rank in range(world):
-        layout = PayloadLayout(
-            form, ByElements(world).pieces(slots, rank), whole_groups=whole_groups
-        )
+        pieces = ByElements(world).pieces(slots, rank)
+        layout = PayloadLayout(form, pieces, whole_groups=whole_groups)
         codes = np.zeros(layout.nbytes, int)
         for row in layout.packed.rows:
-            seen[row["data"] : row["data"] + row["numel"]] += 1
-            codes[
-                row["codes"] : row["codes"]
-                + form.code_nbytes(int(row["start"]), int(row["start"] + row["numel"]))
-            ] += 1
-            assert row["start"] % 8 == 0
+            data, first, start, numel = (int(row[k]) for k in ("data", "codes", "start", "numel"))
+            end = start + numel
+            seen[data : data + numel] += 1
+            codes[first : first + form.code_nbytes(start, end)] += 1
+            assert start % 8 == 0
             piece = next(p for p in layout.pieces if p.slot.index == row["parameter"])
-            assert row["data"] - row["start"] == piece.slot.offset
-            group_start = max(int(row["start"]) // group * group, piece.start)
-            assert (row["start"] - group_start) % BLOCK_NUMEL == 0
+            assert data - start == piece.slot.offset
+            group_start = max(start // group * group, piece.start)
+            assert (start - group_start) % BLOCK_NUMEL == 0
             if whole_groups:
-                end = int(row["start"] + row["numel"])
-                assert row["start"] == group_start or row["start"] == piece.start
+                assert start in (group_start, piece.start)
                 assert end % group == 0 or end == piece.start + piece.numel
         assert (codes[32 + 4 * layout.scale_count :] == 1).all()
         assert layout.group_numels.sum() == layout.numel and (layout.group_numels > 0).all()
@@ -75,9 +72,8 @@ def test_rows_cover_everything_once(numels, group, world, form, whole_groups):
 
 
 def test_large_tensors_are_cut_for_threads():
-    layout = PayloadLayout(
-        TERNARY, whole_pieces([Slot(0, 10 * CHUNK_NUMEL, 10 * CHUNK_NUMEL, True, 0)])
-    )
+    numel = 10 * CHUNK_NUMEL
+    layout = PayloadLayout(TERNARY, whole_pieces([Slot(0, numel, numel, True, 0)]))
     assert len(layout.packed) == 10
     first, second = layout.packed.ranges(2)
     assert first[1] == second[1] == 5

@@ -1,8 +1,7 @@
-"""One model's compression: options, what a step commits, errors, schedules."""
+"""One model's compression: what a step commits, errors, schedules, the end."""
 
 import contextlib
 import gc
-import inspect
 import random
 import signal
 import subprocess
@@ -10,270 +9,76 @@ import threading
 import time
 import weakref
 from pathlib import Path
-from typing import get_type_hints
 
 import pytest
 import torch
-from _averaging import Scale
+from _averaging import Run, Scale
 from _forks import python
 from _held import descriptors, steady
-from _models import bits
+from _models import bits, filled
 from _ranks import each_rank, run_local
-from _saved import parts_of
+from _saved import bits_of, parts_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp.ddp
 from gradcomp import GradcompError, GradientAverager, PeerLost, PeerMismatch
-from gradcomp.comm import LocalCommunicator
 from gradcomp.engine.buckets import fuse
-from gradcomp.engine.options import (
-    RENAMED,
-    CommonOptions,
-    DelayedOptions,
-    LocalOptions,
-    Options,
-    ShardedOptions,
-)
+from gradcomp.engine.options import Options
 from gradcomp.engine.step import Engine
-from gradcomp.exchange.agree import EXCHANGE_FIELDS
-from gradcomp.integrations.torchtitan import ReplicaAverage
-from gradcomp.onebit_sgd import AggregateAdagrad, DoubleBuffer
-
-# ---- options -------------------------------------------------------------------------------------
-
-COMMON = {
-    "min_numel": None,
-    "exclude": (),
-    "exchange": "auto",
-    "warmup_steps": 0,
-    "warmup_codec": None,
-    "precondition": None,
-    "scale_lr": None,
-    "grad_scaler": None,
-    "atomic_steps": None,
-    "timeout_s": None,
-}
-# what entry points take, beside codec and arguments of their own
-ENTRY_POINTS = [
-    (gradcomp.ddp.register, CommonOptions),
-    (gradcomp.ddp.CompressionState, CommonOptions),
-    (GradientAverager, CommonOptions),
-    (ReplicaAverage, CommonOptions),
-    (DoubleBuffer, DelayedOptions),
-    (gradcomp.DiLoCo, LocalOptions),
-    (gradcomp.LocalSGD, LocalOptions),
-    (gradcomp.fsdp.register, ShardedOptions),
-]
-BY_NAME = [entry.__qualname__ for entry, _ in ENTRY_POINTS]
-
-
-@pytest.mark.parametrize(("entry", "kind"), ENTRY_POINTS, ids=BY_NAME)
-def test_signatures_show_the_options_that_an_entry_point_takes(entry, kind):
-    shown = inspect.signature(entry).parameters
-    options = [p for p in shown.values() if p.name in COMMON]
-    assert [p.name for p in options] == [name for name in COMMON if name in get_type_hints(kind)]
-    assert all(p.kind is p.KEYWORD_ONLY and p.default == COMMON[p.name] for p in options)
-    assert not [p for p in shown.values() if p.kind is p.VAR_KEYWORD]
-    assert ("advanced" in shown) is (kind is not ShardedOptions)
-    assert all(shown[p].kind is inspect.Parameter.KEYWORD_ONLY for p in ("comm",) if p in shown)
-
-
-def test_entry_points_without_a_reason_take_all_options():
-    assert list(inspect.signature(Options).parameters) == [*COMMON, "advanced"]
-    assert set(get_type_hints(CommonOptions)) == set(COMMON)
-    assert Options(exclude="a*").exclude == Options(exclude=["a*"]).exclude == ("a*",)
-    assert Options(advanced=None) == Options()
-    with pytest.raises(AttributeError):
-        Options().warmup_steps = 1
-
-
-MISPLACED = {
-    "rare": ({"quality_every": 2}, r"pass advanced=gradcomp.Advanced\(quality_every=...\)"),
-    "old object": ({"options": 1}, "'options': pass its fields by keyword, rare ones as advanced="),
-    "close": ({"warmup_step": 3}, "there is no option 'warmup_step'; did you mean 'warmup_steps'?"),
-}
-
-
-@pytest.mark.parametrize(("entry", "kind"), ENTRY_POINTS, ids=BY_NAME)
-@pytest.mark.parametrize("name", MISPLACED)
-def test_a_misplaced_option_says_where_it_goes(entry, kind, name):
-    given, text = MISPLACED[name]
-    if kind is ShardedOptions and name != "close":
-        text = "register has no option 'quality_every'" if name == "rare" else "no option 'options'"
-    with pytest.raises(TypeError, match=text):
-        entry(**given)
-
-
-@pytest.mark.parametrize("entry", [entry for entry, _ in ENTRY_POINTS], ids=BY_NAME)
-def test_options_by_position_are_refused(entry):
-    with pytest.raises(TypeError, match="takes keywords after 'codec': .*min_numel=, exclude="):
-        entry(1, 2, 3, 4)
-
-
-def test_what_takes_no_options_is_refused_alike():
-    with pytest.raises(TypeError, match="all_reduce takes keywords after 'codec': comm=, key="):
-        gradcomp.all_reduce(torch.ones(4), "onebit", one_rank())
-    with pytest.raises(TypeError, match="no option 'warmup_steps': pass it beside advanced="):
-        gradcomp.Advanced(warmup_steps=3)
-
-
-AT_LEAST_0 = "must be an integer of at least 0, got"
-ADAGRAD = {"advanced": {"transform": AggregateAdagrad()}}
-WRONG_OPTIONS = [
-    ({"warmup_steps": -1}, ValueError, f"warmup_steps {AT_LEAST_0} -1"),
-    ({"min_numel": 2.5}, ValueError, f"min_numel {AT_LEAST_0} 2.5"),
-    ({"exclude": 7}, ValueError, "exclude must be a sequence of names, patterns or func.*, got 7"),
-    ({"exclude": ["a", 7]}, ValueError, r"exclude must be .*, got \['a', 7\]"),
-    ({"exchange": "ring"}, ValueError, "exchange must be one of .*'hierarchical'.*, got 'ring'"),
-    (
-        {"advanced": {"nodes": [[0]]}},
-        ValueError,
-        "nodes= needs exchange='hierarchical', got exchange='auto'",
-    ),
-    (
-        {"advanced": {"transform": "adagrad"}},
-        TypeError,
-        "transform must be a gradcomp.Transform, got str",
-    ),
-    (
-        {"precondition": "yes"},
-        TypeError,
-        "precondition must be True, False or a gradcomp.Precondition, got str",
-    ),
-    ({"precondition": True, **ADAGRAD}, ValueError, "AggregateAdagrad"),
-    (
-        {"exchange": "hierarchical", **ADAGRAD},
-        ValueError,
-        "a transform needs exchange=.*, got 'hierarchical'",
-    ),
-    ({"grad_scaler": object()}, ValueError, r"grad_scaler must have get_scale\(\), got object"),
-    ({"atomic_steps": "yes"}, ValueError, "atomic_steps must be None, True or False, got 'yes'"),
-    (
-        {"grad_scaler": torch.amp.GradScaler("cpu"), "atomic_steps": False},
-        ValueError,
-        "atomic_steps=False cannot work with a grad_scaler",
-    ),
-    (
-        {"timeout_s": 0},
-        ValueError,
-        "timeout_s must be a positive number of seconds, at most 1e.06, got 0",
-    ),
-    ({"start_steps": 3}, TypeError, "no option 'start_steps'; did you mean 'warmup_steps'?"),
-    ({"timeout": 3}, TypeError, "no option 'timeout'; did you mean 'timeout_s'?"),
-]
-
-
-def one_rank():
-    return LocalCommunicator.group(1)[0]
-
-
-@pytest.mark.parametrize(("given", "kind", "text"), WRONG_OPTIONS)
-def test_wrong_options_are_refused_with_their_value(given, kind, text):
-    with pytest.raises(kind, match=text):
-        if "advanced" in given:
-            given = given | {"advanced": gradcomp.Advanced(**given["advanced"])}
-        GradientAverager(nn.Linear(2, 2), "onebit", comm=one_rank(), **given)
-    with pytest.raises(TypeError, match="advanced must be a gradcomp.Advanced, got dict"):
-        Options(advanced=given)
-
-
-def test_an_averager_takes_its_options():
-    comm, named = LocalCommunicator.group(2)[0], list(nn.Linear(2, 2).named_parameters())
-    comm.timeout_s = 7.0
-    averager = GradientAverager(named, "onebit", comm=comm, warmup_steps=3, min_numel=0)
-    assert (
-        "on 2 tensors (6 values)" in averager.describe() and "from step 3 on" in averager.describe()
-    )
-    assert averager._engine.timeout_s == 7.0, "no word on it: the communicator's own"
-    assert GradientAverager(named, "onebit", comm=comm, timeout_s=9)._engine.timeout_s == 9
-
-
-def test_ranks_compare_every_option_that_could_make_them_differ():
-    """What is not in `compared` is compared as the strategy (exchange, nodes), as part of another
-    option, or is each rank's own affair.
-    """
-    own = {
-        "scale_lr",  # with precondition (`Engine.precondition_of`)
-        "exchange",
-        "nodes",
-        "grad_scaler",
-        "timeout_s",
-        "quality_every",
-        "warmup_codec",
-    }  # the last with warmup_steps
-    options = {*COMMON, *inspect.signature(gradcomp.Advanced).parameters}
-    assert set(Options().compared()) == options - own
-    assert set(Options().compared()) <= set(EXCHANGE_FIELDS)
-    assert (
-        Options(grad_scaler=torch.amp.GradScaler("cpu")).compared()
-        == Options(atomic_steps=True).compared()
-    )
-
 
 # ---- what a step commits -------------------------------------------------------------------------
 
 
-def averager_of(comm, sizes=(600, 700), codec="onebit", **options):
-    """Return parameters, an averager with a bucket for each of them, and a function that fills
-    their gradients.
-    """
-    params = [nn.Parameter(torch.zeros(n)) for n in sizes]
-    named = [(f"p{n}", p) for n, p in enumerate(params)]
-    given = {"timeout_s": 20, "min_numel": 0, "bucket_cap_mb": 1e-6} | options
-    averager = GradientAverager(named, codec, comm=comm, **given)
-
-    def fill(step):
-        draw = torch.Generator().manual_seed(100 * step + averager._engine.comm.rank)
-        for p in params:
-            p.grad = torch.randn(p.shape, generator=draw)
-
-    return params, averager, fill
+def two_buckets(comm, **options):
+    """Return a run of two parameters with a bucket for each of them."""
+    return Run(comm, "onebit", {"p0": (600,), "p1": (700,)}, bucket_cap_mb=1e-6, **options)
 
 
-def fails_in_its_last_stage(averager, bucket, error, after=lambda: None):
-    """Let one bucket's last stage raise in every later step."""
-    exchange = list(averager._engine.layouts._exchanges.values())[bucket]
+def average_behind(mine, step):
+    """Average the gradients of a step while others may be computed."""
+    mine.fill(step)
+    mine.averager.average_delayed()
+    mine.averager.flush()
+
+
+def kept(mine):
+    """Return what a run has committed: the number of its next step, and what it remembers."""
+    state = mine.state()
+    return state["step"], bits_of(parts_of(state))
+
+
+def fails_in_its_last_stage(mine, after=lambda: None):
+    """Let the last stage of the second bucket raise in every later step."""
+    exchange = list(mine.averager._engine.layouts._exchanges.values())[1]
     finish = exchange.finish
 
     def stage(number):
         finish(number)
         after()
-        raise error
+        raise KeyError("mine")
 
     exchange.finish = stage
 
 
 def fail_in_step_one(comm, culprits, ended=None, **options):
     """Run a good step and one in which `culprits` fail at their last bucket; return what is
-    remembered after both.
+    kept after both.
     """
-    _, averager, fill = averager_of(comm, **options)
-    fill(0)
-    averager.average()
-    before = averager.state_dict()
+    mine = two_buckets(comm, **options)
+    mine.step(0)
+    before = kept(mine)
     if comm.rank in culprits:
-        wait = (lambda: None) if ended is None else (lambda: ended.wait(0.3))
-        fails_in_its_last_stage(averager, 1, KeyError("mine"), wait)
-    fill(1)
+        fails_in_its_last_stage(mine, lambda: ended and ended.wait(0.3))
     with contextlib.suppress(KeyError, PeerLost):
-        averager.average()
+        mine.step(1)
         ended and ended.set()
-    return before, averager.state_dict()
-
-
-def same(one, other):
-    parts, others = parts_of(one), parts_of(other)
-    return one["step"] == other["step"] and all(
-        torch.equal(values, others[part][name])
-        for part in ("residual", "owner_residual")
-        for name, values in parts[part].items()
-    )
+    return before, kept(mine)
 
 
 def test_a_bucket_that_failed_keeps_the_others_of_its_step_from_committing():
     for before, after in run_local(2, fail_in_step_one, (0, 1)):
-        assert same(before, after), "the first bucket had ended well"
+        assert before == after, "the first bucket had ended well"
 
 
 def test_a_step_counts_on_all_ranks_or_on_none():
@@ -282,25 +87,23 @@ def test_a_step_counts_on_all_ranks_or_on_none():
     """
     ahead = threading.Event()
     (first, second), (before, after) = run_local(2, fail_in_step_one, (0,), ahead)
-    assert ahead.is_set() and same(first, second) and after["step"] == before["step"] + 1
+    assert ahead.is_set() and first == second and after[0] == before[0] + 1
     for before, after in run_local(2, lambda comm: fail_in_step_one(comm, (0,), atomic_steps=True)):
-        assert same(before, after) and after["step"] == 1
+        assert before == after and after[0] == 1
 
 
 @each_rank(2, "local")
 def test_steps_that_rotate_count_on_all_ranks_or_on_none(comm):
-    _, averager, fill = averager_of(comm, atomic_steps=True)
-    fill(0)
-    averager.average_delayed()
-    averager.flush()
-    before = averager.state_dict()
+    mine = two_buckets(comm, atomic_steps=True)
+    average_behind(mine, 0)
+    before = kept(mine)
     if comm.rank == 0:
-        fails_in_its_last_stage(averager, 1, KeyError("mine"))
-    fill(1)
-    averager.average_delayed()
+        fails_in_its_last_stage(mine)
+    mine.fill(1)
+    mine.averager.average_delayed()
     with pytest.raises((KeyError, PeerLost)):
-        averager.flush()
-    assert same(before, averager.state_dict())
+        mine.averager.flush()
+    assert before == kept(mine)
 
 
 @each_rank(2, "local")
@@ -308,47 +111,42 @@ def test_ranks_with_other_loss_scales_commit_nothing(comm):
     """torch's GradScaler decides on each rank alone: residuals in other units would never be
     noticed.
     """
-
     scaler = Scale(4.0)
-    _, averager, fill = averager_of(comm, grad_scaler=scaler)
-    fill(0)
-    averager.average()
-    residual = parts_of(averager.state_dict())["residual"]["p0"].clone()
+    mine = two_buckets(comm, grad_scaler=scaler)
+    mine.step(0)
+    residual = mine.parts()["residual"]["p0"].clone()
     scaler.value = 2.0 if comm.rank else 4.0
-    fill(1)
     with pytest.raises(PeerMismatch, match="loss_scale") as found:
-        averager.average()
-    kept = averager.state_dict()
-    assert torch.equal(residual / 4.0 * kept["loss_scale"], parts_of(kept)["residual"]["p0"])
+        mine.step(1)
+    state = mine.state()
+    assert torch.equal(residual / 4.0 * state["loss_scale"], parts_of(state)["residual"]["p0"])
     assert (found.value.rank, found.value.expected, found.value.got) == (1, 4.0, 2.0)
-    assert kept["step"] == 1
+    assert state["step"] == 1
 
 
 @pytest.mark.parametrize("scale", [0.0, float("inf"), float("nan"), -1.0])
 @each_rank(2, "local")
 def test_a_loss_scale_that_carries_nothing_is_an_error_with_its_value(comm, scale):
     scaler = Scale(4.0)
-    _, averager, fill = averager_of(comm, grad_scaler=scaler)
-    fill(0)
-    averager.average()
+    mine = two_buckets(comm, grad_scaler=scaler)
+    mine.step(0)
     scaler.value = scale
     with pytest.raises(GradcompError, match=f"scale is {scale}"):
-        averager.average()
-    assert torch.isfinite(parts_of(averager.state_dict())["residual"]["p0"]).all()
+        mine.averager.average()
+    assert torch.isfinite(mine.parts()["residual"]["p0"]).all()
 
 
 @each_rank(2, "local")
 def test_steps_are_counted_below_two_to_the_32(comm):
-    _, averager, fill = averager_of(comm)
-    state = averager.state_dict()
+    mine = two_buckets(comm)
+    state = mine.state()
     for step in (2**32, 2**64, -1):
         with pytest.raises(ValueError, match=f"step {step}, an integer"):
-            averager.load_state_dict({**state, "step": step})
-    averager.load_state_dict({**state, "step": 2**32 - 1})
-    fill(0)
-    averager.average()
+            mine.averager.load_state_dict({**state, "step": step})
+    mine.averager.load_state_dict({**state, "step": 2**32 - 1})
+    mine.step(0)
     with pytest.raises(GradcompError, match="step 4294967296"):
-        averager.average()
+        mine.averager.average()
 
 
 @each_rank(2, "local")
@@ -356,12 +154,11 @@ def test_an_abandoned_step_is_waited_for_and_commits_nothing(comm):
     """An exception of the user's in the middle of a backward: its buckets must not run on into
     the next step.
     """
-    _, plain, fill = averager_of(comm.duplicate(60.0))
-    fill(0)
-    plain.average()
-    _, averager, fill = averager_of(comm)
+    plain, mine = two_buckets(comm.duplicate(60.0)), two_buckets(comm)
+    plain.step(0)
+    averager = mine.averager
     engine, bucket, ended = averager._engine, averager._buckets[0], []
-    fill(0)
+    mine.fill(0)
     bucket.load()
     abandoned = engine.begin()
     if comm.rank == 1:
@@ -373,7 +170,7 @@ def test_an_abandoned_step_is_waited_for_and_commits_nothing(comm):
         bucket.load()
         step.submit(bucket.flat, bucket.members)
     step.finish()
-    assert same(averager.state_dict(), plain.state_dict())
+    assert kept(mine) == kept(plain)
 
 
 @each_rank(2, "local")
@@ -381,16 +178,15 @@ def test_buffers_of_layouts_that_are_used_no_more_are_freed(comm):
     """DDP rebuilds its buckets after the first backward: the exchanges of the first ones hold as
     much as the gradients.
     """
-    _, averager, fill = averager_of(comm)
-    fill(0)
-    averager.average()
-    old = [weakref.ref(exchange) for exchange in averager._engine.layouts._exchanges.values()]
-    averager._buckets = fuse(averager._sources, 25.0)
-    fill(1)
-    averager.average()
+    mine = two_buckets(comm)
+    mine.step(0)
+    layouts = mine.averager._engine.layouts
+    old = [weakref.ref(exchange) for exchange in layouts._exchanges.values()]
+    mine.averager._buckets = fuse(mine.averager._sources, 25.0)
+    mine.step(1)
     gc.collect()
     assert [ref() for ref in old] == [None, None]
-    assert len(averager._engine.layouts._exchanges) == 1
+    assert len(layouts._exchanges) == 1
 
 
 class Drift:
@@ -440,26 +236,19 @@ def test_anything_with_a_name_can_be_averaged(comm):
 @pytest.mark.parametrize("atomic_steps", [False, True])
 def test_reset_goes_on_from_before_the_step_that_failed(atomic_steps):
     def run(comm, fails):
-        params, averager, fill = averager_of(comm, atomic_steps=atomic_steps)
-        fill(0)
-        averager.average()
+        mine = two_buckets(comm, atomic_steps=atomic_steps)
+        mine.step(0)
         if fails:
-            fails_in_its_last_stage(averager, 1, KeyError("mine"))
-            fill(7)
+            fails_in_its_last_stage(mine)
             with pytest.raises(KeyError):
-                averager.average()
-            assert all(p.grad.isnan().all() for p in params)
-            averager.reset()
-        fill(1)
-        averager.average_delayed()
-        averager.flush()
-        state = averager.state_dict()
-        return [p.grad.clone() for p in params], state["step"], parts_of(state)["residual"]
+                mine.step(7)
+            assert all(p.grad.isnan().all() for p in mine.named.values())
+            mine.averager.reset()
+        average_behind(mine, 1)
+        assert mine.averager.step == 2
+        return bits(p.grad for p in mine.named.values()), kept(mine)
 
-    for wanted, found in zip(run_local(2, run, False), run_local(2, run, True), strict=True):
-        assert wanted[1] == found[1] == 2
-        assert all(torch.equal(a, b) for a, b in zip(wanted[0], found[0], strict=True))
-        assert all(torch.equal(values, found[2][name]) for name, values in wanted[2].items())
+    assert run_local(2, run, False) == run_local(2, run, True)
 
 
 @each_rank(2)
@@ -500,19 +289,16 @@ def test_reset_says_so_where_the_failure_left_ranks_at_different_steps():
     ahead = threading.Event()
 
     def run(comm):
-        _, averager, fill = averager_of(comm)
-        fill(0)
-        averager.average()
+        mine = two_buckets(comm)
+        mine.step(0)
         if comm.rank == 0:
-            fails_in_its_last_stage(averager, 1, KeyError("mine"), lambda: ahead.wait(5))
+            fails_in_its_last_stage(mine, lambda: ahead.wait(5))
         with contextlib.suppress(KeyError):
-            averager.average()
+            mine.averager.average()
             ahead.set()
-        for _ in range(2):
+        for call in (mine.averager.reset, mine.averager.average) * 2:
             with pytest.raises(PeerMismatch, match="step"):
-                averager.reset()
-            with pytest.raises(PeerMismatch, match="step"):
-                averager.average()
+                call()
 
     run_local(2, run)
 
@@ -528,30 +314,26 @@ def test_delays_anywhere_change_no_bit(seed, options):
     """Every stage of every bucket on every rank takes its time, in another order each run."""
 
     def run(comm, delays):
-        params, averager, fill = averager_of(
-            comm, sizes=(64, 200, 333, 1024, 5), codec="onebit", **options
-        )
+        shapes = {str(numel): (numel,) for numel in (64, 200, 333, 1024, 5)}
+        mine = Run(comm, "onebit", shapes, bucket_cap_mb=1e-6, **options)
         draw = random.Random(1000 * seed + comm.rank)
-        work = averager._engine.pipeline._work
+        pipeline = mine.averager._engine.pipeline
+        work, found = pipeline._work, []
 
         def delayed(number, task):
             time.sleep(draw.choice((0, 0, 0.0005, 0.004)))
             work(number, task)
 
         if delays:
-            averager._engine.pipeline._work = delayed
-        found = []
+            pipeline._work = delayed
         for step in range(4):
-            fill(step)
             if delays:
                 time.sleep(draw.choice((0, 0.003)))
-            averager.average() if step % 2 else (averager.average_delayed(), averager.flush())
-            found += [p.grad.clone() for p in params]
-        return [*found, *parts_of(averager.state_dict())["residual"].values()]
+            mine.step(step) if step % 2 else average_behind(mine, step)
+            found.append(bits(p.grad for p in mine.named.values()))
+        return found, kept(mine)
 
-    plain, delayed = run_local(3, run, False), run_local(3, run, True)
-    for wanted, found in zip(plain, delayed, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+    assert run_local(3, run, False) == run_local(3, run, True)
 
 
 # ---- the end -------------------------------------------------------------------------------------
@@ -577,16 +359,14 @@ def test_what_is_dropped_without_close_gives_everything_back(fails):
     before = stage_threads()
 
     def run(comm):
-        _, averager, fill = averager_of(comm, atomic_steps=True)
-        fill(0)
-        averager.average()
-        averager.average_delayed()
-        averager.flush()
+        mine = two_buckets(comm, atomic_steps=True)
+        mine.step(0)
+        average_behind(mine, 1)
         if fails:
-            fails_in_its_last_stage(averager, 1, KeyError("mine"))
+            fails_in_its_last_stage(mine)
             with pytest.raises((KeyError, PeerLost)):
-                averager.average()
-        return weakref.ref(averager._engine), weakref.ref(comm)
+                mine.averager.average()
+        return weakref.ref(mine.averager._engine), weakref.ref(comm)
 
     alive = [ref for refs in run_local(2, run) for ref in refs]
     assert wait_for(lambda: all(ref() is None for ref in alive)), (
@@ -600,8 +380,9 @@ def dropped_over_gloo():
         return len(stage_threads()), descriptors()
 
     def one():
-        _, averager, fill = averager_of(None)
-        fill(0)
+        model = nn.Linear(30, 20)
+        averager = GradientAverager(model, "onebit", min_numel=0, timeout_s=20)
+        filled(model, 1.0)
         averager.average()
 
     one()
@@ -619,8 +400,9 @@ def test_what_is_dropped_gives_its_sockets_back_over_gloo(gloo):
 
 def test_with_closes_and_tells_the_peers():
     def run(comm):
-        _, averager, fill = averager_of(comm)
-        fill(0)
+        mine = two_buckets(comm)
+        mine.fill(0)
+        averager = mine.averager
         with contextlib.suppress(ZeroDivisionError), averager as same:
             assert same is averager
             averager.average()
@@ -649,12 +431,7 @@ def test_a_program_ends_at_once_with_an_exchange_under_way_and_without(how, stat
     status.
     """
     script = Path(__file__).with_name("_interrupted.py")
-    pipes = {
-        "stdin": subprocess.PIPE,
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.PIPE,
-        "text": True,
-    }
+    pipes = {**dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE), "text": True}
     ranks = [
         subprocess.Popen([*python(), script, str(rank), tmp_path / "store", how], **pipes)
         for rank in range(2)
@@ -672,25 +449,3 @@ def test_a_program_ends_at_once_with_an_exchange_under_way_and_without(how, stat
         for rank in ranks:
             rank.kill()
     assert max(took) < 14, took  # about 1.3 s where nobody else computes; the timeout is 60 s
-
-
-@pytest.mark.parametrize("name", RENAMED)
-def test_an_option_of_an_earlier_version_says_how_it_is_called(name):
-    wanted = f"there is no option '{name}': it is called '{RENAMED[name]}'"
-    for call in (
-        lambda: gradcomp.Advanced(**{name: 1}),
-        lambda: GradientAverager(nn.Linear(2, 2), "onebit", comm=one_rank(), **{name: 1}),
-    ):
-        with pytest.raises(TypeError, match=wanted):
-            call()
-
-
-def test_functions_of_an_earlier_version_say_how_they_are_called():
-    averager = GradientAverager(nn.Linear(2, 2), "onebit", comm=one_rank())
-    for owner, name, said in (
-        (averager, "rotate", r"'rotate': it is called average_delayed\(\)"),
-        (gradcomp.fsdp, "compress", "'compress': it is called gradcomp.fsdp.register"),
-    ):
-        with pytest.raises(AttributeError, match=said):
-            getattr(owner, name)
-        assert not hasattr(owner, "others")

@@ -4,14 +4,13 @@ loses too much, all ranks after the same step.
 Exchanges and errors are real; seconds are those of a clock that the test moves.
 """
 
-import logging
 import math
 import re
 import threading
 
 import pytest
 import torch
-from _ranks import each_rank, run_local
+from _ranks import each_rank, logged, run_local
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -34,79 +33,74 @@ def clock(monkeypatch):
     return now
 
 
-def averager_of(comm, codec="auto", guarded=None, quality_every=0, optimizer=True):
+def averager_of(comm, codec="auto", guarded=None, quality_every=0):
     p = nn.Parameter(torch.zeros(40, 130))
-    averager = GradientAverager(
-        [("w", p)],
-        codec,
-        optimizer=torch.optim.AdamW([p]) if optimizer else None,
-        comm=comm,
-        advanced=Advanced(guard=guarded, quality_every=quality_every),
-    )
-    return averager, p
+    optimizer, rare = torch.optim.AdamW([p]), Advanced(guard=guarded, quality_every=quality_every)
+    return GradientAverager([("w", p)], codec, optimizer=optimizer, comm=comm, advanced=rare), p
 
 
-def steps(clock, averager, p, count, seconds=PAYS, seen=None, sparse=False):
-    """Average `count` gradients; add the codec of every step to `seen`."""
-    engine = averager._engine
+def gradient(p, step, rank):
+    """Return normal values, and the generator that has drawn them."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(p.shape, generator=generator), generator
+
+
+def steps(clock, averager, p, count, seconds=PAYS, sparse=False):
+    """Average `count` gradients; return the codec of every step."""
+    engine, seen = averager._engine, []
     for _ in range(count):
-        clock.seconds = (
-            getattr(clock, "seconds", 0.0)
-            + seconds[engine.guard is not None and engine.guard.fallback(engine.step) is LADDER[-1]]
-        )
-        generator = torch.Generator().manual_seed(100 * engine.step + engine.comm.rank)
-        p.grad = torch.randn(p.shape, generator=generator)
+        in_bf16 = engine.guard is not None and engine.guard.fallback(engine.step) is LADDER[-1]
+        clock.seconds = getattr(clock, "seconds", 0.0) + seconds[in_bf16]
+        p.grad, generator = gradient(p, engine.step, engine.comm.rank)
         if sparse:
             p.grad *= torch.rand(p.shape, generator=generator) < 0.1
         averager.average()
-        if seen is not None:
-            seen.append(repr(engine.layouts.fallback or engine.codec))
+        seen.append(repr(engine.layouts.fallback or engine.codec))
     return seen
 
 
-def test_bf16_where_compression_does_not_pay(clock, caplog):
+def after(comm, clock, count):
+    """Return the state after steps in which compression does not pay."""
+    averager, p = averager_of(comm)
+    steps(clock, averager, p, count, LOSES)
+    return averager.state_dict()
+
+
+def resumed(comm, clock, states, count, seconds=PAYS):
+    """Load the states of as many or of other ranks, and return the codec of every step since."""
+    averager, p = averager_of(comm)
+    averager.load_state_dict(states[comm.rank] if len(states) == comm.world_size else states)
+    return steps(clock, averager, p, count, seconds)
+
+
+def test_bf16_where_compression_does_not_pay(clock):
     def run(comm):
         averager, p = averager_of(comm)
         mine = repr(averager._engine.codec)
-        seen = steps(clock, averager, p, TIMED + 2, LOSES, [])
+        seen = steps(clock, averager, p, TIMED + 2, LOSES)
         bf16 = repr(LADDER[-1])
         settled = SETTLE + COMPRESSED
         assert seen == [mine] * settled + [bf16] * (PLAIN + 2), "timed in bf16, and it stays"
-        given = [
-            torch.randn(
-                p.shape, generator=torch.Generator().manual_seed(100 * (TIMED + 1) + rank)
-            ).bfloat16()
-            for rank in range(2)
-        ]
-        assert torch.equal(p.grad, (given[0].float() + given[1].float()) / 2)
-        state = averager.state_dict()
-        averager.close()
-        return state
+        given = [gradient(p, TIMED + 1, rank)[0].bfloat16().float() for rank in range(2)]
+        assert torch.equal(p.grad, sum(given) / 2)
+        return averager.state_dict()
 
-    with caplog.at_level(logging.WARNING, "gradcomp"):
+    with logged("travel") as found:
         states = run_local(2, run)
-    (said,) = [r.getMessage() for r in caplog.records if "travel" in r.getMessage()]
+    (said,) = found
     assert f"from step {TIMED} on" in said
     assert "2000.0 ms" in said and "1000.0 ms in bf16" in said
-
-    def resumed(comm):
-        averager, p = averager_of(comm)
-        averager.load_state_dict(states[comm.rank])
-        seen = steps(clock, averager, p, 3, PAYS, [])
-        averager.close()
-        return seen
-
-    assert run_local(2, resumed) == [[repr(LADDER[-1])] * 3] * 2
+    assert run_local(2, resumed, clock, states, 3) == [[repr(LADDER[-1])] * 3] * 2
 
 
 @each_rank(2, "local")
-def test_it_stays_on_where_it_pays_for_most_ranks(comm, clock, caplog):
+def test_it_stays_on_where_it_pays_for_most_ranks(comm, clock):
     averager, p = averager_of(comm)
     seconds = (1.0, 1.1) if comm.rank else (1.0, 0.95)
-    seen = steps(clock, averager, p, TIMED + 2, seconds, [])
-    averager.close()
+    with logged("travel") as found:
+        seen = steps(clock, averager, p, TIMED + 2, seconds)
     assert seen[-2:] == [repr(averager._engine.codec)] * 2
-    assert not [r for r in caplog.records if "travel" in r.getMessage()]
+    assert not found
 
 
 @each_rank(2, "local")
@@ -119,10 +113,9 @@ def test_timing_leaves_what_the_codec_keeps(comm, clock):
     after = averager.state_dict()["ranks"][str(comm.rank)]["residual"]["w"]
     assert before.any()
     assert torch.equal(before, after)
-    averager.close()
 
 
-def test_errors_lead_down_the_ladder(clock, caplog):
+def test_errors_lead_down_the_ladder(clock):
     """1 bit leaves out four fifths of numbers of which a tenth are not zero: three looks later they
     travel in 8 bits, which leave out 1 %.
     """
@@ -130,19 +123,18 @@ def test_errors_lead_down_the_ladder(clock, caplog):
 
     def run(comm):
         averager, p = averager_of(comm, OneBit(residual_decay=0.25), True, quality_every=50)
-        seen = steps(clock, averager, p, looks, PAYS, [], sparse=True)
+        seen = steps(clock, averager, p, looks, sparse=True)
         assert seen[-1] == repr(averager._engine.codec)
         assert averager._engine.layouts.probe.error() > averager._engine.guard._limit
         steps(clock, averager, p, 1, sparse=True)
-        seen = steps(clock, averager, p, looks + guard.EVERY, PAYS, [], sparse=True)
+        seen = steps(clock, averager, p, looks + guard.EVERY, sparse=True)
         assert set(seen) == {repr(LADDER[0])}
         assert averager._engine.layouts.probe.error() < 0.02
         assert averager.quality().rows["w"].cosine > 0.999
-        averager.close()
 
-    with caplog.at_level(logging.WARNING, "gradcomp"):
+    with logged("travel") as found:
         run_local(2, run)
-    (said,) = [r.getMessage() for r in caplog.records if "travel" in r.getMessage()]
+    (said,) = found
     assert f"from step {looks + 1} on" in said
     assert re.search(r"leaves out [89]\d%", said), said
 
@@ -153,9 +145,7 @@ def test_residuals_that_grow_without_bound_lead_down_at_once(clock):
         steps(clock, averager, p, 1)
         if comm.rank:
             averager._engine.layouts.probe._warned.add(0)  # what a probe keeps of such a parameter
-        seen = steps(clock, averager, p, guard.EVERY + 1, PAYS, [])
-        averager.close()
-        return seen[-2:]
+        return steps(clock, averager, p, guard.EVERY + 1)[-2:]
 
     mine = OneBit(residual_decay=0.25)  # what AdamW's table makes of OneBit()
     assert run_local(2, run) == [[repr(mine), repr(LADDER[0])]] * 2
@@ -165,46 +155,22 @@ def test_residuals_that_grow_without_bound_lead_down_at_once(clock):
 @each_rank(2, "local")
 def test_off(comm, clock, codec, guarded):
     averager, p = averager_of(comm, codec, guarded)
-    seen = steps(clock, averager, p, TIMED + 1, LOSES, [])
-    state = averager.state_dict()
-    averager.close()
-    assert len(set(seen)) == 1 and "extra" not in state and averager._engine.guard is None
-
-
-def after(comm, clock, count):
-    """Return the state after steps in which compression does not pay."""
-    averager, p = averager_of(comm)
-    steps(clock, averager, p, count, LOSES)
-    state = averager.state_dict()
-    averager.close()
-    return state
+    seen = steps(clock, averager, p, TIMED + 1, LOSES)
+    assert len(set(seen)) == 1 and averager._engine.guard is None
+    assert "extra" not in averager.state_dict()
 
 
 def test_a_run_resumed_while_it_was_timed_keeps_its_codec(clock):
     states = run_local(2, after, clock, SETTLE + 2)
-
-    def resumed(comm):
-        averager, p = averager_of(comm)
-        averager.load_state_dict(states[comm.rank])
-        seen = steps(clock, averager, p, TIMED, LOSES, [])
-        averager.close()
-        return seen[-1] == repr(averager._engine.codec)
-
-    assert run_local(2, resumed) == [True, True]
+    for seen in run_local(2, resumed, clock, states, TIMED, LOSES):
+        assert seen[-1] not in map(repr, LADDER)
 
 
 def test_with_other_ranks_it_is_timed_again(clock):
     states = run_local(2, after, clock, TIMED + 1)
-
-    def resumed(comm):
-        averager, p = averager_of(comm)
-        averager.load_state_dict(states)
-        seen = steps(clock, averager, p, TIMED + 1, PAYS, [])
-        averager.close()
-        return [one == repr(LADDER[-1]) for one in seen]
-
     wanted = [False] * (SETTLE + COMPRESSED) + [True] * PLAIN + [False]
-    assert run_local(3, resumed) == [wanted] * 3
+    for seen in run_local(3, resumed, clock, states, TIMED + 1):
+        assert [one == repr(LADDER[-1]) for one in seen] == wanted
 
 
 @each_rank(2, "local")
@@ -218,7 +184,6 @@ def test_a_rank_that_is_lost_before_the_decision(comm, clock):
         steps(clock, averager, p, 1)
     with pytest.raises(PeerLost):
         averager.average()
-    averager.close()
 
 
 @pytest.mark.parametrize(
@@ -233,7 +198,6 @@ def test_foreign_states(comm, wrong):
     state["extra"]["guard"] = wrong
     with pytest.raises(ValueError, match="guard"):
         averager.load_state_dict(state)
-    averager.close()
 
 
 def test_options():
@@ -247,7 +211,6 @@ def test_options():
 def test_no_sample_is_no_error(comm):
     averager, _ = averager_of(comm)
     assert math.isnan(averager._engine.layouts.probe.error())
-    averager.close()
 
 
 @each_rank(2)

@@ -1,7 +1,5 @@
 """Ranks that go on among others: what each of them has left out so far is sent later, by itself."""
 
-import functools
-
 import pytest
 import torch
 from _averaging import Run
@@ -101,9 +99,8 @@ def test_no_sum_is_lost_where_a_rank_leaves(world, exchange, phase, codec):
     """
     stay = world - 1
     others = LocalCommunicator.group(stay)
-    call = functools.partial(work, others=others, codec=CODECS[codec], exchange=exchange)
-    call = functools.partial(call, phase=phase)
-    before, after, averages, given, left = zip(*run_local(world, call)[:stay], strict=True)
+    found = run_local(world, work, others, CODECS[codec], exchange, phase)
+    before, after, averages, given, left = zip(*found[:stay], strict=True)
     for name in SHAPES:
         assert total(before, name).abs().sum() > 0
         torch.testing.assert_close(total(after, name), total(before, name), rtol=0, atol=1e-5)
@@ -130,6 +127,6 @@ def alone_and_back(comm, again):
 
 
 def test_a_rank_goes_on_alone_and_comes_back():
-    found = run_local(2, functools.partial(alone_and_back, again=LocalCommunicator.group(2)))
+    found = run_local(2, alone_and_back, LocalCommunicator.group(2))
     for one, other in zip(*found, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in SHAPES)

@@ -2,14 +2,13 @@
 flagged or not.
 """
 
-import contextlib
-
 import numpy as np
 import pytest
 import torch
 from _averaging import Run
-from _models import bits
 from _ranks import run_local
+from _saved import bits_of
+from _tables import flushing
 
 from gradcomp import Block, CorruptPayload, Identity, OneBit, PeerLost, TernGrad
 from gradcomp.exchange.bucket import BucketExchange
@@ -17,6 +16,7 @@ from gradcomp.exchange.routes import run_stages
 from gradcomp.exchange.sizing import BucketPlan, Strategy
 from gradcomp.exchange.stats import Stats
 from gradcomp.memory import moments
+from gradcomp.payload import wire
 from gradcomp.payload.pieces import Slot
 
 SCATTER = {
@@ -27,15 +27,16 @@ SCATTER = {
 }
 
 
-def exchange_of(comm, codec, slots, strategy, dtype=torch.float32, keeps_packed=True):
+def exchange_of(comm, codec, strategy, dtype=torch.float32, keeps_packed=True):
+    """Return an exchange of 512 values that are encoded and 64 that are not."""
+    slots = [Slot(0, 512, codec.group_numel((512,)), True, 0), Slot(1, 64, 64, False, 512)]
     plan = BucketPlan(codec, slots, strategy, comm.world_size, comm.rank)
     return BucketExchange(plan, comm, dtype, Stats(), timeout_s=60, keeps_packed=keeps_packed)
 
 
 def averaged(comm, codec, values, strategy, dtype=torch.float32, keeps_packed=True):
     """Exchange one bucket; return (flagged, kept packed, the averages as float32)."""
-    slots = [Slot(0, 512, codec.group_numel((512,)), True, 0), Slot(1, 64, 64, False, 512)]
-    exchange = exchange_of(comm, codec, slots, strategy, dtype, keeps_packed)
+    exchange = exchange_of(comm, codec, strategy, dtype, keeps_packed)
     value = values[comm.rank] if isinstance(values, list) else values
     bucket = torch.full((576,), value).to(dtype)
     run_stages(exchange, bucket, 0)
@@ -97,7 +98,7 @@ def test_owners_means_are_bounded_one_by_one(name):
 # ---- a peer that sends NaN and does not say so ---------------------------------------------------
 
 
-def unflagged(comm, codec, value, strategy, keeps_packed, hides):
+def unflagged(comm, codec, value, strategy, keeps_packed):
     """Rank 1's encoder hides from its header that `value` stands among its plain values."""
     codec = type(codec)(**codec.options())
     if comm.rank == 1:
@@ -108,10 +109,9 @@ def unflagged(comm, codec, value, strategy, keeps_packed, hides):
             return False
 
         codec.encode_body = encode_and_hide
-    slots = [Slot(0, 512, codec.group_numel((512,)), True, 0), Slot(1, 64, 64, False, 512)]
-    exchange = exchange_of(comm, codec, slots, strategy, keeps_packed=keeps_packed)
+    exchange = exchange_of(comm, codec, strategy, keeps_packed=keeps_packed)
     bucket = torch.ones(576)
-    bucket[512 + hides] = value if comm.rank == 1 else 1.0
+    bucket[515] = value if comm.rank == 1 else 1.0
     try:
         run_stages(exchange, bucket, 0)
     except CorruptPayload as error:
@@ -128,7 +128,7 @@ def test_a_plain_nan_without_a_flag_is_corrupt(codec, value, keeps_packed):
     """max(x, nan) is x, so a NaN passed for a small value: the packed bucket was kept, and
     weights became NaN.
     """
-    results = run_local(2, unflagged, codec, value, Strategy("all_gather"), keeps_packed, 3)
+    results = run_local(2, unflagged, codec, value, Strategy("all_gather"), keeps_packed)
     assert results == [("value", True, True)] * 2
 
 
@@ -139,7 +139,7 @@ def test_an_owner_refuses_a_plain_nan_without_a_flag(second):
     def work(comm):
         codec = Identity() if second == "fp32" else TernGrad()
         try:
-            return unflagged(comm, codec, float("nan"), Strategy("reduce_scatter", second), True, 3)
+            return unflagged(comm, codec, float("nan"), Strategy("reduce_scatter", second), True)
         except PeerLost:
             return "lost"
         finally:
@@ -150,8 +150,6 @@ def test_an_owner_refuses_a_plain_nan_without_a_flag(second):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_decode_refuses_a_value_that_no_flag_announces(value):
-    from gradcomp.payload import wire
-
     codec = Identity()
     payload = codec.encode(torch.ones(100))
     data = payload.numpy()
@@ -163,21 +161,6 @@ def test_decode_refuses_a_value_that_no_flag_announces(value):
 
 
 # ---- threads that flush denormals to zero --------------------------------------------------------
-
-
-@contextlib.contextmanager
-def flushing(flushes):
-    """Set whether this thread flushes denormals."""
-    assert torch.set_flush_denormal(flushes)
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(False)
-
-
-def integers(tensors):
-    """Return the bytes of tensors."""
-    return [bits([t]) for t in tensors]
 
 
 def denormal(name, shape, step, rank, dtype=torch.float32):
@@ -202,11 +185,11 @@ def test_averages_do_not_depend_on_flushing_denormals(codec, exchange, dtype):
                     p.grad = denormal(name, p.shape, step, comm.rank, dtype)
                 mine.averager.average()
                 found += [p.grad.clone() for p in mine.named.values()]
-        return integers([*found, *mine.parts()["residual"].values()])
+        return bits_of([*found, *mine.parts()["residual"].values()])
 
     kept, flushed = (run_local(2, work, flushes) for flushes in (False, True))
     assert kept == flushed
-    assert any(set(average) != {0} for average in kept[0])
+    assert any(set(average) != {0} for _, _, average in kept[0])
 
 
 def tiny_tensors(comm, codec, flushes):
@@ -231,7 +214,7 @@ def tiny_tensors(comm, codec, flushes):
                 p.grad = given(name, p.shape, step, comm.rank)
             mine.averager.average()
             found += [p.grad.clone() for p in mine.named.values()]
-    return integers([*found, *mine.parts()["second_moment"].values()])
+    return bits_of([*found, *mine.parts()["second_moment"].values()])
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,26 @@ def patient(monkeypatch):
     monkeypatch.setattr(pipelines, "QUIET_S", 60.0)
 
 
+def nothing(error=None):
+    """What a stage does, or the end of a task, that a test is not about."""
+
+
+def submit_stuck(pipeline, stage_count=2, then=nothing, done=nothing):
+    """Submit a task and return once it is in its second stage, which waits for the event that is
+    returned.
+    """
+    entered, gate = threading.Event(), threading.Event()
+
+    def stage():
+        entered.set()
+        gate.wait(60)
+        then()
+
+    pipeline.submit(Task([nothing, stage, *[nothing] * (stage_count - 2)], done))
+    assert entered.wait(20)
+    return gate
+
+
 def test_every_stage_sees_tasks_in_order():
     pipeline, seen, ended = Pipeline(3), [[], [], []], []
 
@@ -44,14 +64,12 @@ def test_a_failure_ends_pending_tasks_and_later_ones():
         raise KeyError("stage")
 
     for task in range(4):
-        first = fail if task == 1 else lambda: None
-        pipeline.submit(
-            Task([first, lambda: None], lambda error, t=task: ended.append((t, type(error))))
-        )
+        stages = [fail if task == 1 else nothing, nothing]
+        pipeline.submit(Task(stages, lambda error, t=task: ended.append((t, type(error)))))
     gate.set()
     with pytest.raises(KeyError):
         pipeline.wait()
-    pipeline.submit(Task([lambda: None] * 2, lambda error: ended.append(("late", type(error)))))
+    pipeline.submit(Task([nothing] * 2, lambda error: ended.append(("late", type(error)))))
     deadline = time.monotonic() + 5
     while len(ended) < 5 and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -64,19 +82,10 @@ def test_a_failure_ends_pending_tasks_and_later_ones():
 
 
 def test_a_task_stuck_in_a_stage_does_not_keep_the_others_waiting():
-    pipeline, entered, stuck, ended = (
-        Pipeline(2),
-        threading.Event(),
-        threading.Event(),
-        threading.Event(),
-    )
-    pipeline.submit(
-        Task([lambda: None, lambda: (entered.set(), stuck.wait(60))], lambda error: ended.set())
-    )
-    assert entered.wait(20)
-    begun = time.monotonic()
+    pipeline, ended = Pipeline(2), []
+    stuck, begun = submit_stuck(pipeline, done=ended.append), time.monotonic()
     pipeline.fail(RuntimeError("from outside"))
-    assert ended.is_set() and time.monotonic() - begun < 30
+    assert ended and time.monotonic() - begun < 30
     stuck.set()
     pipeline.close()
 
@@ -85,7 +94,7 @@ def test_no_thread_before_the_first_task_and_none_after_close():
     before = set(threading.enumerate())  # those of earlier tests may end meanwhile
     pipeline = Pipeline(4)
     assert set(threading.enumerate()) <= before
-    pipeline.submit(Task([lambda: None] * 4, lambda error: None))
+    pipeline.submit(Task([nothing] * 4, nothing))
     pipeline.wait()
     assert set(threading.enumerate()) - before
     pipeline.close()
@@ -95,10 +104,8 @@ def test_no_thread_before_the_first_task_and_none_after_close():
 
 def test_the_first_error_stays(patient):
     """A second failure (a peer that is lost because this rank gave up) must not hide the cause."""
-    pipeline, ended, stuck = Pipeline(2), [], threading.Event()
-    entered, first = threading.Event(), KeyError("first")
-    pipeline.submit(Task([lambda: None, lambda: (entered.set(), stuck.wait(20))], ended.append))
-    assert entered.wait(20)
+    pipeline, ended, first = Pipeline(2), [], KeyError("first")
+    stuck = submit_stuck(pipeline, done=ended.append)
 
     def later():
         while pipeline.error is None:
@@ -112,24 +119,18 @@ def test_the_first_error_stays(patient):
     assert pipeline.error is first
     with pytest.raises(KeyError, match="first"):
         pipeline.wait()
-    pipeline.submit(Task([lambda: None] * 2, ended.append))
+    pipeline.submit(Task([nothing] * 2, ended.append))
     assert ended == [first, first]
     pipeline.close()
 
 
 def test_a_task_ends_after_its_stage_has(patient):
     """Whoever ends a task overwrites its buffer: a stage that decodes into it must have left it."""
-    pipeline, order, entered, gate = Pipeline(2), [], threading.Event(), threading.Event()
-
-    def decode():
-        entered.set()
-        gate.wait(20)
-        order.append("decoded")
-
+    pipeline, order = Pipeline(2), []
+    decode, end = (lambda: order.append("decoded")), (lambda error: order.append("ended"))
+    gate = submit_stuck(pipeline, then=decode, done=end)
     # as an abort ends a collective
     pipeline._on_failure = lambda reason: threading.Timer(0.05, gate.set).start()
-    pipeline.submit(Task([lambda: None, decode], lambda error: order.append("ended")))
-    assert entered.wait(20)
     pipeline.fail(RuntimeError("from outside"))
     assert order == ["decoded", "ended"]
     pipeline.close()
@@ -145,7 +146,7 @@ def test_close_ends_what_is_under_way_at_once():
         raise ConnectionError("aborted")
 
     for task in range(3):
-        stages = [lambda: None, collective, lambda: None]
+        stages = [nothing, collective, nothing]
         pipeline.submit(Task(stages, lambda error, t=task: ended.append((t, str(error)))))
     assert entered.wait(20)
     threads, begun = list(pipeline._threads), time.monotonic()
@@ -156,11 +157,8 @@ def test_close_ends_what_is_under_way_at_once():
 
 
 def test_close_leaves_a_stage_that_will_not_end_behind():
-    pipeline, entered, stuck = Pipeline(4), threading.Event(), threading.Event()
-    stages = [lambda: None, lambda: (entered.set(), stuck.wait(60)), lambda: None, lambda: None]
-    pipeline.submit(Task(stages, lambda error: None))
-    assert entered.wait(20)
-    threads = list(pipeline._threads)
+    pipeline = Pipeline(4)
+    stuck, threads = submit_stuck(pipeline, stage_count=4), list(pipeline._threads)
     pipeline.close(timeout_s=0.1)
     for number in (0, 2, 3):
         threads[number].join(20)
@@ -176,7 +174,7 @@ def test_a_pipeline_that_nobody_uses_frees_its_threads():
     for _ in range(3):
         pipeline = Pipeline(4, name="dropped")
         # a task knows its owner
-        pipeline.submit(Task([lambda: None] * 4, lambda error, mine=pipeline: None))
+        pipeline.submit(Task([nothing] * 4, lambda error, mine=pipeline: None))
         pipeline.wait()
     assert alive() >= 4
     del pipeline
@@ -205,8 +203,8 @@ def test_after_a_failure_no_task_ends_while_a_stage_is_at_work(patient):
         failed.set()
         raise KeyError("stage")
 
-    first = Task([lambda: None, write], lambda error: order.append("first ends"))
-    pipeline.submit(first, Task([fail, lambda: None], lambda error: order.append("last ends")))
+    first = Task([nothing, write], lambda error: order.append("first ends"))
+    pipeline.submit(first, Task([fail, nothing], lambda error: order.append("last ends")))
     with pytest.raises(KeyError):
         pipeline.wait()
     assert order[0] == "written" and sorted(order[1:]) == ["first ends", "last ends"]
@@ -235,8 +233,8 @@ def test_an_inline_pipeline_runs_a_stage_of_every_task_at_each_call():
 
 def test_an_inline_pipeline_ends_every_task_with_the_first_error():
     pipeline, ended = InlinePipeline(), []
-    never = [lambda: None, lambda: pytest.fail("a stage ran after the failure")]
-    pipeline.submit(Task([lambda: None, lambda: 1 / 0], ended.append))
+    never = [nothing, lambda: pytest.fail("a stage ran after the failure")]
+    pipeline.submit(Task([nothing, lambda: 1 / 0], ended.append))
     pipeline.submit(Task(never, ended.append))
     pipeline.submit(Task(never, ended.append))
     assert [type(error) for error in ended] == [ZeroDivisionError] * 3 and pipeline.is_empty

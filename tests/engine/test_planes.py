@@ -19,6 +19,12 @@ def write(planes, indices, value):
         planes.pair(index)[1].fill_(value)
 
 
+def write_and_commit(planes, indices, value):
+    """Write values, and make them current."""
+    write(planes, indices, value)
+    planes.commit(indices)
+
+
 def test_only_commit_makes_a_new_residual_current():
     planes = Planes({3: 10, 8: 20})
     write(planes, [3, 8], 1.0)
@@ -31,12 +37,9 @@ def test_only_commit_makes_a_new_residual_current():
 def test_tensors_on_different_planes_meet_in_one_bucket():
     """After a flagged bucket and a rebuild, one tensor's residual stands on each plane."""
     planes = Planes({3: 10, 8: 20})
-    write(planes, [3], 5.0)
-    planes.commit([3])
-    write(planes, [8], 7.0)
-    planes.commit([8])
-    write(planes, [8], 9.0)
-    planes.commit([8])
+    write_and_commit(planes, [3], 5.0)
+    write_and_commit(planes, [8], 7.0)
+    write_and_commit(planes, [8], 9.0)
     planes.tensors([3, 8])
     assert planes.current(3).tolist() == [5.0] * 10
     assert planes.current(8).tolist() == [9.0] * 20
@@ -47,8 +50,7 @@ def test_discard_undoes_the_step_and_nothing_before_it():
     planes = Planes({3: 4})
     for value in (1.0, 2.0):
         planes.begin_step()
-        write(planes, [3], value)
-        planes.commit([3])
+        write_and_commit(planes, [3], value)
     planes.discard()
     assert planes.current(3).tolist() == [1.0] * 4
     planes.discard()
@@ -60,11 +62,9 @@ def test_discard_does_not_bring_back_what_has_moved_to_another_plane():
     not count until then.
     """
     planes = Planes({3: 10, 8: 20})
-    write(planes, [3, 8], 5.0)
-    planes.commit([3, 8])
+    write_and_commit(planes, [3, 8], 5.0)
     planes.begin_step()
-    write(planes, [8], 7.0)
-    planes.commit([8])
+    write_and_commit(planes, [8], 7.0)
     write(planes, [3, 8], 9.0)
     planes.discard()
     assert planes.current(8).tolist() == [7.0] * 20
@@ -77,8 +77,7 @@ def test_the_owner_s_residuals_are_discarded_and_rescaled_with_the_others():
     for value in (1.0, 2.0):
         feedback.begin_step()
         for part in (residuals, owner):
-            write(part, [3], value)
-            part.commit([3])
+            write_and_commit(part, [3], value)
     feedback.discard()
     assert owner.current(3).tolist() == [1.0] * 5
     assert feedback.residual(3).tolist() == [1.0] * 10
@@ -89,8 +88,7 @@ def test_the_owner_s_residuals_are_discarded_and_rescaled_with_the_others():
 def test_rescale_and_state():
     planes = Planes({3: 4, 8: 2})
     assert planes.state(NAMES) == {}
-    write(planes, [3, 8], 3.0)
-    planes.commit([3, 8])
+    write_and_commit(planes, [3, 8], 3.0)
     planes.rescale(0.5)
     state = planes.state(NAMES)
     assert state["a"].tolist() == [1.5] * 4
@@ -110,8 +108,7 @@ def test_rescale_and_state():
 )
 def test_a_state_that_does_not_fit_changes_nothing(state):
     planes = Planes({3: 4, 8: 2})
-    write(planes, [3, 8], 3.0)
-    planes.commit([3, 8])
+    write_and_commit(planes, [3, 8], 3.0)
     with pytest.raises(ValueError):
         planes.check(state, NAMES)
     assert planes.current(3).tolist() == [3.0] * 4
@@ -119,8 +116,7 @@ def test_a_state_that_does_not_fit_changes_nothing(state):
 
 def test_every_plane_forgets_what_was_committed_before_a_step():
     store = StateStore(transform=Transforming(AggregateAdagrad(), {3: 4}))
-    write(store.transform.planes, [3], 1.0)
-    store.transform.planes.commit([3])
+    write_and_commit(store.transform.planes, [3], 1.0)
     store.begin_step()
     store.discard()
     assert store.state(NAMES)["transform_state"]["a"].tolist() == [1.0] * 4

@@ -3,7 +3,6 @@ checkpoints, DDP.
 """
 
 import copy
-import logging
 import re
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from _averaging import Run, same
 from _expected import average
 from _models import bits
-from _ranks import each_rank, run_local
+from _ranks import each_rank, logged, run_local
 from _saved import parts_of
 from reference import codec as ref
 from torch import nn
@@ -292,16 +291,10 @@ def test_ddp_with_and_without_an_optimizer_that_takes_packed_averages():
 )
 @each_rank(2)
 def test_a_codec_that_is_known_to_lose_says_so(codec, kind, options, says):
-    said, handler, log = [], logging.Handler(), logging.getLogger("gradcomp")
-    handler.emit = lambda record: said.append(record.getMessage())
-    log.addHandler(handler)
-    try:
-        net = DDP(nn.Linear(64, 64))
-        optimizer = kind(net.parameters(), lr=0.1) if kind is not None else None
+    net = DDP(nn.Linear(64, 64))
+    optimizer = kind(net.parameters(), lr=0.1) if kind is not None else None
+    with logged("a byte GPT lost") as said:
         gradcomp.ddp.register(net, codec, optimizer=optimizer, **options).close()
-    finally:
-        log.removeHandler(handler)
-    said = [text for text in said if "a byte GPT lost" in text]
     assert len(said) == (says is not None and dist.get_rank() == 0)  # rank 0 speaks for all
     assert not said or re.search(says, said[0]), said
 

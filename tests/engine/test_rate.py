@@ -9,7 +9,6 @@ import torch
 from _ranks import each_rank, run_local
 from torch import nn
 
-import gradcomp
 from gradcomp import (
     Advanced,
     Block,
@@ -31,6 +30,13 @@ CODECS = [EntropyCoded(1.25), EntropyCoded(2.2), Ternary(), Block(4), OneBit(), 
 
 def parameter():
     return nn.Parameter(torch.zeros(64, 128))
+
+
+def rates_of(optimizer):
+    """Return a list to which every later step adds its learning rate."""
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(optimizer.param_groups[0]["lr"]))
+    return seen
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda c: f"{c.name}-{getattr(c, 'bits', '')}")
@@ -96,12 +102,9 @@ def test_a_step_has_the_rate_and_gives_it_back(decoupled):
 
 
 def test_it_ends_with_what_made_it():
-    p = parameter()
-    optimizer = torch.optim.AdamW([p], lr=0.1)
-    seen = []
+    optimizer = torch.optim.AdamW([parameter()], lr=0.1)
     longer = LongerSteps(optimizer, 2.0, 0)
-    longer.steps = 1
-    optimizer.register_step_pre_hook(lambda *_: seen.append(optimizer.param_groups[0]["lr"]))
+    longer.steps, seen = 1, rates_of(optimizer)
     optimizer.step()
     del longer
     optimizer.step()
@@ -155,9 +158,7 @@ def moved(comm, steps=120, **options):
         before = p.detach().clone()
         optimizer.step()
         lengths.append(float((before - p.detach()).mean()))
-    line = averager.describe()
-    averager.close()
-    return np.mean(lengths[-20:]), line
+    return np.mean(lengths[-20:]), averager.describe()
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -183,30 +184,31 @@ def test_off_in_bf16(monkeypatch):
         averager, optimizer = averager_of(comm, p, precondition=True, advanced=Advanced(guard=True))
         averager._engine.guard.level = len(guard.LADDER)
         p.grad = torch.ones_like(p)
-        seen = []
-        optimizer.register_step_pre_hook(lambda *_: seen.append(optimizer.param_groups[0]["lr"]))
+        seen = rates_of(optimizer)
         averager.average()
         optimizer.step()
-        averager.close()
         return seen
 
     assert run_local(2, run) == [[0.01]] * 2
 
 
 @pytest.mark.parametrize(
-    "options, make",
+    ("make", "options"),
     [
-        ({}, torch.optim.AdamW),  # units are not shared
-        ({"precondition": True}, lambda p, lr: torch.optim.SGD(p, lr=lr)),
-        ({"precondition": True, "scale_lr": False}, torch.optim.AdamW),
+        (torch.optim.AdamW, {"precondition": None}),  # units are not shared
+        (torch.optim.SGD, {}),
+        (torch.optim.AdamW, {"scale_lr": False}),
+        (torch.optim.AdamW, {"exclude": "*"}),  # every tensor travels in fp32
+        # all ranks are on one node: nothing is compressed
+        (torch.optim.AdamW, {"exchange": "hierarchical", "advanced": Advanced(nodes=[[0, 1]])}),
     ],
 )
 @each_rank(2, "local")
-def test_not_asked_for(comm, options, make):
-    averager, _ = averager_of(comm, parameter(), make=make, **options)
-    line = averager.describe()
-    averager.close()
-    assert "learning rate" not in line
+def test_the_rate_stays(comm, make, options):
+    """Nobody asked for another one, or averages are exact."""
+    averager, _ = averager_of(comm, parameter(), make=make, **{"precondition": True, **options})
+    said = averager.describe()
+    assert "learning rate" not in said, said
 
 
 @each_rank(4, "local")
@@ -215,30 +217,27 @@ def test_the_factor_of_1_bit_is_for_those_who_ask(comm):
     for options, said in (({}, False), ({"scale_lr": True}, True)):
         averager, _ = averager_of(comm, parameter(), "onebit", precondition=True, **options)
         assert ("learning rate of AdamW x 1.55" in averager.describe()) is said
-        averager.close()
 
 
 @each_rank(2, "local")
 def test_bad_options(comm):
-    p = parameter()
+    asked = {"scale_lr": True, "precondition": True}
     for options, why in (
         ({"scale_lr": True}, "needs precondition=True"),
-        ({"scale_lr": "yes", "precondition": True}, "None, True or False"),
+        ({**asked, "scale_lr": "yes"}, "None, True or False"),
+        ({**asked, "make": torch.optim.SGD}, "got SGD"),
     ):
         with pytest.raises(ValueError, match=why):
-            averager_of(comm, p, **options)
-    for make, why in ((lambda p, lr: torch.optim.SGD(p, lr=lr), "got SGD"),):
-        with pytest.raises(ValueError, match=why):
-            averager_of(comm, p, make=make, precondition=True, scale_lr=True)
+            averager_of(comm, parameter(), **options)
 
 
 def test_of_several_for_one_optimizer_the_newest_changes_rates():
     """Two models with one optimizer, or a registration that nobody has closed: factors multiplied,
     and the rate grew from step to step.
     """
-    optimizer, seen = torch.optim.AdamW([parameter()], lr=0.1), []
+    optimizer = torch.optim.AdamW([parameter()], lr=0.1)
     longer = [LongerSteps(optimizer, factor, 0) for factor in (2.0, 3.0, 4.0)]
-    optimizer.register_step_pre_hook(lambda *_: seen.append(optimizer.param_groups[0]["lr"]))
+    seen = rates_of(optimizer)
     for step in range(6):
         for one in longer:
             one.steps = step + 1
@@ -249,15 +248,3 @@ def test_of_several_for_one_optimizer_the_newest_changes_rates():
         elif step == 3:
             del longer[-1], one
     assert seen == pytest.approx([0.4, 0.4, 0.3, 0.3, 0.2, 0.2])
-
-
-@pytest.mark.parametrize("options", [{"exclude": "*"}, {"exchange": "hierarchical"}], ids=str)
-@each_rank(2, "local")
-def test_exact_averages_leave_the_rate(comm, options):
-    """Nothing is compressed: every tensor travels in fp32, or all ranks are on one node."""
-    if "exchange" in options:
-        options = options | {"advanced": gradcomp.Advanced(nodes=[[0, 1]])}
-    averager, _ = averager_of(comm, parameter(), Ternary(), precondition=True, **options)
-    said = averager.describe()
-    averager.close()
-    assert "learning rate" not in said, said

@@ -31,15 +31,8 @@ def test_a_second_phase_knows_its_form(name, codec):
 
 
 def test_there_is_a_phase_for_every_name_that_options_take():
-    assert [second_phase(name, TernGrad(), 3).form.bits for name in SECOND_PHASES] == [
-        3,
-        2,
-        2,
-        4,
-        8,
-        16,
-        32,
-    ]
+    bits = [second_phase(name, TernGrad(), 3).form.bits for name in SECOND_PHASES]
+    assert bits == [3, 2, 2, 4, 8, 16, 32]
     with pytest.raises(ValueError, match="fp64"):
         second_phase("fp64", TernGrad(), 3)
 
@@ -82,18 +75,17 @@ def test_joined_rows_are_every_owners_pieces():
     for kind, table in (("packed", joined.packed), ("plain", joined.plain)):
         for row in table.rows:
             seen[row["data"] : row["data"] + row["numel"]] += 1
-        per_owner = [row["codes"] for theirs in one.second for row in getattr(theirs, kind).rows]
-        owners = [k for k, theirs in enumerate(one.second) for _ in getattr(theirs, kind).rows]
         assert table.rows["codes"].tolist() == [
-            c + k * one.second_nbytes for c, k in zip(per_owner, owners, strict=True)
+            row["codes"] + owner * one.second_nbytes
+            for owner, theirs in enumerate(one.second)
+            for row in getattr(theirs, kind).rows
         ]
     assert (seen == 1).all()
 
 
 def test_lanes_above_their_sum_are_refused():
-    plan = BucketPlan(
-        TernGrad(), [Slot(0, 64, 64, True, 0)], Strategy("reduce_scatter", "exact"), 3, 0
-    )
+    slots, strategy = [Slot(0, 64, 64, True, 0)], Strategy("reduce_scatter", "exact")
+    plan = BucketPlan(TernGrad(), slots, strategy, 3, 0)
     layout = plan.slices[0].second[0]
     payload = torch.zeros(layout.nbytes, dtype=torch.uint8)
     plan.second_phase.validate(payload, layout)
@@ -113,16 +105,9 @@ def test_the_cpu_has_kernels_and_other_devices_say_so():
 
 def test_ternary_sends_sums_as_long_as_they_take_four_bits():
     """Up to 7 ranks; means of 4 bits from 8 on, and what was said is left alone."""
-    assert [TernGrad().resolved_second_phase(n) for n in (2, 7, 8, 64)] == [
-        "exact",
-        "exact",
-        "block4",
-        "block4",
-    ]
-    assert {
-        second_phase(TernGrad().resolved_second_phase(n), TernGrad(), n).form.bits
-        for n in range(4, 65)
-    } == {4}
+    phases = {n: TernGrad().resolved_second_phase(n) for n in range(2, 65)}
+    assert [phases[n] for n in (2, 7, 8, 64)] == ["exact", "exact", "block4", "block4"]
+    assert {second_phase(phases[n], TernGrad(), n).form.bits for n in range(4, 65)} == {4}
     assert TernGrad(second_phase="exact").resolved_second_phase(64) == "exact"
     assert TernGrad().resolved_second_phase(64, transformed=True) == "requantize"
     for codec in (OneBit(), Block(4), TernGrad(scale="own")):

@@ -4,6 +4,7 @@ import io
 import logging
 import math
 import time
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,26 +19,6 @@ from gradcomp.exchange.stats import Stats
 from gradcomp.exchange.telemetry import Telemetry
 
 
-class Writer:
-    """What a SummaryWriter is called with."""
-
-    def __init__(self):
-        self.scalars = []
-
-    def add_scalar(self, tag, value, global_step=None):
-        self.scalars.append((tag, value, global_step))
-
-
-class Run:
-    """What a run of Weights & Biases is called with."""
-
-    def __init__(self):
-        self.logged = []
-
-    def log(self, values, step=None):
-        self.logged.append((values, step))
-
-
 def after(stats, steps, sent):
     stats.steps += steps
     stats.bytes_sent += sent
@@ -49,18 +30,12 @@ def after(stats, steps, sent):
 def test_a_report_is_of_the_steps_since_the_one_before():
     stats, reports = Stats(), []
     after(stats, 3, 999)  # before anybody logged
-    one = Telemetry(
-        lambda values, step: reports.append((step, values)),
-        lambda: stats,
-        None,
-        every=2,
-        prefix="g",
-    )
+    one = Telemetry(lambda *report: reports.append(report), lambda: stats, None, 2, prefix="g")
     for step in range(1, 6):
         after(stats, 1, 100 * step)
         one.step(step)
-    assert [step for step, _ in reports] == [2, 4]
-    first, second = (values for _, values in reports)
+    assert [step for _, step in reports] == [2, 4]
+    first, second = (values for values, _ in reports)
     assert (first["g/bytes_sent_per_step"], second["g/bytes_sent_per_step"]) == (150, 350)
     assert first["g/compression_ratio"] == 10 and second["g/codec_seconds_per_step"] == 0.5
     assert second["g/exposed_seconds_per_step"] == 0.25 and second["g/hidden_seconds_per_step"] == 0
@@ -68,7 +43,7 @@ def test_a_report_is_of_the_steps_since_the_one_before():
     stats.reset()
     after(stats, 1, 70)
     one.step(6)
-    assert reports[-1][1]["g/bytes_sent_per_step"] == 70
+    assert reports[-1][0]["g/bytes_sent_per_step"] == 70
 
 
 def test_a_sample_is_reported_once():
@@ -86,30 +61,19 @@ def test_a_sample_is_reported_once():
 
 
 def test_targets(caplog):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    writer, run, text, terminal, calls = Writer(), Run(), io.StringIO(), Terminal(), []
-    stats = Stats()
-    targets = (
-        writer,
-        run,
-        text,
-        terminal,
-        logging.getLogger("shown"),
-        lambda values, step: calls.append((values, step)),
-    )
-    for target in targets:
-        one = Telemetry(target, lambda: stats, None, every=1)
+    writer, run = Mock(spec=["add_scalar"]), Mock(spec=["log"])  # TensorBoard's, Weights & Biases'
+    text, terminal, logger, calls = io.StringIO(), io.StringIO(), logging.getLogger("shown"), []
+    terminal.isatty = lambda: True
+    for target in (writer, run, text, terminal, logger, lambda *report: calls.append(report)):
+        one = Telemetry(target, Stats, None, every=1)
         with caplog.at_level(logging.INFO), caplog.at_level(logging.INFO, "gradcomp"):
             one.step(7)
             one.step(8)
-    assert {tag for tag, _, _ in writer.scalars} == set(calls[0][0]) == set(run.logged[0][0])
-    assert [step for _, step in run.logged] == [step for _, step in calls] == [
-        7,
-        8,
-    ] and writer.scalars[-1][2] == 8
+    scalars = [call.args for call in writer.add_scalar.call_args_list]
+    logged = [(*call.args, call.kwargs["step"]) for call in run.log.call_args_list]
+    assert {tag for tag, _, _ in scalars} == set(calls[0][0]) == set(logged[0][0])
+    assert [step for _, step in logged] == [step for _, step in calls] == [7, 8]
+    assert scalars[-1][2] == 8
     assert text.getvalue().count("\n") == 2 and "gradcomp: step 8, " in text.getvalue()
     assert terminal.getvalue().count("\r") == 2 and "\n" not in terminal.getvalue()
     assert sum("gradcomp: step" in record.message for record in caplog.records) == 2
@@ -161,9 +125,8 @@ def test_every_entry_point_reports(kind):
         state = gradcomp.GradientAverager(model, "terngrad")
     else:
         state = gradcomp.DiLoCo(model, optimizer, "terngrad", sync_every=2, fragments=2)
-    state.log_to(
-        lambda values, step: reports.append((step, values)), every=1 if kind == "local" else 2
-    )
+    every = 1 if kind == "local" else 2
+    state.log_to(lambda *report: reports.append(report), every=every)
     with state:
         for _ in range(4):
             model(torch.randn(8, 64)).square().mean().backward()
@@ -171,15 +134,14 @@ def test_every_entry_point_reports(kind):
                 state.average()
             if kind != "fsdp":
                 optimizer.step()
-    assert [step for step, _ in reports] == [2, 4]
-    for values in (
-        {name.removeprefix("gradcomp/"): v for name, v in r.items()} for _, r in reports
-    ):
+    assert [step for _, step in reports] == [2, 4]
+    for report, _ in reports:
+        values = {name.removeprefix("gradcomp/"): value for name, value in report.items()}
         assert values["bytes_sent_per_step"] > 1000 and values["compression_ratio"] > 5
         assert values["codec_seconds_per_step"] > 0 and values["exposed_seconds_per_step"] >= 0
         if kind == "ddp":
             assert values["exposed_seconds_per_step"] + values["hidden_seconds_per_step"] > 0
-    assert "gradcomp/quality/cosine_mean" in reports[0][1]
+    assert "gradcomp/quality/cosine_mean" in reports[0][0]
 
 
 @pytest.mark.timed

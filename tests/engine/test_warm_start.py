@@ -1,13 +1,12 @@
 """A warm start that is packed itself: nothing is lost on the way from one codec to the other."""
 
-import logging
 import re
 
 import pytest
 import torch
 from _averaging import Run, gradient, same
 from _models import bits
-from _ranks import each_rank, run_local
+from _ranks import each_rank, logged, run_local
 from _saved import parts_of
 
 from gradcomp import Block, Identity, OneBit, TernGrad
@@ -74,16 +73,14 @@ def test_a_warm_start_in_identity_is_that_in_fp32(comm):
 
 
 @pytest.mark.parametrize(("steps", "says"), [(START, 1), (START + 1, 0)])
-def test_a_run_that_ended_in_its_warm_up_says_so(caplog, steps, says):
+def test_a_run_that_ended_in_its_warm_up_says_so(steps, says):
     def one(comm):
         mine = Run(comm, OneBit(), SHAPES, warmup_steps=START)
-        for step in range(steps):
-            mine.step(step)
+        mine.steps(steps)
         mine.averager.close()
 
-    with caplog.at_level(logging.WARNING, "gradcomp"):
+    with logged() as found:
         run_local(2, one)
-    found = [record.getMessage() for record in caplog.records]
     wanted = rf"nothing was compressed: {START} exchanges, .* \(warmup_steps={START}\)"
     assert sum(bool(re.match(wanted, text)) for text in found) == says
 

@@ -202,7 +202,7 @@ def test_no_group_is_a_clear_error():
         GradientAverager(MODEL, "terngrad")
 
 
-# what an averager is made of, codec, error, what it says; options are in engine/test_engine.py
+# what an averager is made of, codec, error, what it says; options are in engine/test_options.py
 WRONG_MODELS = [
     ([], "terngrad", ValueError, "no parameters"),
     (

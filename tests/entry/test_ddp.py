@@ -379,7 +379,7 @@ REFUSED = {
 
 @each_rank(1)
 def test_wrong_arguments():
-    """Every wrong option is refused with its value in tests/engine/test_engine.py."""
+    """Every wrong option is refused with its value in tests/engine/test_options.py."""
     for make, codec, options, said in REFUSED.values():
         model = make() if make else DDP(small_model())
         error = raised(Exception, lambda: gradcomp.ddp.register(model, codec, **options))  # noqa: B023

@@ -1,7 +1,7 @@
-"""The codes of the kernel tests: what the reference makes of each, and how kernel sets and C are
-called for it.
+"""The codes of the kernel tests: what the reference makes of each, how kernel sets and C are called
+for it, and what is drawn at random.
 
-A new code is a row in `FAMILIES`, and a branch of `encoded`, `average` and `call_encode` where it
+A new code is a row in `FAMILIES`, and a branch of `encoded`, `decoded` and `call_encode` where it
 differs from the others.
 """
 
@@ -32,8 +32,11 @@ from _tables import (
     tier,
     values,
 )
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
 from reference import codec as ref
 from reference import entropy
+from reference.payload import FED_BACK
 
 from gradcomp import kernels
 from gradcomp.kernels import tables
@@ -125,19 +128,22 @@ def encoded(
     left = seen
     if code.name == "ternary":
         codes = ref.ternary_encode(x, scales, piece, key)
-    elif code.name == "onebit":
-        scales, codes, left = ref.onebit_encode(x, piece, before, means, decay)
-    elif code.name == "block":
-        scales, codes, left = ref.block_encode(x, piece, code.bits, before, decay)
-    elif code.name == "nearest":
-        scales, codes, left = ref.nearest_encode(x, piece, code.option[0], before, decay)
-    elif code.name == "entropy":
-        nbytes = code.stream_nbytes
-        scales, codes, left = entropy.entropy_encode(x, piece, nbytes, before, decay)
+    elif code.feeds_back:
+        encode_codes, _ = FED_BACK[code.name]
+        option = means if code.name == "onebit" else code.option[0]
+        scales, codes, left = encode_codes(x, piece, option, before, decay)
     else:
         narrow = ref.from_float32(seen, int(code.option[0]))
         codes, seen = np.frombuffer(narrow.tobytes(), np.uint8), ref.to_float32(narrow)
     return canonical(scales).ravel(), codes, canonical(left), not np.isfinite(seen).all()
+
+
+def decoded(code: Code, codes: Any, scales: Any, piece: ref.Piece) -> Any:
+    """Return what the reference decodes of one payload whose values are added as floats."""
+    if code.feeds_back:
+        _, decode_codes = FED_BACK[code.name]
+        return decode_codes(codes, scales, piece, *(code.option or (None,)))
+    return ref.to_float32(codes.copy().view(ARRAY_DTYPES[code.option[0]]))
 
 
 def average(code: Code, codes: list[Any], scales: list[Any], piece: ref.Piece, shared: bool) -> Any:
@@ -146,21 +152,8 @@ def average(code: Code, codes: list[Any], scales: list[Any], piece: ref.Piece, s
         return ref.ternary_sum_decode(codes, scales, piece, shared)
     if code.name == "lanes":
         return ref.lanes_decode(codes[0], scales[0], piece, int(code.option[0]))
-    if code.name == "onebit":
-        decoded = [ref.onebit_decode(c, s, piece) for c, s in zip(codes, scales, strict=True)]
-    elif code.name == "block":
-        decoded = [
-            ref.block_decode(c, s, piece, code.bits) for c, s in zip(codes, scales, strict=True)
-        ]
-    elif code.name == "entropy":
-        decoded = [
-            entropy.entropy_decode(c, s, piece, code.stream_nbytes)
-            for c, s in zip(codes, scales, strict=True)
-        ]
-    else:
-        kind = ARRAY_DTYPES[code.option[0]]
-        decoded = [ref.to_float32(c.copy().view(kind)) for c in codes]
-    return ref.float_average(decoded)
+    pairs = zip(codes, scales, strict=True)
+    return ref.float_average([decoded(code, one, scale, piece) for one, scale in pairs])
 
 
 # ---- calls ---------------------------------------------------------------------------------------
@@ -382,6 +375,14 @@ def decode(
 
 
 # ---- inputs --------------------------------------------------------------------------------------
+DTYPES = [ref.F32, ref.BF16, ref.F16]
+SEEDS = st.integers(0, 2**32 - 1)
+WORDS = st.sampled_from([0, 1, 2**31 - 1, 2**32 - 1]) | SEEDS
+COUNTS = st.sampled_from([1, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33])
+
+kernel_settings = settings(database=None, suppress_health_check=list(HealthCheck))
+
+
 def tensor_of(table: Table, kind: str, dtype: int, rng: np.random.Generator) -> Any:
     """Return a source tensor that starts anywhere in memory."""
     tensor = guarded(table.tensor_numel, ARRAY_DTYPES[dtype], int(rng.integers(0, 8)))

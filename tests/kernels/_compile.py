@@ -18,137 +18,102 @@ from gradcomp.kernels.cuda import elementwise, kernels, programs, streams
 from gradcomp.kernels.cuda.plan import CHUNK
 
 F, D, H, I, L, B = "*fp32", "*fp64", "*i16", "*i32", "*i64", "*u8"
-OF_TABLE = {"chunks": L, "segments": L}
-ROUNDED = {
-    "values": F,
-    "old": F,
-    "new": F,
-    "decay": "fp32",
-    "KEEPS": False,
-    "COUNTS": False,
-    "HAS_OLD": True,
-    "HAS_NEW": True,
-    "FROM": 0,
-}
-ENCODE = {**ROUNDED, **OF_TABLE, "scales": F, "codes": B, "zero": "fp32", "E": CHUNK}
+
+
+def typed(kind, names):
+    return dict.fromkeys(names.split(), kind)
+
+
+TABLE = typed(L, "chunks segments") | {"codes": B, "flag": I, "E": CHUNK}
+ROUNDED = typed(F, "values old new") | {"decay": "fp32", "KEEPS": False, "COUNTS": False}
+ROUNDED |= {"HAS_OLD": True, "HAS_NEW": True, "FROM": 0}
+ENCODE = {**TABLE, **ROUNDED, "scales": F, "zero": "fp32"}
 SUMS = {"sums": D, "counts": I, "count": "i32"}
-SCALES = {**SUMS, "numels": L, "step": D, "zero": "fp32", "most": "fp32", "mean0": "fp32"} | {
-    "mean1": "fp32",
-    "scales": F,
-    "flag": I,
-    "B": kernels.SPANS,
-    "HAS_MEANS": False,
-}
-DECODE = {**OF_TABLE, "payloads": B, "stride": "i32", "read": H, "total": "i32"} | {
-    "count": "i32",
-    "scales": "i32",
-    "codes": "i32",
-    "out": F,
-    "factor": "fp32",
-    "zero": "fp32",
-    "flag": I,
-    "OUT": 0,
-    "E": CHUNK,
-}
+BLOCKS = {**SUMS, "blocks": L, "B": kernels.BLOCKS}
+SCALES = {**SUMS, "numels": L, "step": D, "scales": F, "flag": I, "B": kernels.SPANS}
+SCALES |= typed("fp32", "zero most mean0 mean1") | {"HAS_MEANS": False, "OF_SQUARES": False}
+PAYLOADS = {"payloads": B, "read": H} | typed("i32", "stride total count")
+DECODE = {**TABLE, **PAYLOADS, "out": F, "OUT": 0}
+DECODE |= typed("i32", "scales codes") | typed("fp32", "factor zero")
+STREAMS = ROUNDED | SUMS | typed(I, "costs pair_costs symbols tops words flag")
 EACH = {"values": F, "count": "i32", "flag": I, "E": kernels.NUMEL}
-TABLES = {"octave": D, "costs": I, "pair_costs": I, "symbols": I, "tops": I}
-# kernel, and its arguments: pointers and numbers by their types, others by their values
+
+SIGNS, LEVELS, NEAREST = programs.SIGNS, programs.LEVELS, programs.NEAREST
+# kernel, and its arguments, those that it shares with others first: pointers and numbers by their
+# types, others by their values
 KERNELS = {
     "sums of blocks": (
         programs.add_blocks,
-        {**SUMS, "values": F, "old": F, "blocks": L, "FROM": 0, "KIND": programs.CLASSES}
-        | {"HAS_OLD": True, "B": kernels.BLOCKS},
-    ),
-    "sums of groups": (
-        programs.add_in_order,
-        {**SUMS, "parts": "i32", "spans": L, "most": "i32", "into_sums": D, "into_counts": I}
-        | {"B": kernels.SPANS},
-    ),
-    "scales": (programs.measure_scales, {**SCALES, "KIND": programs.NEAREST, "OF_SQUARES": True}),
-    "scales of levels": (
-        programs.measure_scales,
-        {**SCALES, "KIND": programs.LEVELS, "OF_SQUARES": False},
-    ),
-    "means": (programs.measure_scales, {**SCALES, "KIND": programs.SIGNS, "OF_SQUARES": False}),
-    "ternary": (
-        programs.encode_codes,
-        {**ENCODE, "KIND": programs.NEAREST, "BITS": 2, "PADDING": 1},
-    ),
-    "1 bit": (programs.encode_codes, {**ENCODE, "KIND": programs.SIGNS, "BITS": 1, "PADDING": 0}),
-    "8 bits": (programs.encode_codes, {**ENCODE, "KIND": programs.LEVELS, "BITS": 8, "PADDING": 0}),
-    "TernGrad": (
-        programs.draw_codes,
-        {**OF_TABLE, "values": F, "scales": F, "codes": B, "words": L, "flag": I, "FROM": 0}
-        | {"E": CHUNK},
-    ),
-    "values": (
-        programs.encode_values,
-        {**OF_TABLE, "values": F, "codes": B, "flag": I, "FROM": 0, "WIDE": False, "E": CHUNK},
+        BLOCKS,
+        {"values": F, "old": F, "FROM": 0, "KIND": programs.CLASSES, "HAS_OLD": True},
     ),
     "moments of blocks": (
         programs.add_blocks,
-        {**SUMS, "values": H, "blocks": L, "FROM": 2, "KIND": programs.MOMENTS}
-        | {"HAS_OLD": False, "B": kernels.BLOCKS},
+        BLOCKS,
+        {"values": H, "FROM": 2, "KIND": programs.MOMENTS, "HAS_OLD": False},
     ),
+    "sums of groups": (
+        programs.add_in_order,
+        SUMS,
+        typed("i32", "parts most")
+        | {"spans": L, "into_sums": D, "into_counts": I}
+        | {"B": kernels.SPANS},
+    ),
+    "scales": (programs.measure_scales, SCALES, {"KIND": NEAREST, "OF_SQUARES": True}),
+    "scales of levels": (programs.measure_scales, SCALES, {"KIND": LEVELS}),
+    "means": (programs.measure_scales, SCALES, {"KIND": SIGNS}),
+    "ternary": (programs.encode_codes, ENCODE, {"KIND": NEAREST, "BITS": 2, "PADDING": 1}),
+    "1 bit": (programs.encode_codes, ENCODE, {"KIND": SIGNS, "BITS": 1, "PADDING": 0}),
     "1 bit, bf16": (
         programs.encode_codes,
-        {**ENCODE, "values": H, "kept": F, "dropped": D, "KEEPS": True, "COUNTS": True}
-        | {"FROM": 1, "KIND": programs.SIGNS, "BITS": 1, "PADDING": 0},
+        ENCODE | {"KIND": SIGNS, "BITS": 1, "PADDING": 0},
+        {"values": H, "kept": F, "dropped": D, "KEEPS": True, "COUNTS": True, "FROM": 1},
     ),
-    "fp32 values": (
-        programs.encode_values,
-        {**OF_TABLE, "values": H, "codes": B, "flag": I, "FROM": 2, "WIDE": True, "E": CHUNK},
-    ),
-    "average of fp32": (programs.decode_average, {**DECODE, "KIND": programs.PLAIN, "BITS": 32}),
+    "8 bits": (programs.encode_codes, ENCODE, {"KIND": LEVELS, "BITS": 8, "PADDING": 0}),
+    "TernGrad": (programs.draw_codes, TABLE, typed(F, "values scales") | {"words": L, "FROM": 0}),
+    "values": (programs.encode_values, TABLE, {"values": F, "FROM": 0, "WIDE": False}),
+    "fp32 values": (programs.encode_values, TABLE, {"values": H, "FROM": 2, "WIDE": True}),
+    "average of fp32": (programs.decode_average, DECODE, {"KIND": programs.PLAIN, "BITS": 32}),
     "average of bf16": (
         programs.decode_average,
-        {**DECODE, "out": H, "OUT": 1, "KIND": programs.PLAIN, "BITS": 16},
+        DECODE,
+        {"out": H, "OUT": 1, "KIND": programs.PLAIN, "BITS": 16},
     ),
     "average of 1 bit": (
         programs.decode_average,
-        {**DECODE, "out": H, "OUT": 2, "KIND": programs.SIGNS, "BITS": 1},
+        DECODE,
+        {"out": H, "OUT": 2, "KIND": SIGNS, "BITS": 1},
     ),
-    "average of 8 bits": (programs.decode_average, {**DECODE, "KIND": programs.LEVELS, "BITS": 8}),
-    "average of TernGrad": (
-        programs.decode_average,
-        {**DECODE, "KIND": programs.SHARED, "BITS": 2},
-    ),
-    "average of ternary": (
-        programs.decode_average,
-        {**DECODE, "KIND": programs.TERNARY, "BITS": 2},
-    ),
-    "average of sums": (programs.decode_average, {**DECODE, "KIND": programs.LANE_SUMS, "BITS": 4}),
-    "average of streams": (
-        programs.decode_average,
-        {**DECODE, "KIND": programs.ENTROPY, "BITS": 0},
-    ),
-    "streams": (
-        streams.encode_streams,
-        {**ROUNDED, **SUMS, **TABLES, "streams": L, "scales": F, "words": I, "flag": I},
-    ),
+    "average of 8 bits": (programs.decode_average, DECODE, {"KIND": LEVELS, "BITS": 8}),
+    "average of TernGrad": (programs.decode_average, DECODE, {"KIND": programs.SHARED, "BITS": 2}),
+    "average of ternary": (programs.decode_average, DECODE, {"KIND": programs.TERNARY, "BITS": 2}),
+    "average of sums": (programs.decode_average, DECODE, {"KIND": programs.LANE_SUMS, "BITS": 4}),
+    "average of streams": (programs.decode_average, DECODE, {"KIND": programs.ENTROPY, "BITS": 0}),
+    "streams": (streams.encode_streams, STREAMS, {"octave": D, "streams": L, "scales": F}),
     "codes of streams": (
         streams.read_streams,
-        {"payloads": B, "stride": "i32", "streams": L, "count": "i32", "payload_count": "i32"}
-        | {"read": H, "total": "i32", "decode": I, "B": kernels.CHAINS},
+        PAYLOADS,
+        {"streams": L, "payload_count": "i32", "decode": I, "B": kernels.CHAINS},
     ),
     "divide": (
         elementwise.divide_values,
-        {**EACH, "residual": F, "moments": F, "floor": "fp32", "units": F, "out": F}
-        | {"HAS_RESIDUAL": True},
+        EACH,
+        typed(F, "residual moments units out") | {"floor": "fp32", "HAS_RESIDUAL": True},
     ),
-    "factor": (elementwise.scale_values, {**EACH, "factor": "fp32"}),
-    "find special": (elementwise.find_special, {**EACH, "values": I}),
-    "multiply": (elementwise.multiply_values, {**EACH, "units": F}),
+    "factor": (elementwise.scale_values, EACH, {"factor": "fp32"}),
+    "find special": (elementwise.find_special, EACH, {"values": I}),
+    "multiply": (elementwise.multiply_values, EACH, {"units": F}),
     "follow": (
         elementwise.follow_squares,
-        {**EACH, "inverse": "fp32", "before": F, "keep": "fp32", "gain": "fp32", "after": F}
-        | {"HAS_BEFORE": True},
+        EACH,
+        typed(F, "before after") | typed("fp32", "inverse keep gain") | {"HAS_BEFORE": True},
     ),
 }
 
 
 def compiled(name, target):
-    function, given = KERNELS[name]
+    function, shared, own = KERNELS[name]
+    given = shared | own
     types, constants = {}, {}
     for argument in function.arg_names:
         value = given.get(argument)

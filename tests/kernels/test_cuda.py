@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from _averaging import Run
 from _codes import (
     BLOCKS,
     ENTROPY,
@@ -34,10 +35,11 @@ from _codes import (
     tensor_of,
 )
 from _ranks import run_local
+from _saved import bits_of
 from _tables import ARRAY_DTYPES, KINDS, Piece, guarded, same_bytes, values
 from reference import codec as ref
 
-from gradcomp import EntropyCoded, GradientAverager, Ternary, kernels
+from gradcomp import EntropyCoded, Ternary, kernels
 from gradcomp.bench import codec as codec_bench
 from gradcomp.codecs import KINDS as CODECS
 
@@ -112,19 +114,10 @@ def test_interpreted_kernels_average_as_c(code, interpreted):
 
 def averages(comm, codec):
     """Return the averages of two steps of a rank, in units of second moments."""
-    model = torch.nn.Linear(20, 6)
-    for p in model.parameters():
-        torch.nn.init.ones_(p)
-    averager = GradientAverager(model, codec, comm=comm, precondition=True, min_numel=0)
-    out = []
-    for step in range(2):
-        for number, p in enumerate(model.parameters()):
-            generator = torch.Generator().manual_seed(100 * comm.rank + 10 * step + number)
-            p.grad = torch.randn(p.shape, generator=generator)
-        averager.average()
-        out += [p.grad.clone() for p in model.parameters()]
-    averager.close()
-    return out
+    mine = Run(comm, codec, {"w": (6, 20), "b": (6,)}, precondition=True, timeout_s=300)
+    found = mine.steps(2)
+    mine.averager.close()
+    return bits_of(found)
 
 
 @pytest.mark.parametrize(
@@ -139,8 +132,7 @@ def test_interpreted_kernels_train_as_c(codec, interpreted):
         got = run_local(2, averages, codec)
     finally:
         kernels.install("cpu", before)
-    for here, there in zip(got, want, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(here, there, strict=True))
+    assert got == want
 
 
 @np.errstate(all="ignore")

@@ -16,11 +16,15 @@ import pytest
 import torch
 from _codes import (
     COMPILED,
+    COUNTS,
+    DTYPES,
     FAMILIES,
     ONEBIT,
+    SEEDS,
     SETS,
     TERNARY,
     VALUES,
+    WORDS,
     Code,
     average,
     code_for,
@@ -28,6 +32,7 @@ from _codes import (
     decode,
     encode,
     encoded,
+    kernel_settings,
     lanes,
     on,
     one_piece,
@@ -39,7 +44,6 @@ from _codes import (
     tensor,
     tensor_of,
 )
-from _drawn import COUNTS, DTYPES, SEEDS, WORDS, kernel_settings
 from _tables import (
     ARRAY_DTYPES,
     GUARD,
@@ -48,6 +52,7 @@ from _tables import (
     Piece,
     Table,
     canonical,
+    flushing,
     guarded,
     pieces,
     same_bytes,
@@ -175,23 +180,11 @@ def test_encode(
         kept, want_kept = (guarded(table.plane_numel, np.float32, seed % 4) for _ in range(2))
         for i in range(len(parts) * (keeps and has_in)):
             want_kept[table.plane(i)] = old[table.plane(i)]
-        planes = (
-            plane_in if has_in else None,
-            plane_out if has_out else None,
-            kept if keeps else None,
-        )
+        given = (has_in, plane_in), (has_out, plane_out), (keeps, kept)
+        planes = tuple(plane if is_given else None for is_given, plane in given)
+        options = {"planes": planes, "decay": decay, "means": means, "key": key}
         with running(row) as kernels:
-            seen = encode(
-                kernels,
-                code,
-                table,
-                source,
-                payload,
-                planes=planes,
-                decay=decay,
-                means=means,
-                key=key,
-            )
+            seen = encode(kernels, code, table, source, payload, **options)
         same_bytes(payload, want[: len(payload)], row.tier)
         same_bytes(kept, want_kept, row.tier)
         if has_out:
@@ -217,7 +210,6 @@ def tie_of_runs(code):
     return half if code is not TERNARY else np.stack([half, -half], axis=1).ravel()
 
 
-@pytest.mark.parametrize("row", SETS, ids=str)
 @pytest.mark.parametrize(
     "code", [ONEBIT, TERNARY, NEAREST_OF_ONE], ids=["1 bit", "TernGrad", "nearest"]
 )
@@ -228,15 +220,14 @@ def test_groups_are_summed_in_runs(code, row):
         table.rows["block"] = 0
         groups = Groups(np.array([0, len(x) // 512], np.uint64), np.array([len(x)], np.uint32))
         out = guarded(1, np.float32)[:1]
-        with running(row) as kernels, on(kernels, source) as (given,):
-            scratch = kernels.scratch(groups)
-            kernels.scales(given, rows_of(table), groups, 1.0, scratch, tensor(out))
+        with on(row.kernels, source) as (given,):
+            scratch = row.kernels.scratch(groups)
+            row.kernels.scales(given, rows_of(table), groups, 1.0, scratch, tensor(out))
         seen, want = out[0], ref.ternary_scales(x, table.pieces[0].ref, 1.0)[0]
     else:
         table, source = one_piece(code, x)
         payload = guarded(table.payload_nbytes)
-        with running(row) as kernels:
-            encode(kernels, code, table, source, payload)
+        encode(row.kernels, code, table, source, payload)
         seen = np.ravel(table.get_scales(payload, 0))[-1]
         want = encoded(code, x, table.pieces[0].ref, scales=(), key=ref.Key(), before=None,
                        means=None, decay=1.0)[0][-1]  # fmt: skip
@@ -255,7 +246,6 @@ def encode_alone(code, x, row, scales=None, **more):
     return seen, payload[table.codes(0)]
 
 
-@pytest.mark.parametrize("row", SETS, ids=str)
 @pytest.mark.parametrize("scale", [1.0, 3.0, 0.7, 1e-30, 6.1e37])
 def test_ternary_encode_of_ties_only(scale, row):
     """Every 16-bit draw ties: the thresholds are the draws, and the rests stand just below and
@@ -282,7 +272,6 @@ def test_ternary_encode_of_ties_only(scale, row):
         same_bytes(codes, ref.pack_bits((np.sign(x) * kept).astype(int) + 1, 2, 1), row.tier)
 
 
-@pytest.mark.parametrize("row", SETS, ids=str)
 @pytest.mark.parametrize(
     "far", [16383.0, 16384.0, 32767.0, 32768.0, 65536.0, 1e9, 3e38, np.inf, np.nan]
 )
@@ -301,7 +290,6 @@ def test_ternary_encode_far_above_the_scale(group, far, row):
     same_bytes(codes, ref.ternary_encode(x, scales, ref.Piece(n, group), key), row.tier)
 
 
-@pytest.mark.parametrize("row", SETS, ids=str)
 def test_ternary_encode_of_a_tie_with_the_deep_draw(row):
     """One of the rare elements with draw 0 and a deep draw that fp32 holds: equal is not below."""
     key, element = ref.Key(seed=1), 3876382
@@ -316,7 +304,6 @@ def test_ternary_encode_of_a_tie_with_the_deep_draw(row):
         same_bytes(codes, ref.pack_bits(np.where(here, code, 1), 2), row.tier)
 
 
-@pytest.mark.parametrize("row", SETS, ids=str)
 @pytest.mark.parametrize("code", VALUES)
 def test_every_16_bit_pattern_converts_alike(code, row):
     """All bf16 and f16 sources, NaN patterns included, encode as on the portable tier; numbers
@@ -403,7 +390,7 @@ def test_any_bytes_of_streams_decode_alike(parts, count, misalign, seed):
         same_bytes(out + np.float32(0), want + np.float32(0), row.tier)
 
 
-@pytest.mark.parametrize("row", COMPILED, ids=str)
+@pytest.mark.parametrize("row", COMPILED, ids=str, indirect=True)
 @pytest.mark.parametrize("count", [64, 127, 128, 255, 256, 300, 32767])
 def test_ternary_sums_of_many_payloads_do_not_wrap(count, row):
     """All +1, all -1 and all 0 in turn: sums reach +-count, in values and in lanes."""
@@ -415,14 +402,12 @@ def test_ternary_sums_of_many_payloads_do_not_wrap(count, row):
     total = (np.arange(75) % 3 - 1) * count
     scales = np.array([0.7, 0.3], np.float32)[piece.ref.group_of]
     out = guarded(table.tensor_numel, np.float32)
-    with running(row) as kernels:
-        decode(kernels, TERNARY, table, [payload] * count, out, shared=True)
-        lane = sum_lanes([payload] * count, table, sums, code)
+    decode(row.kernels, TERNARY, table, [payload] * count, out, shared=True)
+    lane = sum_lanes([payload] * count, table, sums, code)
     same_bytes(out[table.data(0)], ref.shared_average(total, scales, count), row.tier)
     same_bytes(lane[sums.codes(0)], ref.pack_bits(total + count, code.bits), row.tier)
 
 
-@pytest.mark.parametrize("row", SETS, ids=str)
 @pytest.mark.parametrize("dtype", [ref.BF16, ref.F16])
 def test_outputs_round_to_nearest_even(dtype, row):
     """Every output value, its neighbours in fp32 and the half-way points between outputs."""
@@ -435,12 +420,10 @@ def test_outputs_round_to_nearest_even(dtype, row):
     table, _ = one_piece(VALUES[0], x)
     payload, out = guarded(table.payload_nbytes), guarded(table.tensor_numel, ARRAY_DTYPES[dtype])
     payload[table.codes(0)] = np.frombuffer(x.tobytes(), np.uint8)
-    with running(row) as kernels:
-        decode(kernels, VALUES[0], table, [payload], out)
+    decode(row.kernels, VALUES[0], table, [payload], out)
     same_bytes(out[table.data(0)], ref.from_float32(canonical(x), dtype), row.tier)
 
 
-@pytest.mark.parametrize("row", SETS, ids=str)
 @pytest.mark.parametrize(
     ("dtype", "largest"), [(ref.F32, 0x7F7FFFFF), (ref.BF16, 0x7F7F7FFF), (ref.F16, 0x477FEFFF)]
 )
@@ -460,13 +443,11 @@ def test_overflow_of_the_output_dtype_is_flagged(code, dtype, largest, row):
         else:
             codes = np.frombuffer(x.tobytes(), np.uint8)
         payload[table.codes(0)] = codes
-        with running(row) as kernels:
-            seen = decode(kernels, code, table, [payload], out)
+        seen = decode(row.kernels, code, table, [payload], out)
         assert seen == (bits > largest and not (code == TERNARY and dtype == ref.F32))
 
 
 # ---- units of second moments ---------------------------------------------------------------------
-@pytest.mark.parametrize("row", SETS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [0, 1, 7, 16, 33, 1000])
 def test_moments(n, kind, row):
@@ -488,38 +469,35 @@ def test_moments(n, kind, row):
         same_bytes(canonical(memory[name][:n]), canonical(wanted.astype(np.float32)), row.tier)
         assert (memory[name][n:].view(np.uint8) == GUARD).all()
 
-    with running(row) as kernels:
-        for whole in (True, False):
-            residual, before = (r, v) if whole else (None, None)
-            into = memory["units"], memory["out"]
-            with on(kernels, x, residual, v, *into) as (given, added, moments, d, out):
-                kernels.divide(given, added, moments, floor, d[:n], out[:n])
-            same("units", units)
-            same("out", quotients[whole])
-            with on(kernels, x, before, memory["after"]) as (given, moments, after):
-                seen = kernels.follow(given, inverse, moments, keep, gain, after[:n])
-            same("after", follow[whole])
-            assert seen == (not np.isfinite(follow[whole]).all())
-        memory["values"][:n] = x
-        with on(kernels, memory["values"], memory["units"]) as (given, d):
-            seen = kernels.multiply(given[:n], d[:n])
-        same("values", products)
-        assert seen == (not np.isfinite(products).all())
+    for whole in (True, False):
+        residual, before = (r, v) if whole else (None, None)
+        into = memory["units"], memory["out"]
+        with on(row.kernels, x, residual, v, *into) as (given, added, moments, d, out):
+            row.kernels.divide(given, added, moments, floor, d[:n], out[:n])
+        same("units", units)
+        same("out", quotients[whole])
+        with on(row.kernels, x, before, memory["after"]) as (given, moments, after):
+            seen = row.kernels.follow(given, inverse, moments, keep, gain, after[:n])
+        same("after", follow[whole])
+        assert seen == (not np.isfinite(follow[whole]).all())
+    memory["values"][:n] = x
+    with on(row.kernels, memory["values"], memory["units"]) as (given, d):
+        seen = row.kernels.multiply(given[:n], d[:n])
+    same("values", products)
+    assert seen == (not np.isfinite(products).all())
 
 
-@pytest.mark.parametrize("row", SETS, ids=str)
 @pytest.mark.parametrize("n", [0, 1, 7, 33, 1000])
 def test_are_finite(n, row):
     """Also the largest numbers; one value that is not finite anywhere is found."""
     x = np.resize(SPECIAL, n).astype(np.float32)
-    with running(row) as kernels:
-        with on(kernels, x) as (given,):
-            assert kernels.are_finite(given)
-        for at, value in zip(range(0, n, 1 + n // 10), [np.nan, np.inf, -np.inf] * 4, strict=False):
-            before, x[at] = x[at], value
-            with on(kernels, x) as (given,):
-                assert not kernels.are_finite(given)
-            x[at] = before
+    with on(row.kernels, x) as (given,):
+        assert row.kernels.are_finite(given)
+    for at, value in zip(range(0, n, 1 + n // 10), [np.nan, np.inf, -np.inf] * 4, strict=False):
+        before, x[at] = x[at], value
+        with on(row.kernels, x) as (given,):
+            assert not row.kernels.are_finite(given)
+        x[at] = before
 
 
 # ---- rotation ------------------------------------------------------------------------------------
@@ -529,19 +507,18 @@ TURN = 7, 0, 3, STREAM_ROTATION  # seed, rank, step, stream
 def turned(row, x, group, first=0, parameter=11, key=TURN, *, back=False):
     """Return values that a kernel set has rotated."""
     out = x.copy()
-    with running(row) as kernels, on(kernels, out) as (given,):
-        kernels.rotate(given, group, first, parameter, key, back=back)
+    with on(row.kernels, out) as (given,):
+        row.kernels.rotate(given, group, first, parameter, key, back=back)
     return out
 
 
 def unbiased(row, x, group, first=0):
     out = x.copy()
-    with running(row) as kernels, on(kernels, out) as (given,):
-        kernels.unbias(given, group, first)
+    with on(row.kernels, out) as (given,):
+        row.kernels.unbias(given, group, first)
     return out
 
 
-@pytest.mark.parametrize("row", SETS, ids=str)
 @pytest.mark.parametrize(
     ("numel", "group", "first"),
     [
@@ -570,23 +547,14 @@ def test_rotation(numel, group, first, row):
     assert np.allclose(back, x, rtol=1e-4, atol=1e-4 * np.abs(x).max())
 
 
-@pytest.mark.parametrize("row", SETS, ids=str)
 def test_other_steps_and_parameters_are_rotated_otherwise(row):
     x = np.arange(256, dtype=np.float32)
-    seen = {
-        turned(row, x, 256, parameter=parameter, key=key).tobytes()
-        for parameter, key in (
-            (0, (0, 0, 0, 4)),
-            (1, (0, 0, 0, 4)),
-            (0, (0, 0, 1, 4)),
-            (0, (1, 0, 0, 4)),
-            (0, (0, 0, 0, 1)),
-        )
-    }
+    keys = [(0, 0, 0, 4), (0, 0, 1, 4), (1, 0, 0, 4), (0, 0, 0, 1)]
+    seen = {turned(row, x, 256, parameter=0, key=key).tobytes() for key in keys}
+    seen.add(turned(row, x, 256, parameter=1, key=keys[0]).tobytes())
     assert len(seen) == 5
 
 
-@pytest.mark.parametrize("row", SETS, ids=str)
 def test_rotation_of_values_that_are_special(row):
     assert not unbiased(row, np.zeros(100, np.float32), 10).any()
     bad = np.ones(64, np.float32)
@@ -595,17 +563,13 @@ def test_rotation_of_values_that_are_special(row):
 
 
 # ---- residuals -----------------------------------------------------------------------------------
-@pytest.mark.parametrize("row", COMPILED, ids=str)
+@pytest.mark.parametrize("row", COMPILED, ids=str, indirect=True)
 def test_rescaling_keeps_denormals(row):
     """As a torch operation it flushed where the thread does, and residuals became 0."""
     plane = guarded(100, np.float32)
     plane[:100] = 2.0**-130
-    assert torch.set_flush_denormal(True)
-    try:
-        with running(row) as kernels, on(kernels, plane) as (given,):
-            kernels.rescale(given[:100], 0.25)
-    finally:
-        torch.set_flush_denormal(False)
+    with flushing(True), on(row.kernels, plane) as (given,):
+        row.kernels.rescale(given[:100], 0.25)
     assert (plane[:100].view(np.uint32) == np.float32(2.0**-132).view(np.uint32)).all()
     assert (plane[100:].view(np.uint8) == GUARD).all()
 
@@ -615,7 +579,7 @@ FE_UPWARD = {"x86_64": 0x800, "aarch64": 0x400000}.get(platform.machine())
 
 
 @pytest.mark.skipif(FE_UPWARD is None, reason="knows the rounding modes of x86-64 and AArch64 only")
-@pytest.mark.parametrize("row", COMPILED, ids=str)
+@pytest.mark.parametrize("row", COMPILED, ids=str, indirect=True)
 @pytest.mark.parametrize("code", [TERNARY, ONEBIT], ids=lambda code: code.name)
 def test_results_do_not_depend_on_the_floating_point_environment(code, row):
     """Rounding upwards and flushing denormals in the calling thread change nothing, and stay set
@@ -638,19 +602,14 @@ def test_results_do_not_depend_on_the_floating_point_environment(code, row):
     old[table.plane(0)] = residual
     table.put_scales(payload, 0, scales if code == TERNARY else 0 * scales)
     planes = old, new, None
-    flushes = torch.set_flush_denormal(True)
-    try:
-        with running(row) as kernels:
-            mode = libm.fegetround()
-            assert libm.fesetround(FE_UPWARD) == 0
-            encode(kernels, code, table, source, payload, planes=planes, key=key)
-            decode(kernels, code, table, [payload] * 3, out)
-            after = libm.fegetround()
-            libm.fesetround(mode)
-        if flushes:
-            assert float(torch.tensor(1e-40) * 0.5) == 0.0
-    finally:
-        torch.set_flush_denormal(False)
+    with flushing(True):
+        mode = libm.fegetround()
+        assert libm.fesetround(FE_UPWARD) == 0
+        encode(row.kernels, code, table, source, payload, planes=planes, key=key)
+        decode(row.kernels, code, table, [payload] * 3, out)
+        after = libm.fegetround()
+        libm.fesetround(mode)
+        assert float(torch.tensor(1e-40) * 0.5) == 0.0
     assert after == FE_UPWARD
     same_bytes(payload[table.codes(0)], codes, row.tier)
     same_bytes(table.get_scales(payload, 0), scales, row.tier)

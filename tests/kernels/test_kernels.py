@@ -10,23 +10,26 @@ import numpy as np
 import pytest
 from _codes import (
     BLOCKS,
+    COUNTS,
+    DTYPES,
     ENTROPY,
     FAMILIES,
     NULL,
     ONEBIT,
+    SEEDS,
     TERNARY,
     call_decode,
     call_encode,
     call_validate,
     check,
     flag,
+    kernel_settings,
     lanes,
     random_payload,
     sum_lanes,
     table_of,
     tensor_of,
 )
-from _drawn import COUNTS, DTYPES, SEEDS, kernel_settings
 from _tables import (
     GUARD,
     KINDS,
@@ -102,7 +105,6 @@ def test_ternary_scales(lengths, sigma, kind, seed):
 
 
 # ---- encoders ------------------------------------------------------------------------------------
-@pytest.mark.parametrize("number", TIERS)
 @pytest.mark.parametrize("numel", [1, 31, 100, 4097, 40000])
 @pytest.mark.parametrize("family", ["onebit", "block", "nearest", "entropy"])
 def test_encoders_add_up_what_a_decay_drops(family, numel, number):
@@ -119,8 +121,7 @@ def test_encoders_add_up_what_a_decay_drops(family, numel, number):
         more = {"planes": planes, "decay": decay, "dropped": pointer(dropped, "double *")}
         payload = guarded(table.payload_nbytes)
         last = table.pointer, 2, pointer(payload, "uint8_t *"), flag()
-        with tier(number):
-            check(call_encode(code, pointer(tensor), ref.F32, *last, **more))
+        check(call_encode(code, pointer(tensor), ref.F32, *last, **more))
         left.append(plane)
     want = [0.75 * np.abs(left[0][table.plane(i)].astype(np.float64)).sum() for i in range(2)]
     np.testing.assert_allclose(dropped, want, rtol=1e-5)
@@ -155,7 +156,6 @@ def scale_patterns():
         yield bits, False, False
 
 
-@pytest.mark.parametrize("number", TIERS)
 @pytest.mark.parametrize("count", [1, 2, 8, 9, 33])
 def test_scales_validate(count, number):
     status = {True: lib.GC_OK, False: lib.GC_BAD_SCALE}
@@ -166,9 +166,8 @@ def test_scales_validate(count, number):
             scales[at] = bits
             memory[: 4 * count] = np.frombuffer(scales.tobytes(), np.uint8)
             source = pointer(memory, "const uint8_t *")
-            with tier(number):
-                assert lib.gc_scales_validate(source, count, 0) == status[finite]
-                assert lib.gc_scales_validate(source, count, 1) == status[finite and positive]
+            assert lib.gc_scales_validate(source, count, 0) == status[finite]
+            assert lib.gc_scales_validate(source, count, 1) == status[finite and positive]
 
 
 # ---- units of second moments ---------------------------------------------------------------------
@@ -237,7 +236,6 @@ class Memory:
         return status
 
 
-@pytest.mark.parametrize("number", TIERS)
 @pytest.mark.parametrize(
     "fault",
     [
@@ -252,13 +250,11 @@ def test_bad_segments_are_refused_before_anything_is_written(fault, number):
     for name, value in fault.items():
         table.rows[name][1] = value
     memory = Memory()
-    with tier(number):
-        statuses = memory.all_kernels(table.pointer, 2)
+    statuses = memory.all_kernels(table.pointer, 2)
     assert set(statuses.values()) == {lib.GC_INVALID_ARGUMENT}, statuses
     memory.check_untouched(number)
 
 
-@pytest.mark.parametrize("number", TIERS)
 def test_bad_arguments_are_refused(number):
     """Beside those of tests/native/test_known.c."""
     table = Table([Piece(0, 8, 8, 0)], 32, 2, np.random.default_rng(0))
@@ -270,51 +266,46 @@ def test_bad_arguments_are_refused(number):
     def encodes(code, source=m.src, dtype=0, rows=rows, seen=m.seen, **more):
         return call_encode(code, source, dtype, rows, 1, m.payload, seen, **more)
 
-    with tier(number):
-        calls = {
-            "null source": encodes(TERNARY, source=NULL),
-            "null flag": encodes(TERNARY, seen=NULL),
-            "onebit dtype": encodes(ONEBIT, dtype=9),
-            **{f"decay {d}": encodes(ONEBIT, decay=d) for d in (-0.1, 0.0, 1.1, nan)},
-            "decay of blocks": encodes(BLOCKS[0], decay=2.0),
-            "decay of streams": encodes(ENTROPY[0], rows=streams, decay=2.0),
-            **{
-                f"step {step}": encodes(nearest._replace(option=(step,)))
-                for step in (0.0, -1.8, nan, inf)
-            },
-            "means": encodes(ONEBIT, means=(nan, 1.0)),
-            "groups that are no streams": encodes(ENTROPY[0]),
-            "and decoded": call_decode(ENTROPY[0], m.one, 1, rows, 1, m.out, 0, 0, m.seen),
-            "out dtype": call_decode(ONEBIT, m.one, 1, rows, 1, m.out, 3, 0, m.seen),
-            "world 32768": lib.gc_lanes_validate(m.one[0], 32768, 17, rows, 1),
-        }
+    calls = {
+        "null source": encodes(TERNARY, source=NULL),
+        "null flag": encodes(TERNARY, seen=NULL),
+        "onebit dtype": encodes(ONEBIT, dtype=9),
+        **{f"decay {d}": encodes(ONEBIT, decay=d) for d in (-0.1, 0.0, 1.1, nan)},
+        "decay of blocks": encodes(BLOCKS[0], decay=2.0),
+        "decay of streams": encodes(ENTROPY[0], rows=streams, decay=2.0),
+        **{
+            f"step {step}": encodes(nearest._replace(option=(step,)))
+            for step in (0.0, -1.8, nan, inf)
+        },
+        "means": encodes(ONEBIT, means=(nan, 1.0)),
+        "groups that are no streams": encodes(ENTROPY[0]),
+        "and decoded": call_decode(ENTROPY[0], m.one, 1, rows, 1, m.out, 0, 0, m.seen),
+        "out dtype": call_decode(ONEBIT, m.one, 1, rows, 1, m.out, 3, 0, m.seen),
+        "world 32768": lib.gc_lanes_validate(m.one[0], 32768, 17, rows, 1),
+    }
     assert set(calls.values()) == {lib.GC_INVALID_ARGUMENT}, calls
     m.check_untouched(number)
 
 
-@pytest.mark.parametrize("number", TIERS)
 def test_nothing_to_do_needs_no_memory(number):
     table, seen = Table([Piece(0, 0, 8, 0)], 32, 2, np.random.default_rng(0)), flag()
-    with tier(number):
-        for rows in ((table.pointer, 1), (NULL, 0)):
-            check(lib.gc_block_sums(NULL, 0, *rows, NULL, seen))
-            for code in ONE_OF_EACH:
-                if code.name != "lanes":
-                    check(call_encode(code, NULL, 0, *rows, NULL, seen))
-                if code.name != "values":
-                    check(call_validate(code, NULL, *rows))
+    for rows in ((table.pointer, 1), (NULL, 0)):
+        check(lib.gc_block_sums(NULL, 0, *rows, NULL, seen))
+        for code in ONE_OF_EACH:
+            if code.name != "lanes":
+                check(call_encode(code, NULL, 0, *rows, NULL, seen))
+            if code.name != "values":
+                check(call_validate(code, NULL, *rows))
     assert seen[0] == 0
 
 
-@pytest.mark.parametrize("number", TIERS)
 def test_the_nonfinite_flag_is_set_and_never_cleared(number):
     table = Table([Piece(0, 8, 8, 0)], 32, 2, np.random.default_rng(0))
     m, found = Memory(), []
-    with tier(number):
-        for value in (1, np.nan, 0):
-            m.arrays["src"][table.data(0)][3] = value
-            check(lib.gc_block_sums(m.src, 0, table.pointer, 1, m.blocks, m.seen))
-            found.append(m.seen[0])
+    for value in (1, np.nan, 0):
+        m.arrays["src"][table.data(0)][3] = value
+        check(lib.gc_block_sums(m.src, 0, table.pointer, 1, m.blocks, m.seen))
+        found.append(m.seen[0])
     assert found == [0, 1, 1]
 
 

@@ -5,23 +5,14 @@ which kernel set is whose.
 import copy
 import io
 import re
-from functools import partial
 
 import pytest
 import torch
+from _averaging import Run
 from _ranks import run_local
 from _shadow import Shadow, ShadowKernels, shadowed
-from torch import nn
 
-from gradcomp import (
-    Advanced,
-    EntropyCoded,
-    GradientAverager,
-    OneBit,
-    Ternary,
-    UnsupportedTensor,
-    kernels,
-)
+from gradcomp import EntropyCoded, OneBit, Ternary, UnsupportedTensor, kernels
 
 NATIVE = kernels.of(kernels.CPU)
 
@@ -106,31 +97,26 @@ def test_what_torch_makes_of_values_is_closed_and_counted():
     assert type(torch.load(file)) is torch.Tensor
 
 
-def averaged(comm, steps, codec, **options):
-    """Average so many times."""
-    p = nn.Parameter(torch.zeros(40, 128))
-    averager = GradientAverager([("w", p)], codec, comm=comm, min_numel=0, **options)
-    for step in range(steps):
-        p.grad = torch.full((40, 128), step + comm.rank + 0.5)
-        averager.average()
-    averager.close()
-
-
 @pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])
 @pytest.mark.parametrize(
     ("codec", "options"),
     [
         (OneBit(), {}),
-        (Ternary(), {"advanced": Advanced(slice_numel=2048)}),
+        (Ternary(), {"slice_numel": 2048}),
         (OneBit(rotate=True), {}),
-        (EntropyCoded(2.2), {"advanced": Advanced(slice_numel=2048)}),
+        (EntropyCoded(2.2), {"slice_numel": 2048}),
     ],
     ids=str,
 )
 def test_no_step_allocates_values(codec, options, exchange):
     def counts(steps):
+        def average(comm):
+            mine = Run(comm, codec, {"w": (40, 128)}, exchange=exchange, **options)
+            mine.steps(steps)
+            mine.averager.close()
+
         with shadowed() as made:
-            run_local(2, partial(averaged, steps=steps, codec=codec, exchange=exchange, **options))
+            run_local(2, average)
         return made.counts
 
     two, four = counts(2), counts(4)

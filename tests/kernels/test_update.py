@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from _codes import SETS, on, running
+from _codes import on
 from _tables import ARRAY_DTYPES, GUARD, guarded, same_bytes, values
 from reference import codec as ref
 from reference import optim
@@ -85,16 +85,6 @@ class Weights:
             top, trail = optim.split(w, stored)
             self.weight, self.trail = place(top, np.uint16), place(trail, np.uint16)
         self.state = [place(np.zeros(n), np.float32) for _ in range(states)]
-
-    def target(self, g):
-        row = np.zeros(1, TARGET)
-        row["weight"] = self.weight.ctypes.data
-        row["trail"] = 0 if self.trail is None else self.trail.ctypes.data
-        for number, state in enumerate(self.state):
-            row[f"state{number}"] = state.ctypes.data
-        if g is not None:
-            row["gradient"], row["gradient_dtype"] = g.ctypes.data, int(g.dtype == np.uint16)
-        return row
 
     @contextmanager
     def targets(self, kernels, g, position=0):
@@ -220,7 +210,6 @@ OPTIMIZERS = [
 ]
 
 
-@pytest.mark.parametrize("row", SETS, ids=str)
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("dtype", [ref.F32, ref.BF16])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda one: one.name)
@@ -230,18 +219,17 @@ def test_steps(row, stored, dtype, optimizer):
     for n, kind in cases[:: row.part]:
         w, gradients, rng = data(n, dtype, len(optimizer.states), kind)
         states = [np.full(n, value, np.float32) for value in optimizer.states]
-        with running(row) as kernels:
-            weights = Weights(w, stored, int(rng.integers(0, 8)))
+        weights = Weights(w, stored, int(rng.integers(0, 8)))
+        for memory, state in zip(weights.state, states, strict=False):
+            memory[:n] = state
+        for t, g in enumerate(gradients, 1):
+            given, table = g.copy(), segments(n, optimizer.cuts)
+            w, states = optimizer.step(w, ref.to_float32(g), states, t)
+            step(weights, given, optimizer.row(stored, t), table, kernels=row.kernels)
+            same_bytes(weights.read(n), w, row.tier)
             for memory, state in zip(weights.state, states, strict=False):
-                memory[:n] = state
-            for t, g in enumerate(gradients, 1):
-                given, table = g.copy(), segments(n, optimizer.cuts)
-                w, states = optimizer.step(w, ref.to_float32(g), states, t)
-                step(weights, given, optimizer.row(stored, t), table, kernels=kernels)
-                same_bytes(weights.read(n), w, row.tier)
-                for memory, state in zip(weights.state, states, strict=False):
-                    same_bytes(memory[:n], state, row.tier)
-                assert given.tobytes() == g.tobytes(), "the gradient was written to"
+                same_bytes(memory[:n], state, row.tier)
+            assert given.tobytes() == g.tobytes(), "the gradient was written to"
         weights.check_guards()
 
 
@@ -260,7 +248,6 @@ def test_sgd_equals_torch(options):
             assert weights.read(n).tobytes() == p.detach().numpy().tobytes(), (n, t)
 
 
-@pytest.mark.parametrize("row", SETS, ids=str)
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("dtype", [ref.F32, ref.BF16])
 @pytest.mark.parametrize("fused", [True, False])
@@ -272,42 +259,38 @@ def test_lamb(row, stored, dtype, fused):
         w, gradients, rng = data(n, dtype, 4)
         m, v = np.zeros(n, np.float32), np.zeros(n, np.float32)
         whole = segments(n, (1 << 16,))
-        with running(row) as kernels:
-            weights = Weights(w, stored, int(rng.integers(0, 8)))
-            for t, g in enumerate(gradients[: 2 if n > 10000 else 4], 1):
-                options = {"lr": LR, "betas": BETAS, "weight_decay": weight_decay, "eps": EPS}
-                w, m, v = optim.lamb(w, ref.to_float32(g), m, v, t, prescale=0.7, **options)
-                scaled = {"prescale": 0.7, "flags": Flag.PRESCALE}
-                made = adam_rule(Kind.LAMB_START, stored, t, BETAS, weight_decay, **scaled)
-                norms = np.full(2 * len(whole), np.nan)
-                if not fused:
-                    made["kind"] = Kind.MOMENTS
-                    step(weights, g, made, segments(n, (8, 16, 120)), kernels=kernels)
-                    made["kind"] = Kind.LAMB_NORMS
-                step(weights, g, made, whole, norms, kernels)
-                above, under = (float(np.sqrt(sum(norms[k::2], 0.0))) for k in (0, 1))
-                made["kind"] = Kind.LAMB_APPLY
-                made["step_size"] = -LR * (above / under if above > 0 and under > 0 else 1.0)
-                step(weights, None, made, segments(n, (24,)), kernels=kernels)
-                same_bytes(weights.read(n), w, row.tier)
-                same_bytes(weights.state[0][:n], m, row.tier)
-                same_bytes(weights.state[1][:n], v, row.tier)
+        weights = Weights(w, stored, int(rng.integers(0, 8)))
+        for t, g in enumerate(gradients[: 2 if n > 10000 else 4], 1):
+            options = {"lr": LR, "betas": BETAS, "weight_decay": weight_decay, "eps": EPS}
+            w, m, v = optim.lamb(w, ref.to_float32(g), m, v, t, prescale=0.7, **options)
+            scaled = {"prescale": 0.7, "flags": Flag.PRESCALE}
+            made = adam_rule(Kind.LAMB_START, stored, t, BETAS, weight_decay, **scaled)
+            norms = np.full(2 * len(whole), np.nan)
+            if not fused:
+                made["kind"] = Kind.MOMENTS
+                step(weights, g, made, segments(n, (8, 16, 120)), kernels=row.kernels)
+                made["kind"] = Kind.LAMB_NORMS
+            step(weights, g, made, whole, norms, row.kernels)
+            above, under = (float(np.sqrt(sum(norms[k::2], 0.0))) for k in (0, 1))
+            made["kind"] = Kind.LAMB_APPLY
+            made["step_size"] = -LR * (above / under if above > 0 and under > 0 else 1.0)
+            step(weights, None, made, segments(n, (24,)), kernels=row.kernels)
+            same_bytes(weights.read(n), w, row.tier)
+            same_bytes(weights.state[0][:n], m, row.tier)
+            same_bytes(weights.state[1][:n], v, row.tier)
         weights.check_guards()
 
 
-@pytest.mark.parametrize("row", SETS, ids=str)
 def test_squares(row):
     for n, dtype in list(itertools.product([*LENGTHS, 70000], [ref.F32, ref.BF16]))[:: row.part]:
         _, gradients, _ = data(n, dtype, 5)
         table, norms = segments(n, (1 << 16,)), np.zeros(2 * -(-n // (1 << 16)))
         weights = Weights(np.zeros(n, "f"), "fp32", 0)
-        with running(row) as kernels:
-            step(weights, gradients[0], rule(Kind.SQUARES, ""), table, norms, kernels)
+        step(weights, gradients[0], rule(Kind.SQUARES, ""), table, norms, row.kernels)
         assert float(np.sqrt(sum(norms[::2], 0.0))) == optim.norm(ref.to_float32(gradients[0]))
         assert not norms[1::2].any()
 
 
-@pytest.mark.parametrize("row", SETS, ids=str)
 @pytest.mark.parametrize(
     ("codec", "group", "decoded_numel"),  # elements that are decoded at a time
     [(TernGrad(scale="own"), 9_600, 2048), (EntropyCoded(2.2), 4096, 4096)],
@@ -324,13 +307,12 @@ def test_squares_of_payloads_are_those_of_their_average(codec, group, decoded_nu
     ]
     decoded, wanted = np.empty(n, np.float32), []
     norms = np.full(2 * len(layout.packed), np.nan)
-    with running(row) as kernels:
-        with on(kernels, decoded) as (out,):
-            codec.decode_body(kernels, payloads, layout, out)
-        source = Payloads(payloads, codec.code, torch.float32)
-        kernels.update(
-            layout.packed, np.zeros(1, TARGET), rule(Kind.SQUARES, ""), source, norms=norms
-        )
+    with on(row.kernels, decoded) as (out,):
+        codec.decode_body(row.kernels, payloads, layout, out)
+    source = Payloads(payloads, codec.code, torch.float32)
+    row.kernels.update(
+        layout.packed, np.zeros(1, TARGET), rule(Kind.SQUARES, ""), source, norms=norms
+    )
     for start, numel in layout.packed.rows[["start", "numel"]].tolist():
         values = decoded[start : start + numel]
         parts = [values[i : i + decoded_numel] for i in range(0, numel, decoded_numel)]
@@ -388,7 +370,6 @@ def layout_of(codec, slot):
     return PayloadLayout(codec.form, whole_pieces([slot]), **options)
 
 
-@pytest.mark.parametrize("row", SETS, ids=str)
 @pytest.mark.parametrize("dtype", [ref.F32, ref.BF16])
 @pytest.mark.parametrize("name", PAYLOADS)
 def test_updates_from_payloads_equal_decode_then_update(row, dtype, name):
@@ -404,20 +385,18 @@ def test_updates_from_payloads_equal_decode_then_update(row, dtype, name):
             made = adam_rule(kind, optim.TRUNCATE, 1, BETAS, 0.1, **sizes)
             unfused, fused = Weights(w, optim.TRUNCATE, 0), Weights(w, optim.TRUNCATE, 0)
             g = np.empty(n, ARRAY_DTYPES[dtype])
-            with running(row) as kernels:
-                with on(kernels, g) as (decoded,):
-                    codec.decode_body(kernels, payloads, layout, decoded)
-                step(unfused, g, made, segments(n), kernels=kernels)
-                source = Payloads(payloads, codec.code, decoded.dtype)
-                with fused.targets(kernels, None, position=1) as targets:
-                    bad = kernels.update(layout.packed, targets, made, source)
+            with on(row.kernels, g) as (decoded,):
+                codec.decode_body(row.kernels, payloads, layout, decoded)
+            step(unfused, g, made, segments(n), kernels=row.kernels)
+            source = Payloads(payloads, codec.code, decoded.dtype)
+            with fused.targets(row.kernels, None, position=1) as targets:
+                bad = row.kernels.update(layout.packed, targets, made, source)
             assert not bad
             same_bytes(fused.read(n), unfused.read(n), row.tier)
             same_bytes(fused.state[0][:n], unfused.state[0][:n], row.tier)
             assert (fused.read(n) != w).any() or kind == Kind.MOMENTS
 
 
-@pytest.mark.parametrize("row", SETS, ids=str)
 def test_averages_that_are_not_finite_are_told(row):
     x = torch.full((10,), 3.4e38)
     layout = layout_of(Identity(), Slot(0, 10, 10, True, 0))
@@ -426,8 +405,7 @@ def test_averages_that_are_not_finite_are_told(row):
     for dtype, bad in ((torch.float32, False), (torch.bfloat16, True)):  # rounds to Inf as bf16
         source = Payloads([payload], Code("values", dtype=torch.float32), dtype)
         made = rule(Kind.SGD, "", step_size=0.0)
-        with running(row) as kernels:
-            told = step(weights, None, made, layout.packed, kernels=kernels, payloads=source)
+        told = step(weights, None, made, layout.packed, kernels=row.kernels, payloads=source)
         assert told is bad
 
 
@@ -437,10 +415,11 @@ def test_averages_that_are_not_finite_are_told(row):
 def test_parameters_without_a_rule_are_passed_over():
     w = np.ones(20, np.float32)
     one, two = Weights(w, "fp32", 0), Weights(w, "fp32", 0)
-    targets = np.concatenate([one.target(w), two.target(w)])
-    targets["rule"][0] = NO_RULE
     rows = [(0, 0, 0, 0, 0, 0, 20, 20, k) for k in (0, 1)]
-    KERNELS.update(Table(rows), targets, rule(Kind.SGD, "", step_size=-1.0))
+    with one.targets(KERNELS, w) as first, two.targets(KERNELS, w) as second:
+        targets = np.concatenate([first, second])
+        targets["rule"][0] = NO_RULE
+        KERNELS.update(Table(rows), targets, rule(Kind.SGD, "", step_size=-1.0))
     assert (one.read(20) == 1).all()
     assert (two.read(20) == 0).all()
 
@@ -491,7 +470,6 @@ def check_patterns(bits, kernels=KERNELS):
     return int((top != even)[~np.isnan(w)].sum())
 
 
-@pytest.mark.parametrize("row", SETS, ids=str)
 def test_split_and_join_lose_nothing_sample(row):
     rng, product = np.random.default_rng(0), itertools.product
     fields = product((0, 1), (0, 1, 127, 254, 255), range(0, 1 << 23, 4097))
@@ -503,8 +481,7 @@ def test_split_and_join_lose_nothing_sample(row):
     )
     everything = [*corners, *edges, 0x7F800001, 0xFFBFFFFF, *special.view(np.uint32).tolist()]
     drawn = rng.integers(0, 1 << 32, (1 << 18) // row.part, np.uint32)
-    with running(row) as kernels:
-        check_patterns(np.concatenate([np.array(everything, np.uint32), drawn]), kernels)
+    check_patterns(np.concatenate([np.array(everything, np.uint32), drawn]), row.kernels)
 
 
 @pytest.mark.long

@@ -99,21 +99,22 @@ def philox4x32_10(counter: Array, key: tuple[int, int]) -> NDArray[np.uint32]:
     return np.stack([c0, c1, c2, c3], axis=-1).astype(np.uint32)
 
 
-def _words(block: Ints, key: Key, deep: int) -> NDArray[np.uint32]:
+def random_words(block: Ints, key: Key, deep: int = 0) -> NDArray[np.uint32]:
+    """Return the four words of each block that a key draws."""
     counter = [(b, key.parameter, key.step, key.stream | deep) for b in block.tolist()]
     return philox4x32_10(np.array(counter, np.uint32).reshape(-1, 4), (key.seed, key.rank))
 
 
 def ternary_draws(elements: Ints, key: Key) -> NDArray[np.uint32]:
     """Return the 16-bit draw of every element: 64 share 8 blocks, for eight 32-bit SIMD lanes."""
-    words = _words(8 * (elements // 64) + elements % 8, key, 0)
+    words = random_words(8 * (elements // 64) + elements % 8, key)
     word = words[np.arange(len(elements)), elements % 64 // 16]
     return np.where(elements // 8 % 2 == 0, word & 0xFFFF, word >> 16).astype(np.uint32)
 
 
 def deep_draws(elements: Ints, key: Key) -> NDArray[np.uint32]:
     """Return the 32-bit draw that decides an element whose 16-bit draw ties with its threshold."""
-    return _words(elements // 4, key, 0x80000000)[np.arange(len(elements)), elements % 4]
+    return random_words(elements // 4, key, 0x80000000)[np.arange(len(elements)), elements % 4]
 
 
 # ---- sums and scales -----------------------------------------------------------------------------
@@ -272,16 +273,16 @@ def lanes_decode(lanes: Bytes, scales: Floats, piece: Piece, world_size: int) ->
 def onebit_encode(
     x: Array,
     piece: Piece,
-    residual: Floats | None = None,
     means: tuple[float, float] | None = None,
+    residual: Floats | None = None,
     decay: float = 1.0,
 ) -> tuple[Floats, Bytes, Floats]:
     """Encode gradient + residual with two class means a group (Seide et al. 2014, section 2).
 
     Args:
         x, piece: source array, `(numel,)`, in whole groups.
-        residual: what earlier steps left out, `(numel,)` float32; None is no residual.
         means: values of bit 0 and bit 1 in place of the class means; (-1, 1) for signs.
+        residual: what earlier steps left out, `(numel,)` float32; None is no residual.
         decay: factor of the new residual, in [0, 1].
 
     Returns:

@@ -6,7 +6,7 @@ docs/reference/wire-format.md draws the bytes; `reference.codec` has the arithme
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -147,42 +147,40 @@ def encode_ternary(x: Array, scales: Floats, group_numel: int, key: Key) -> byte
     return _payload(TERNARY, x, to_float32(x), group_numel, scales, codes, key)
 
 
-# The other encoders take a residual and return (payload, new residual). They flag a payload if the
-# new residual is not finite, which it is exactly where gradient + residual is not.
-Encoded = tuple[bytes, Floats]
+# Codes with error feedback, by the names of their kernels: how they are encoded and decoded. Both
+# take an option: the means of 1-bit codes (None: measured), the step of ternary codes, the bits of
+# evenly spaced levels, the bytes of streams.
+FED_BACK: dict[str, tuple[Callable[..., Any], Callable[..., Floats]]] = {
+    "onebit": (ref.onebit_encode, lambda codes, s, piece, _: ref.onebit_decode(codes, s, piece)),
+    "nearest": (
+        ref.nearest_encode,
+        lambda codes, s, piece, _: ref.ternary_sum_decode([codes], [s], piece, shared=False),
+    ),
+    "block": (ref.block_encode, ref.block_decode),
+    "entropy": (entropy.entropy_encode, entropy.entropy_decode),
+}
 
 
-def encode_onebit(
-    x: Array, residual: Floats | None, group: int, key: Key, means: Any = None, decay: float = 1.0
-) -> Encoded:
-    """Return a 1-bit payload and the new residual; `means` as in `onebit_encode`."""
-    scales, bits, left = ref.onebit_encode(x, Piece(len(x), group), residual, means, decay)
-    return _payload(ONEBIT, x, left, group, scales, bits, key), left
+def encode_fed_back(
+    kind: str,
+    x: Array,
+    residual: Floats | None,
+    group: int,
+    key: Key,
+    option: Any = None,
+    decay: float = 1.0,
+) -> tuple[bytes, Floats]:
+    """Return a payload of codes of `FED_BACK` and the new residual.
 
-
-def encode_nearest(
-    x: Array, residual: Floats | None, group: int, key: Key, step: float = 1.8, decay: float = 1.0
-) -> Encoded:
-    """Return a payload of ternary codes rounded to the nearest level, and the new residual."""
-    scales, codes, left = ref.nearest_encode(x, Piece(len(x), group), step, residual, decay)
-    return _payload(TERNARY, x, left, group, scales, codes, key), left
-
-
-def encode_block(
-    x: Array, residual: Floats | None, group: int, key: Key, codec: int, decay: float = 1.0
-) -> Encoded:
-    """Return a payload of evenly spaced levels and the new residual."""
-    piece = Piece(len(x), group)
-    scales, codes, left = ref.block_encode(x, piece, BLOCKS[codec], residual, decay)
+    The payload is flagged if the new residual is not finite, which it is exactly where gradient +
+    residual is not.
+    """
+    encode, _ = FED_BACK[kind]
+    scales, codes, left = encode(x, Piece(len(x), group), option, residual, decay)
+    codec = {"onebit": ONEBIT, "nearest": TERNARY, "entropy": ENTROPY}.get(kind)
+    if codec is None:
+        (codec,) = (number for number, bits in BLOCKS.items() if bits == option)
     return _payload(codec, x, left, group, scales, codes, key), left
-
-
-def encode_entropy(
-    x: Array, residual: Floats | None, group: int, key: Key, nbytes: int, decay: float = 1.0
-) -> Encoded:
-    """Return a payload of streams of `nbytes` each, scales included, and the new residual."""
-    scales, codes, left = entropy.entropy_encode(x, Piece(len(x), group), nbytes, residual, decay)
-    return _payload(ENTROPY, x, left, group, scales, codes, key), left
 
 
 def encode_lanes(payloads: Sequence[bytes], key: Key) -> bytes:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from reference.codec import Key, padded, philox4x32_10, sum_in_lanes
+from reference.codec import Key, padded, random_words, sum_in_lanes
 
 WINDOW, ROUNDS = 1024, 2
 Values = NDArray[np.float32]
@@ -19,10 +19,7 @@ Values = NDArray[np.float32]
 def signs(first: int, numel: int, key: Key) -> Values:
     """Return -1 or 1 for elements [first, first + numel) of a parameter."""
     element = np.arange(first, first + numel)
-    blocks = np.array(
-        [(b, key.parameter, key.step, key.stream) for b in (element // 128).tolist()], np.uint32
-    ).reshape(-1, 4)
-    words = philox4x32_10(blocks, (key.seed, key.rank))[np.arange(numel), element // 32 % 4]
+    words = random_words(element // 128, key)[np.arange(numel), element // 32 % 4]
     return np.where(words >> (element % 32).astype(np.uint32) & 1, -1, 1).astype(np.float32)
 
 

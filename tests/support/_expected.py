@@ -2,7 +2,7 @@
 
 import numpy as np
 from reference import codec as ref
-from reference import entropy
+from reference import payload as ref_payload
 
 from gradcomp.codecs import Block
 from gradcomp.exchange.second import owners_feed_back
@@ -105,23 +105,21 @@ def fed_back_in(pieces, codec, values, residual):
 
 def feed_back(codec, values, piece, residual):
     """Return (decoded, new residual) of a codec with error feedback."""
+    kind, option = fed_back(codec)
+    encode, decode = ref_payload.FED_BACK[kind]
+    scales, codes, left = encode(values, piece, option, residual, codec.decay)
+    return decode(codes, scales, piece, option), left
+
+
+def fed_back(codec):
+    """Return the reference's name of a codec with error feedback, and the option of its codes."""
     if codec.name == "onebit":
-        scales, bits, left = ref.onebit_encode(values, piece, residual, signs(codec), codec.decay)
-        return ref.onebit_decode(bits, scales, piece), left
+        return "onebit", (-1.0, 1.0) if codec.options().get("values") == "sign" else None
     if codec.name == "ternary":
-        scales, codes, left = ref.nearest_encode(values, piece, codec.step, residual, codec.decay)
-        return ref.ternary_sum_decode([codes], [scales], piece, False), left
+        return "nearest", codec.step
     if codec.name == "entropy":
-        nbytes = codec.form.stream_nbytes
-        scales, codes, left = entropy.entropy_encode(values, piece, nbytes, residual, codec.decay)
-        return entropy.entropy_decode(codes, scales, piece, nbytes), left
-    scales, codes, left = ref.block_encode(values, piece, codec.bits, residual, codec.decay)
-    return ref.block_decode(codes, scales, piece, codec.bits), left
-
-
-def signs(codec):
-    """Return what 1-bit codes stand for where that is not the means of their classes."""
-    return (-1.0, 1.0) if codec.options().get("values") == "sign" else None
+        return "entropy", codec.form.stream_nbytes
+    return "block", codec.bits
 
 
 def hierarchical(grads, codec, nodes, *, step=0, parameter=0, shape=None, state=None):

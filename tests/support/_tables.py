@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from hypothesis import strategies as st
 from reference import codec as ref
 from reference import entropy
@@ -208,6 +209,16 @@ def tier(number: int) -> Iterator[None]:
         yield
     finally:
         lib.gc_tier_select(before)
+
+
+@contextmanager
+def flushing(flushes: bool) -> Iterator[None]:
+    """Set whether this thread flushes denormals to zero."""
+    assert torch.set_flush_denormal(flushes)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
 
 
 def same_bytes(got: Any, want: Any, number: int) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -115,14 +116,12 @@ def residual_of(case: Case) -> Any:
     return None if case["residual"] is None else INPUTS[case["residual"]][: case["numel"]]
 
 
-def with_feedback(cases: list[Case], encode: Any, **defaults: Any) -> Case:
-    """Encode cases: `encode` takes values, residual, group, key and what of a case `defaults`
-    names.
-    """
+def with_feedback(kind: str, cases: list[Case], option_of: Callable[[Case], Any]) -> Case:
+    """Encode cases with codes of `FED_BACK`, of which `option_of` returns the option."""
     for case in cases:
-        more = {name: case.get(name, value) for name, value in defaults.items()}
         of = take(case), residual_of(case), case["group_numel"], key_of(case)
-        payload, left = encode(*of, **more)
+        more = option_of(case), case.get("decay", 1.0)
+        payload, left = ref_payload.encode_fed_back(kind, *of, *more)
         decoded = ref_payload.decode(payload)
         case.update(payload=payload.hex(), residual_crc=crc(left), decoded_crc=crc(decoded))
     return {"payloads": cases}
@@ -213,7 +212,7 @@ def build_onebit() -> Case:
     cases += [cut(name, 0, n, group_numel=g, **owed, means=[-1, 1]) for name, n, g in signs]
     decayed = (("normal_f32", 129, 25), ("normal_bf16", 97, 97), ("blocks_f32", 200, 25))
     cases += [cut(name, 0, n, group_numel=g, **owed, decay=0.25) for name, n, g in decayed]
-    return with_feedback(cases, ref_payload.encode_onebit, means=None, decay=1.0)
+    return with_feedback("onebit", cases, lambda case: case.get("means"))
 
 
 def build_nearest() -> Case:
@@ -228,7 +227,7 @@ def build_nearest() -> Case:
         cases.append(cut(name, 0, n, group_numel=group, **owed, step=step, decay=1.0))
     for name, residual, step in itertools.product(CORNERS, RESIDUALS, (1.8, 1e30)):
         cases.append(cut(name, group_numel=7, residual=residual, key=KEY, step=step, decay=0.25))
-    return with_feedback(cases, ref_payload.encode_nearest, step=1.8, decay=1.0)
+    return with_feedback("nearest", cases, lambda case: case["step"])
 
 
 def build_block() -> Case:
@@ -244,7 +243,7 @@ def build_block() -> Case:
     decayed = (("normal_f32", 129), ("blocks_f32", 200))
     for codec, (name, n) in itertools.product(ref_payload.BLOCKS, decayed):
         cases.append(cut(name, 0, n, codec=codec, group_numel=25, **owed, decay=0.25))
-    return with_feedback(cases, ref_payload.encode_block, codec=0, decay=1.0)
+    return with_feedback("block", cases, lambda case: ref_payload.BLOCKS[case["codec"]])
 
 
 def build_entropy() -> Case:
@@ -259,7 +258,7 @@ def build_entropy() -> Case:
     for name, n in (("normal_f32", 129), ("blocks_f32", 200)):
         cases.append(cut(name, 0, n, nbytes=1126, **more, decay=0.25))
     cases += [cut("streams_f16", nbytes=n, **{**more, "residual": None}) for n in (512, 1126, 2048)]
-    return with_feedback(cases, ref_payload.encode_entropy, nbytes=0, decay=1.0)
+    return with_feedback("entropy", cases, lambda case: case["nbytes"])
 
 
 def build_identity() -> Case:
