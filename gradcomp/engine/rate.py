@@ -108,7 +108,7 @@ def _normal() -> Tensor:
 
 
 # By optimizer, newest last. Only the newest changes rates, or factors would multiply.
-_OF: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[LongerSteps]]] = (
+_BY_OPTIMIZER: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[LongerSteps]]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -133,7 +133,7 @@ class LongerSteps:
     def __init__(self, optimizer: Optimizer, factor: float, begun: int) -> None:
         self._factor, self._begun = factor, begun
         self.steps, self.off = 0, False
-        self._kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._originals: list[tuple[dict[str, Any], dict[str, Any]]] = []
         before, after = weakref.WeakMethod(self._before), weakref.WeakMethod(self._after)
 
         def call(method: weakref.WeakMethod[Any]) -> Any:
@@ -148,8 +148,8 @@ class LongerSteps:
             optimizer.register_step_pre_hook(call(before)),
             optimizer.register_step_post_hook(call(after)),
         ]
-        self._all = _OF.setdefault(optimizer, [])
-        self._all.append(weakref.ref(self))
+        self._refs = _BY_OPTIMIZER.setdefault(optimizer, [])
+        self._refs.append(weakref.ref(self))
 
     def factor(self, group: Mapping[str, Any]) -> float:
         """Return the factor of a parameter group in this step.
@@ -168,21 +168,21 @@ class LongerSteps:
         """Remove the hooks."""
         while self._hooks:
             self._hooks.pop().remove()
-        self._all[:] = [ref for ref in self._all if ref() not in (None, self)]
+        self._refs[:] = [ref for ref in self._refs if ref() not in (None, self)]
 
     def _before(self, optimizer: Optimizer) -> None:
         self._after(optimizer)  # restore rates that a step has changed before it raised
-        if next(alive for ref in reversed(self._all) if (alive := ref()) is not None) is not self:
+        if next(alive for ref in reversed(self._refs) if (alive := ref()) is not None) is not self:
             return
         for group in optimizer.param_groups:
             factor = self.factor(group)
             changed = {"lr": group["lr"] * factor}
             if group.get("decoupled_weight_decay") or "AdamW" in type(optimizer).__name__:
                 changed["weight_decay"] = group["weight_decay"] / factor
-            self._kept.append((group, {key: group[key] for key in changed}))
+            self._originals.append((group, {key: group[key] for key in changed}))
             group.update(changed)
 
     def _after(self, optimizer: Optimizer) -> None:
-        while self._kept:
-            group, kept = self._kept.pop()
-            group.update(kept)
+        while self._originals:
+            group, originals = self._originals.pop()
+            group.update(originals)

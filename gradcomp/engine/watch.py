@@ -73,7 +73,7 @@ class Watcher:
 
 
 _watchers: dict[int, Watcher] = {}
-_global: list[Any] = []
+_hook_handles: list[Any] = []
 # the handle of the one hook of this process: torch iterates over its own list of hooks, which must
 # not change meanwhile
 
@@ -96,8 +96,8 @@ def before_any_step(mine: Mine, call: Callable[..., None]) -> Watcher:
     Returns:
         A handle; its ``.remove()`` ends the calls.
     """
-    if not _global:
-        _global.append(register_optimizer_step_pre_hook(_before))
+    if not _hook_handles:
+        _hook_handles.append(register_optimizer_step_pre_hook(_before))
     watcher = Watcher(mine, call)
     _watchers[id(watcher)] = watcher
     return watcher
