@@ -103,12 +103,12 @@ class Staged:
         """Start copying values to `host`, after all work queued so far; return a view of the copy.
         It is valid after `wait`.
         """
-        here = self.host[: values.numel()]
+        target = self.host[: values.numel()]
         follow(self._device)
-        self._copy(here, values, values)
+        self._copy(target, values, values)
         if self._stream is not None:
             self._arrived = self._stream.record_event()
-        return here
+        return target
 
     def wait(self) -> None:
         """Block this thread until the copy of the last `fetch` has finished."""
@@ -135,12 +135,12 @@ class Shared:
     """
 
     def __init__(self) -> None:
-        self._made: dict[tuple[torch.dtype, torch.device], Staged] = {}
+        self._buffers: dict[tuple[torch.dtype, torch.device], Staged] = {}
 
     def like(self, values: Tensor) -> Staged:
         """Return a staging buffer for values of this dtype, device and size."""
         kind = values.dtype, values.device
-        staged = self._made.get(kind)
+        staged = self._buffers.get(kind)
         if staged is None or staged.host.numel() < values.numel():
-            staged = self._made[kind] = Staged(values)
+            staged = self._buffers[kind] = Staged(values)
         return staged

@@ -71,8 +71,8 @@ def differing(kernels: Kernels) -> Iterator[str]:
     for name, code in CODES.items():
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             for values in (x, ordinary, special):
-                given = values.clamp(-60_000, 60_000).to(dtype) if dtype.itemsize == 2 else values
-                results = [_results(each, code, given, residual) for each in (kernels, native)]
+                inputs = values.clamp(-60_000, 60_000).to(dtype) if dtype.itemsize == 2 else values
+                results = [_results(each, code, inputs, residual) for each in (kernels, native)]
                 if results[0] != results[1]:
                     yield f"{name} of {dtype}".replace("torch.", "")
                     break
@@ -111,17 +111,17 @@ def _results(kernels: Kernels, code: Code, x: Tensor, residual: Tensor) -> list[
     payload and for several.
     """
     table = _table(STREAM if code.kernel == "entropy" else GROUP)
-    values, out = _there(kernels, x), kernels.empty(len(x), x.dtype).zero_()
+    values, out = _to_device(kernels, x), kernels.empty(len(x), x.dtype).zero_()
     results: list[Any] = []
     for feeds_back in (False, True):
         payload = _payload()
         counted: list[float] = []
-        old, new, kept = (_there(kernels, residual) for _ in range(3))
-        given, copy = Residuals(), None
+        old, new, kept = (_to_device(kernels, residual) for _ in range(3))
+        residuals, backup = Residuals(), None
         if feeds_back and code.decay is not None:
-            given, copy = Residuals(old, new, counted.append), kept
+            residuals, backup = Residuals(old, new, counted.append), kept
         flag = kernels.encode(
-            code, values, table, payload, key=(1, 2, 3, 4), residuals=given, kept=copy
+            code, values, table, payload, key=(1, 2, 3, 4), residuals=residuals, kept=backup
         )
         results += [bool(flag), len(counted), *map(_bytes, (payload, new, kept))]
         shares = [code.shared] if code.shared is None else [False, True]
@@ -142,9 +142,9 @@ def _of_one_group(kernels: Kernels, x: Tensor) -> list[bytes]:
         Table([(0, 0, 8, 0, 0, 0, LARGE, LARGE, 0)]),
         torch.zeros(LARGE, dtype=torch.uint8),
     )
-    plane = _there(kernels, x.flip(0))
+    plane = _to_device(kernels, x.flip(0))
     code = Code("onebit", decay=1.0)
-    kernels.encode(code, _there(kernels, x), table, payload, residuals=Residuals(plane, plane))
+    kernels.encode(code, _to_device(kernels, x), table, payload, residuals=Residuals(plane, plane))
     return [_bytes(payload), _bytes(plane)]
 
 
@@ -170,13 +170,13 @@ def _measured(kernels: Kernels, x: Tensor) -> list[Any]:
     edges = np.concatenate([[0], np.cumsum(-(-numels // 512))])
     groups = Groups(edges.astype(np.uint64), numels.astype(np.uint32))
     out, table = torch.empty(len(numels)), Table([(0, 0, 0, 0, 0, 0, numel, GROUP, 0)])
-    flag = kernels.scales(_there(kernels, x), table, groups, 2.5, kernels.scratch(groups), out)
+    flag = kernels.scales(_to_device(kernels, x), table, groups, 2.5, kernels.scratch(groups), out)
     return [bool(flag), _bytes(out)]
 
 
 def _moments(kernels: Kernels, x: Tensor, residual: Tensor) -> list[Any]:
     """Return units, quotients, products, updated moments, and flags."""
-    values, added, squares = (_there(kernels, each) for each in (x, residual, x.abs()))
+    values, added, squares = (_to_device(kernels, each) for each in (x, residual, x.abs()))
     units, out, after = (kernels.empty(len(x)) for _ in range(3))
     results: list[Any] = [kernels.are_finite(values)]
     for left_out, before in ((added, squares), (None, None)):
@@ -188,7 +188,7 @@ def _moments(kernels: Kernels, x: Tensor, residual: Tensor) -> list[Any]:
     return [*results, _bytes(values), _bytes(added)]
 
 
-def _there(kernels: Kernels, values: Tensor) -> Tensor:
+def _to_device(kernels: Kernels, values: Tensor) -> Tensor:
     return kernels.empty(values.numel(), values.dtype).copy_(values)
 
 

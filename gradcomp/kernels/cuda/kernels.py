@@ -396,10 +396,10 @@ class TritonKernels(Kernels):
         back: bool = False,
     ) -> None:
         call = partial(self._native.rotate, back=back)
-        _there(values, lambda here: call(here, group_numel, first, parameter, key))
+        _on_host(values, lambda host_values: call(host_values, group_numel, first, parameter, key))
 
     def unbias(self, values: Tensor, group_numel: int, first: int) -> None:
-        _there(values, lambda here: self._native.unbias(here, group_numel, first))
+        _on_host(values, lambda host_values: self._native.unbias(host_values, group_numel, first))
 
     # ---- residuals and weights -------------------------------------------------------------------
 
@@ -555,7 +555,7 @@ def _copied(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach().to("cpu", copy=True)
 
 
-def _there(values: Tensor, call: Callable[[Tensor], None]) -> None:
+def _on_host(values: Tensor, call: Callable[[Tensor], None]) -> None:
     """Let `call` change a copy of values in host memory, then copy it back to `values`."""
     here = _copied(values)
     assert here is not None

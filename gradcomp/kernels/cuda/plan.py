@@ -72,16 +72,16 @@ def _packed(
     scales: NDArray[Any], scale_nbytes: NDArray[Any], codes: NDArray[Any], code_nbytes: NDArray[Any]
 ) -> Packed:
     """Return the packed layout of scales and codes that begin at these bytes of a payload."""
-    first, all_scales = ALIGNED + _starts(scale_nbytes), int(scale_nbytes.sum())
-    behind = ALIGNED + int(_aligned(all_scales))
-    there = behind + _starts(_aligned(code_nbytes))
-    scale_rows = np.stack([first, scales, scale_nbytes], 1)
-    code_rows = np.stack([there, codes, code_nbytes], 1)
+    scale_offsets, all_scale_nbytes = ALIGNED + _starts(scale_nbytes), int(scale_nbytes.sum())
+    first_code = ALIGNED + int(_aligned(all_scale_nbytes))
+    code_offsets = first_code + _starts(_aligned(code_nbytes))
+    scale_rows = np.stack([scale_offsets, scales, scale_nbytes], 1)
+    code_rows = np.stack([code_offsets, codes, code_nbytes], 1)
     both = np.concatenate([scale_rows, code_rows])
     tables = [both, scale_rows, both[:, [1, 0, 2]], code_rows[:, [1, 0, 2]]]
     # programs that read whole words may read beyond the last code
-    nbytes = behind + int(_aligned(code_nbytes).sum()) + ALIGNED
-    return Packed(ALIGNED, behind, nbytes, *map(_copies, tables))
+    nbytes = first_code + int(_aligned(code_nbytes).sum()) + ALIGNED
+    return Packed(ALIGNED, first_code, nbytes, *map(_copies, tables))
 
 
 def _copies(rows: NDArray[Any]) -> CopyTable:
