@@ -25,8 +25,9 @@ class OneBit(FeedbackCodec):
             elements.
         error_feedback: add the error of a step's codes to the next step's gradients. Default: True,
             or False with `rotate`. Without both, training diverges; False is for experiments.
-        residual_decay: what a residual keeps for the next step, from 0 (``error_feedback=False``)
-            to 1 (the paper); None: by the optimizer that is registered with it, 1 without one.
+        residual_decay: factor on the encoding error that becomes the next residual, from 0
+            (``error_feedback=False``) to 1 (the paper); None: chosen for the registered optimizer,
+            else 1.
         second_phase: second phase of a reduce_scatter: "requantize" (default: this codec, with a
             residual of the owner), "block2", "block4", "block8" (means in evenly spaced levels,
             with a residual of the owner), "bf16", "fp32".
