@@ -1,7 +1,7 @@
-"""Codecs: array <-> payload. They know no ranks, buckets or futures.
+"""Codecs: encode arrays to payloads and decode payloads. They know no ranks, buckets or futures.
 
-A codec is immutable once it is in use; one object may serve several models. Wherever a codec is
-asked for, a name will do: "ternary", "terngrad", "onebit", "block2", "block4", "block8", "entropy",
+A codec is immutable once it is in use; one object may be used by several models. A name can be
+passed instead of a codec: "ternary", "terngrad", "onebit", "block2", "block4", "block8", "entropy",
 "bfloat16" or "identity", each with its default options.
 """
 
@@ -18,8 +18,8 @@ from gradcomp.codecs.terngrad import TernGrad
 from gradcomp.payload.form import removal
 from gradcomp.payload.rng import RngKey
 
-# Every codec with its default options; the first of a form decodes payloads of that form of which
-# nothing else is known.
+# Every codec with its default options. The first codec of a form decodes payloads of that form if
+# only the payload's header is known.
 KINDS: tuple[Codec, ...] = (
     TernGrad(),
     Ternary(),
@@ -39,8 +39,8 @@ def resolve(codec: Codec | str) -> Codec:
     """Return `codec`, or the codec of that name with its default options.
 
     Raises:
-        ValueError: an unknown name.
-        TypeError: neither a codec nor a name.
+        ValueError: the name is unknown.
+        TypeError: `codec` is neither a codec nor a name.
     """
     if isinstance(codec, Codec):
         return codec

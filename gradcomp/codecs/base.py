@@ -1,6 +1,7 @@
-"""What every codec offers: one-tensor `encode` and `decode`, and the steps of an exchange, each on
-a whole payload of many pieces: `measure` (statistics, if the codec has any), `encode_body`, and
-`decode_body` on what the ranks sent.
+"""Base class of all codecs: `encode` and `decode` for one tensor, and the steps of an exchange.
+
+The steps of an exchange work on a whole payload of many pieces: `measure` (scales, if the codec
+measures them first), `encode_body`, and `decode_body` on the payloads of all ranks.
 """
 
 from __future__ import annotations
@@ -29,31 +30,31 @@ from gradcomp.payload.layout import PayloadLayout, Rows
 from gradcomp.payload.pieces import Slot, whole_pieces
 from gradcomp.payload.rng import RngKey
 
-# of an integer sum; wider ones cost more than "block4", which loses no accuracy that could be
-# measured
+# bits of an integer sum; wider sums need more bytes than "block4", which loses no measurable
+# accuracy
 MOST_EXACT_BITS = 4
 PLAIN_CODE = Code(PLAIN.kernel, dtype=torch.float32)
 
 
 class Codec(ABC):
-    """A way to write gradients in few bits.
+    """Encodes gradients with few bits per value, and decodes them.
 
     Attributes:
-        form: how its codes stand in a payload.
-        name: what `gradcomp.codecs.resolve` knows it by: its form's name, or its own where codecs
-            share a form.
-        shares_scale: the ranks agree on one scale per group before they encode (a scale round).
-        error_feedback: encoding takes and returns residuals.
-        seed: of the random numbers, for codecs that draw some.
-        whole_groups: a scale group must be encoded in one go.
-        measures: scales are measured before codes are written.
-        second_phase: of a reduce_scatter; None: see `resolved_second_phase`.
-        reach: values beyond so many scales of their group are clipped; None: nothing is.
+        form: form of its codes in a payload.
+        name: name for `gradcomp.codecs.resolve`: that of the form, or its own if codecs share a
+            form.
+        shares_scale: whether ranks agree on one scale per group before they encode (a scale round).
+        error_feedback: whether encoding reads and writes residuals.
+        seed: seed of the random numbers, for codecs that draw some.
+        whole_groups: whether one kernel call must encode a whole scale group.
+        measures: whether scales are measured before codes are written.
+        second_phase: second phase of a reduce_scatter; None: see `resolved_second_phase`.
+        reach: values beyond this many scales of their group are clipped; None: no clipping.
         most: largest scale that is written.
-        decay: what residuals keep of what codes leave out, from one step to the next; 1: all.
-        rotates: exchanges rotate values at random before they encode them, and averages back; such
-            codecs have no residuals.
-        can_share_scale: there is a form of this codec with `shares_scale`.
+        decay: factor on the encoding error that becomes the next step's residual; 1: all is kept.
+        rotates: whether exchanges apply a random rotation before encoding, and the inverse to the
+            averages; such codecs have no residuals.
+        can_share_scale: whether the codec has a variant with `shares_scale`.
     """
 
     form: Form
@@ -75,7 +76,7 @@ class Codec(ABC):
     @property
     @abstractmethod
     def code(self) -> Code:
-        """How kernels write and read its values."""
+        """Description of the codes for kernels."""
 
     @property
     def decay(self) -> float:
@@ -89,18 +90,18 @@ class Codec(ABC):
         error_feedback: bool = True,
         seed: int = 0,
     ) -> Codec:
-        """Return the codec of this form that decodes payloads of such groups and encodes their
-        averages again, never clipping.
+        """Return the codec of this form that decodes payloads with groups of `group_numel` elements
+        and encodes their averages again, without clipping.
 
         Args:
             group_numel: elements of a scale group.
-            shares_scale: whether all payloads have one scale a group.
-            error_feedback, seed: as of the codec, where it has them.
+            shares_scale: whether all payloads have the same scales.
+            error_feedback, seed: as in the codec, if it has them.
         """
         return self
 
     def with_form(self, form: Form) -> Self:
-        """Return the same codec for payloads of `form`, which has its number."""
+        """Return a copy of this codec for payloads of `form`, a form with the same number."""
         out = copy.copy(self)
         out.form = form
         return out
@@ -118,25 +119,26 @@ class Codec(ABC):
         """Encode one tensor into a whole payload.
 
         Args:
-            x: any shape, float32, bfloat16 or float16, contiguous; from an accelerator it is copied
-                to the host.
-            residual: ``(x.numel(),)`` or `x`'s shape, float32, contiguous; what earlier encodings
-                left over. Replaced in place by what this one leaves over, times the decay, or left
-                as it was if its sum with `x` is not finite. Error-feedback codecs only.
-            scale: the scale to use instead of measuring one: a number, or ``(groups,)`` float32.
+            x: any shape, float32, bfloat16 or float16, contiguous. If there are no kernels for its
+                device, it is copied to the host.
+            residual: ``(x.numel(),)`` or `x`'s shape, float32, contiguous, on the device of `x`:
+                error of earlier encodings, which is added to `x`. Overwritten by the error of this
+                encoding times the decay, or unchanged if the sum is not finite. Error-feedback
+                codecs only.
+            scale: scale to use instead of measuring one: a number, or ``(groups,)`` float32.
                 TernGrad only.
-            key: which random numbers to draw. By default all zeros but for the codec's own seed:
-                the same numbers at every call, of which `TernGrad` warns at the second one.
-            out: ``(payload_nbytes,)`` uint8, contiguous, CPU, written in place; allocated when
-                None.
+            key: key of the random numbers. Default: all zeros except for the codec's own seed, so
+                every call draws the same numbers; `TernGrad` warns at the second call.
+            out: ``(payload_nbytes,)`` uint8, contiguous, CPU, written in place; allocated if None.
 
         Returns:
-            ``(payload_nbytes,)`` uint8: header, scales, codes (docs/reference/wire-format.md).
+            ``(payload_nbytes,)`` uint8, CPU: header, scales, codes
+            (docs/reference/wire-format.md).
 
         Raises:
-            UnsupportedTensor: dtype, device or layout of `x`, `residual` or `out`.
-            ValueError: a residual or scale that this codec does not take, or of the wrong size or
-                value; `out` of another size.
+            UnsupportedTensor: dtype, device or layout of `x`, `residual` or `out` is not supported.
+            ValueError: this codec accepts no residual or scale, or it has the wrong size or value;
+                `out` has the wrong size.
         """
         check_alone(self)
         check_tensor(x, "x")
@@ -178,17 +180,16 @@ class Codec(ABC):
 
         Args:
             payload: ``(nbytes,)`` uint8, contiguous, CPU; any bytes are safe.
-            out: ``(numel,)`` float32, contiguous, written in place; allocated when None, in host
-                memory.
-            layout: of a segmented payload.
+            out: ``(numel,)`` float32, contiguous, written in place; allocated on the CPU if None.
+            layout: layout of a segmented payload.
 
         Returns:
-            ``(numel,)`` float32, flat; all NaN when the encoder saw NaN or Inf.
+            ``(numel,)`` float32; all NaN if the encoder's input had NaN or Inf.
 
         Raises:
-            CorruptPayload: names the check that failed.
-            UnsupportedTensor: `payload` or `out` of another kind.
-            ValueError: `out` of another size.
+            CorruptPayload: a check failed; the error names it.
+            UnsupportedTensor: dtype, device or layout of `payload` or `out` is not supported.
+            ValueError: `out` has the wrong size.
         """
         check_alone(self)
         if payload.dtype != torch.uint8 or payload.dim() != 1:
@@ -222,8 +223,8 @@ class Codec(ABC):
         return out if here is out else out.copy_(here)
 
     def payload_nbytes(self, numel: int, groups: int = 1) -> int:
-        """Return the bytes of a payload of `numel` elements in `groups` scale groups, header
-        included.
+        """Return the number of bytes of a payload of `numel` elements in `groups` scale groups,
+        header included.
         """
         if numel < 0 or groups < 0:
             raise ValueError(f"numel and groups must not be negative, got {numel} and {groups}")
@@ -233,23 +234,24 @@ class Codec(ABC):
     # ---- for an exchange ----
     @abstractmethod
     def options(self) -> dict[str, object]:
-        """Return every option that ranks must agree on."""
+        """Return all options that must be equal on every rank, by name."""
 
     @abstractmethod
     def group_numel(self, shape: tuple[int, ...]) -> int:
-        """Return the elements of one scale group of a parameter of that shape, at least 1."""
+        """Return the elements per scale group of a parameter of this shape, at least 1."""
 
     def sum_form(self, world_size: int) -> Lanes | None:
-        """Return how integer sums of `world_size` ranks' codes are written; None where codes
-        have none.
+        """Return the encoder of integer sums of the codes of `world_size` ranks; None if codes have
+        no integer sums.
         """
         return None
 
     def resolved_second_phase(self, world_size: int, *, transformed: bool = False) -> str:
-        """Return the second phase that a reduce_scatter of this codec among `world_size` ranks
-        uses.
+        """Return the second phase of a reduce_scatter with this codec across `world_size` ranks.
 
-        `transformed`: of means that are no sums.
+        Args:
+            world_size: number of ranks.
+            transformed: whether owners transform means, which are then no longer sums of codes.
         """
         if self.second_phase:
             return self.second_phase
@@ -259,24 +261,24 @@ class Codec(ABC):
         return "exact" if sums.form.bits <= MOST_EXACT_BITS else "block4"
 
     def with_second_phase(self, name: str) -> Codec:
-        """Return the same codec with another second phase."""
+        """Return a copy of this codec with another second phase."""
         out = copy.copy(self)
         out.second_phase = name
         return out
 
     def requantizer(self) -> Codec:
-        """Return the codec that writes the owner's means in a "requantize" second phase."""
+        """Return the codec of the owner's means in a "requantize" second phase."""
         return self
 
     def scratch(
         self, kernels: Kernels, layout: PayloadLayout, free: Tensor | None = None
     ) -> Tensor | None:
-        """Return the memory that `measure` needs, to be kept and passed at every step.
+        """Return memory for `measure`, which the caller keeps for all steps; None if not needed.
 
         Args:
-            kernels: of the values' device.
-            layout: of the payload whose scales are measured.
-            free: uint8 memory that nobody uses while `measure` runs, taken if it is large enough.
+            kernels: kernel set of the values' device.
+            layout: layout of the payload whose scales are measured.
+            free: uint8 memory that is unused while `measure` runs; it is used if large enough.
         """
         return None
 
@@ -288,18 +290,18 @@ class Codec(ABC):
         scratch: Tensor | None,
         scales: Tensor,
     ) -> bool:
-        """Write one float32 scale a group to `scales`; return True when a value is not finite."""
+        """Write one float32 scale per group to `scales`; return True if a value is not finite."""
         return False
 
     def place_scales(self, layout: PayloadLayout, scales: Tensor, payload: Tensor) -> None:
-        """Copy measured or agreed scales to where they stand in a payload."""
+        """Copy measured or agreed scales to their place in a payload."""
 
     def check_scale(self, scale: float | Tensor, group_count: int) -> Tensor:
-        """Return a passed-in scale as ``(group_count,)`` float32."""
+        """Return a scale from the caller as ``(group_count,)`` float32; ValueError if invalid."""
         raise ValueError(f"{self.name} takes no scale, got {scale!r}")
 
     def validate_packed(self, payload: Tensor, layout: PayloadLayout) -> None:
-        """Raise CorruptPayload for scales and codes that an encoder does not write."""
+        """Raise CorruptPayload for scales or codes that no encoder writes."""
         host.validate_scales(
             payload,
             HEADER_NBYTES,
@@ -319,16 +321,16 @@ class Codec(ABC):
         residuals: Residuals = NO_RESIDUALS,
         kept: Tensor | None = None,
     ) -> bool:
-        """Write the codes of all pieces of `values` into a payload; True: a value is not finite.
+        """Encode all pieces of `values` into a payload; return True if a value is not finite.
 
         Args:
-            kernels: of the values' device.
-            values: float32, bfloat16 or float16, flat, as `layout` describes it.
-            layout: where everything stands; `Rows`: what of it to encode.
-            payload: uint8, whole; measured scales stand in it.
-            key: which random numbers to draw.
-            residuals: planes to read and to write, `NO_RESIDUALS` for none; both may be one plane.
-            kept: a plane like the first, which receives what that held.
+            kernels: kernel set of the values' device.
+            values: flat float32, bfloat16 or float16, as described by `layout`.
+            layout: layout of the payload, or the `Rows` of it to encode.
+            payload: uint8, the whole payload; measured scales are already in it.
+            key: key of the random numbers.
+            residuals: planes to read and to write, which may be the same; `NO_RESIDUALS` for none.
+            kept: a plane that receives a copy of the old residuals.
         """
         draws = (key.seed, key.rank, key.step, key.stream)
         packed = kernels.encode(
@@ -339,7 +341,7 @@ class Codec(ABC):
     def decode_body(
         self, kernels: Kernels, tensors: Sequence[Tensor], layout: PayloadLayout, out: Tensor
     ) -> bool:
-        """Write the average over payloads of all pieces to `out`. True: a value written is not
+        """Write the averages of all pieces over all payloads to `out`; return True if one is not
         finite.
         """
         return MixedPayloads(tensors, self.code, out.dtype, layout).decode(kernels, out)
@@ -347,7 +349,7 @@ class Codec(ABC):
     def header(
         self, layout: PayloadLayout, dtype: int, nonfinite: bool, step: int, stream: int
     ) -> wire.Header:
-        """Return the header of a payload of `layout`."""
+        """Return the header of a payload with this layout."""
         flags = nonfinite * wire.FLAG_NONFINITE | layout.segmented * wire.FLAG_SEGMENTED
         return wire.Header(
             self.form.code,
@@ -361,7 +363,7 @@ class Codec(ABC):
         )
 
     def check_header(self, header: wire.Header, layout: PayloadLayout, nbytes: int) -> None:
-        """Raise CorruptPayload unless a header describes a payload of `layout` by this codec."""
+        """Raise CorruptPayload unless a header describes a payload of this codec and layout."""
         if header.codec != self.form.code:
             raise CorruptPayload(
                 "codec", f"a {form_name(header.codec)} payload, this is {self.form.name}"
@@ -383,8 +385,8 @@ class Codec(ABC):
         return f"{type(self).__name__}({inner})"
 
     def _layout_of(self, header: wire.Header, nbytes: int) -> PayloadLayout:
-        """Return the layout that an unsegmented header implies; allocates nothing by the numbers
-        it reads.
+        """Return the layout that an unsegmented header implies. Numbers in the header are checked
+        before any allocation depends on them.
         """
         if nbytes < HEADER_NBYTES + self.form.code_nbytes(0, header.numel):
             raise CorruptPayload("truncated", f"{nbytes} bytes cannot hold {header.numel} elements")
@@ -422,22 +424,22 @@ class Codec(ABC):
 def encode_plain(
     kernels: Kernels, values: Tensor, layout: PayloadLayout | Rows, payload: Tensor
 ) -> bool:
-    """Write the fp32 pieces of `values` into a payload; True: one is not finite."""
+    """Encode the fp32 pieces of `values` into a payload; return True if a value is not finite."""
     return kernels.encode(PLAIN_CODE, values, layout.plain, payload)
 
 
 class MixedPayloads:
-    """Payloads with compressed and fp32 pieces, of which averages are made.
+    """Payloads with compressed and fp32 pieces, to be averaged.
 
     Args:
-        tensors: ``(nbytes,)`` uint8 each, in the order in which their values are added; kept as
-            long as this object.
-        code: of the compressed pieces.
-        dtype: to which averages are rounded.
-        rows: where the pieces stand, the same in every payload.
+        tensors: ``(nbytes,)`` uint8 payloads, in the order of summation; this object has references
+            to them.
+        code: code of the compressed pieces.
+        dtype: dtype to which averages are rounded.
+        rows: segment tables of the pieces, the same for every payload.
 
     Attributes:
-        parts: the compressed pieces and the fp32 ones, each with the rows to decode.
+        parts: (payloads, rows to decode) of the compressed pieces, and of the fp32 pieces.
     """
 
     def __init__(
@@ -453,11 +455,12 @@ class MixedPayloads:
         )
 
     def decode(self, kernels: Kernels, out: Tensor, written: int = 0) -> bool:
-        """Write averages to `out`, ``(n,)`` of the dtype given; return True if one is not finite.
+        """Write averages to `out`, ``(n,)`` of `dtype`; return True if one is not finite.
 
         Args:
-            kernels: of the device of `out`.
-            written: as of `Kernels.sum_decode`.
+            kernels: kernel set of the device of `out`.
+            out: buffer for the averages, overwritten.
+            written: as in `Kernels.sum_decode`.
         """
         bad = False
         for payloads, table in self.parts:
@@ -467,8 +470,8 @@ class MixedPayloads:
 
 @lru_cache(maxsize=32)
 def _layout_of_one(form: Form, slot: Slot, whole_groups: bool) -> PayloadLayout:
-    """Return the layout of an unsegmented payload; making the tables of a large one costs what
-    encoding a small one does.
+    """Return the layout of an unsegmented payload. It is cached, because building the tables of a
+    large payload takes as long as encoding a small one.
     """
     return PayloadLayout(form, whole_pieces([slot]), segmented=False, whole_groups=whole_groups)
 
@@ -477,8 +480,8 @@ _spare = threading.local()
 
 
 def _spare_plane(kernels: Kernels, numel: int) -> Tensor:
-    """Return float32 memory of this thread's, used again and grown: pages of a fresh plane cost
-    more than encoding into it.
+    """Return ``(numel,)`` float32 memory of this thread, which later calls use again: touching the
+    pages of a new plane takes longer than encoding into it.
     """
     planes: dict[Kernels, Tensor] = _spare.__dict__.setdefault("planes", {})
     if kernels not in planes or planes[kernels].numel() < numel:

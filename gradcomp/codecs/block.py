@@ -1,9 +1,10 @@
-"""2, 4 or 8 bits a value: evenly spaced levels around 0, one scale a group, error feedback.
+"""Block codes with 2, 4 or 8 bits per value: evenly spaced levels around 0, one scale per group,
+error feedback.
 
-With 2 bits all four codes are used: -1.5, -0.5, 0.5 and 1.5 steps, the step 0.9957 of the root of
-the group's mean square, which is best for a normal distribution (Max 1960, "Quantizing for minimum
-distortion", table II). With 4 and 8 bits there are 15 and 255 levels, 0 among them, and the largest
-|x| of the group is the outermost. Rounding is to nearest; what it leaves is carried into the next
+With 2 bits, the four codes are -1.5, -0.5, 0.5 and 1.5 steps. A step is 0.9957 times the root mean
+square of the group, which is optimal for a normal distribution (Max 1960, "Quantizing for minimum
+distortion", table II). With 4 and 8 bits there are 15 and 255 levels including 0, and the outermost
+is the largest |x| of the group. Values are rounded to nearest, and the error is added in the next
 step (Seide et al. 2014, section 2). A group whose local gradient is exactly zero decodes to zero
 and keeps its residual.
 """
@@ -18,21 +19,21 @@ from gradcomp.payload.form import BLOCKS
 
 
 class Block(FeedbackCodec):
-    """Evenly spaced levels with error feedback: 2, 4 or 8 bits a value plus one fp32 scale a group.
+    """Evenly spaced levels with error feedback: 2, 4 or 8 bits per value, one fp32 scale per group.
 
     Args:
-        bits: 2, 4 or 8.
-        group: what shares a scale: "row" (one output unit), "tensor", or a block of n elements.
-        error_feedback: carry what a step's codes leave out into the next step. False saves a fp32
-            plane of residuals, and rounding is then a bias.
-        residual_decay: what a residual keeps for the next step, from 0 (``error_feedback=False``)
-            to 1; None: by the optimizer that is registered with it, 1 without one.
-        second_phase: of a reduce_scatter: "requantize" (the default; the owner keeps a residual
-            too), "block2", "block4", "block8" (means in evenly spaced levels, of which the owner
-            keeps residuals), "bf16", "fp32".
+        bits: bits per value, 2, 4 or 8.
+        group: elements with one scale: "row" (one output unit), "tensor", or a block of n elements.
+        error_feedback: add the error of a step's codes to the next step's gradients. False saves
+            the fp32 residuals, but rounding is then biased.
+        residual_decay: factor on the encoding error that becomes the next residual, from 0
+            (``error_feedback=False``) to 1; None: chosen for the registered optimizer, else 1.
+        second_phase: second phase of a reduce_scatter: "requantize" (default: this codec, with a
+            residual of the owner), "block2", "block4", "block8" (means in evenly spaced levels,
+            with a residual of the owner), "bf16", "fp32".
 
     Raises:
-        ValueError: an option out of its range; "exact", which needs a shared scale.
+        ValueError: an option is out of its range, or "exact", which needs a shared scale.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What codecs accept: tensors, scale groups, second phases."""
+"""Checks of arguments of codecs: tensors, scale groups, second phases."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ SECOND_PHASES = ("exact", "requantize", "block2", "block4", "block8", "bf16", "f
 def check_memory(
     tensor: Tensor, name: str, *, contiguous: bool = True, on_host: bool = False
 ) -> None:
-    """Raise UnsupportedTensor unless `tensor` is dense, on a device that gradcomp takes and, where
-    asked for, contiguous and no negative view.
+    """Raise UnsupportedTensor unless `tensor` is dense and on a supported device.
 
-    `on_host`: of payloads, which are host memory whatever device their values are on.
+    Args:
+        tensor, name: the tensor, and its name for messages.
+        contiguous: also require a contiguous tensor that is no negative view.
+        on_host: also require host memory, for payloads, which are on the CPU for every device.
     """
     if tensor.layout != torch.strided:
         raise UnsupportedTensor(f"{name} is {tensor.layout}; gradcomp takes dense tensors")
@@ -39,8 +41,8 @@ def check_memory(
 
 
 def check_tensor(tensor: Tensor, name: str, *, contiguous: bool = True) -> None:
-    """Raise UnsupportedTensor unless `tensor` is something a codec can encode, or could after a
-    copy through its strides.
+    """Raise UnsupportedTensor unless a codec can encode `tensor`; if not `contiguous`, a contiguous
+    copy of it.
     """
     check_memory(tensor, name, contiguous=contiguous)
     if tensor.dtype not in DTYPES:
@@ -54,7 +56,7 @@ def check_tensor(tensor: Tensor, name: str, *, contiguous: bool = True) -> None:
 
 
 def check_payload_room(out: Tensor, nbytes: int) -> None:
-    """Raise UnsupportedTensor or ValueError unless `out` is memory for a payload of `nbytes`."""
+    """Raise UnsupportedTensor or ValueError unless `out` can store a payload of `nbytes` bytes."""
     check_memory(out, "out", on_host=True)
     if out.dtype != torch.uint8 or out.dim() != 1:
         raise UnsupportedTensor(f"out must be 1-D uint8, got {out.dim()}-D {out.dtype}")
@@ -63,7 +65,7 @@ def check_payload_room(out: Tensor, nbytes: int) -> None:
 
 
 def check_alone(codec: Any) -> None:
-    """Raise ValueError for a codec whose payloads mean something in exchanges alone."""
+    """Raise ValueError for a codec that works in exchanges only, because it rotates values."""
     if codec.rotates:
         raise ValueError(
             f"{codec!r}: exchanges rotate what it encodes, so it encodes and decodes no tensor by"
@@ -82,8 +84,8 @@ def check_group(group: object, names: tuple[str, ...]) -> None:
 
 
 def resolve_group(group: str | int, shape: tuple[int, ...]) -> int:
-    """Return the elements of one scale group: of "tensor", of "row" (all but the first
-    dimension) or of a block.
+    """Return the elements of one scale group of a parameter: all for "tensor", all but the first
+    dimension for "row", or the size of a block.
     """
     if isinstance(group, int):
         return group

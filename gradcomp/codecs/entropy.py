@@ -1,11 +1,11 @@
-"""Entropy-coded codes: a uniform quantizer in any number of bits a value from 1 to 4, fractions
-included, with error feedback.
+"""Entropy-coded codes: a uniform quantizer with error feedback and 1 to 4 bits per value, fractions
+included.
 
-Levels are multiples of a step, 0 among them; x = gradient + residual is rounded to the nearest.
-Most codes of a gradient are near 0, so they are written with Huffman codes of pairs, from static
-tables. Every stream of 4,096 elements has a fixed number of bytes and takes the smallest step
-whose codes fit into them. Residuals: Seide et al. 2014, section 2, with a decay
-(`gradcomp.codecs.feedback`); docs/reference/wire-format.md has the bytes.
+Levels are multiples of a step, including 0; x = gradient + residual is rounded to nearest. Most
+codes of a gradient are near 0, so pairs of codes are Huffman-coded with static tables. Every stream
+of 4,096 elements has a fixed number of bytes, and uses the smallest step whose codes fit.
+Residuals: Seide et al. 2014, section 2, with a decay (`gradcomp.codecs.feedback`).
+docs/reference/wire-format.md has the bytes.
 """
 
 from __future__ import annotations
@@ -29,22 +29,21 @@ LEAST_BITS, MOST_BITS = (8 * nbytes / STREAM_NUMEL for nbytes in STREAM_NBYTES)
 
 
 class EntropyCoded(FeedbackCodec):
-    """Multiples of a step, entropy-coded in a given number of bits a value, with error feedback.
+    """Multiples of a step, entropy-coded with a given number of bits, with error feedback.
 
     Args:
-        bits: a value, scales included: any number from 1 to 4; it is rounded down to 1/512.
-            Tensors of fewer than 4,096 elements, and what a tensor has beyond a multiple of
-            that, take 8 bytes more.
-        error_feedback: carry what a step's codes leave out into the next step. False saves a
-            fp32 plane of residuals, and rounding is then a bias.
-        residual_decay: what a residual keeps for the next step, from 0 (``error_feedback=False``)
-            to 1; None: by the optimizer that is registered with it, 1 without one.
-        second_phase: of a reduce_scatter: "requantize" (the default; the owner keeps a residual
-            too), "block2", "block4", "block8" (means in evenly spaced levels, of which the owner
-            keeps residuals), "bf16", "fp32".
+        bits: bits per value, including scales: any number from 1 to 4, rounded down to a multiple
+            of 1/512. A tensor whose number of elements is no multiple of 4,096 needs 8 more bytes.
+        error_feedback: add the error of a step's codes to the next step's gradients. False saves
+            the fp32 residuals, but rounding is then biased.
+        residual_decay: factor on the encoding error that becomes the next residual, from 0
+            (``error_feedback=False``) to 1; None: chosen for the registered optimizer, else 1.
+        second_phase: second phase of a reduce_scatter: "requantize" (default: this codec, with a
+            residual of the owner), "block2", "block4", "block8" (means in evenly spaced levels,
+            with a residual of the owner), "bf16", "fp32".
 
     Raises:
-        ValueError: an option out of its range; "exact", which needs a scale that all ranks share.
+        ValueError: an option is out of its range, or "exact", which needs a shared scale.
     """
 
     form = ENTROPY

@@ -1,10 +1,9 @@
-"""What codecs with error feedback have in common: groups that are encoded whole, residuals and
-their decay, second phases.
+"""Base class of codecs with error feedback: whole groups, residuals with decay, second phases.
 
-A step's codes leave out r = fl(fl(gradient + residual) - decoded). The next step's residual is
-fl(decay * r): with a decay of 1 nothing is lost (Seide et al. 2014, section 2); optimizers that
-divide by second moments lose less with a smaller one, since old residuals point where the weights
-have left (docs/explanation/accuracy.md).
+The encoding error of a step is r = fl(fl(gradient + residual) - decoded). The next step's residual
+is fl(decay * r). With a decay of 1 no error is lost (Seide et al. 2014, section 2). Optimizers that
+divide by second moments train better with a smaller decay, because old residuals belong to weights
+that have moved on (docs/explanation/accuracy.md).
 """
 
 from __future__ import annotations
@@ -22,18 +21,19 @@ Feedback = TypeVar("Feedback", bound="FeedbackCodec")
 
 
 class FeedbackCodec(Codec):
-    """A codec whose codes leave residuals.
+    """Base class of codecs with residuals.
 
     Args:
-        group: what shares scales: "row" (one output unit), "tensor", or a block of n elements.
-        error_feedback: carry what a step's codes leave out into the next step.
-        second_phase: of a reduce_scatter; None: requantize.
-        residual_decay: what a residual keeps for the next step, in [0, 1]; 0 is
-            ``error_feedback=False``. None: 1, unless whoever registers the codec names an optimizer
-            for which another value was measured.
+        group: elements with common scales: "row" (one output unit), "tensor", or a block of n
+            elements.
+        error_feedback: add the error of a step's codes to the next step's gradients.
+        second_phase: second phase of a reduce_scatter; None: requantize.
+        residual_decay: factor on the encoding error that becomes the next residual, in [0, 1]; 0 is
+            ``error_feedback=False``. None: 1, unless the codec is registered with an optimizer for
+            which another value was measured.
 
     Raises:
-        ValueError: an option out of its range; "exact", which needs a scale that all ranks share.
+        ValueError: an option is out of its range, or "exact", which needs a shared scale.
     """
 
     whole_groups = True
@@ -66,11 +66,11 @@ class FeedbackCodec(Codec):
 
     @property
     def decay(self) -> float:
-        # 0: without feedback there is nothing that kernels could multiply
+        # a decay of 0 means no error feedback, so kernels have no residual to multiply
         return self.residual_decay or 1.0
 
     def with_decay(self, residual_decay: float) -> Self:
-        """Return the same codec with another residual decay, in (0, 1]."""
+        """Return a copy of this codec with another residual decay, in (0, 1]."""
         out = copy.copy(self)
         out.residual_decay = residual_decay
         return out
@@ -92,7 +92,7 @@ class FeedbackCodec(Codec):
         return {
             "group": self.group,
             "error_feedback": self.error_feedback,
-            "residual_decay": self.decay if self.error_feedback else 0.0,  # two words for one thing
+            "residual_decay": self.decay if self.error_feedback else 0.0,  # equivalent settings
             "second_phase": self.second_phase,
         }
 

@@ -1,4 +1,4 @@
-"""Plain values as a codec: fp32, for tests and debugging, or bf16, half the bytes."""
+"""Uncompressed values as a codec: fp32, for tests and debugging, or bf16, with half the bytes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ _DTYPES = {"fp32": (PLAIN, torch.float32), "bf16": (BFLOAT16, torch.bfloat16)}
 
 
 class Identity(Codec):
-    """The values themselves, as fp32 or as bf16.
+    """Values without codes, as fp32 or bf16.
 
-    With fp32, averaging equals plain averaging in rank order, bit for bit: the whole machinery
-    (layouts, messages, both phases) without loss, for tests and debugging. With bf16 values are
-    rounded to nearest even before they are sent and once more where they were averaged (in fp32):
-    half the bytes, over transports whose own all_reduce has no bf16, too. With bf16 gradients it is
-    not DDP's own average to the bit: sums are fp32 and rounded once here, where DDP adds in bf16 (3
-    ranks: up to 21 ulp apart).
+    With fp32, averages equal plain averages in rank order, bit for bit. Use it to test layouts,
+    messages and both phases without loss. With bf16, values are rounded to nearest even before they
+    are sent, averaged in fp32, and rounded again. This halves the bytes, also on transports whose
+    all_reduce does not support bf16. For bf16 gradients the result differs from DDP's average: sums
+    are fp32 and rounded once here, while DDP adds in bf16 (3 ranks: up to 21 ulp apart).
 
     Args:
-        dtype: "fp32" or "bf16".
+        dtype: dtype of the values in payloads, "fp32" or "bf16".
 
     Raises:
         ValueError: another dtype.

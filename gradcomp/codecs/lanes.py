@@ -1,5 +1,5 @@
-"""Integer sums of ternary codes, k + N in ceil(log2(2N + 1)) bits: what the "exact" second phase
-sends.
+"""Integer sums of ternary codes for the "exact" second phase: k + N in ceil(log2(2N + 1)) bits, for
+a sum k of N ranks.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from gradcomp.payload.layout import PayloadLayout
 
 
 class Lanes:
-    """Sums of the ternary codes of `world_size` ranks, with the scales that they share.
+    """Encoder of sums of the ternary codes of `world_size` ranks, which share their scales.
 
     Attributes:
-        form: how they stand in a payload.
-        code: how kernels write and read them.
+        form: form of the sums in a payload.
+        code: description of the sums for kernels.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -30,19 +30,18 @@ class Lanes:
         layout: PayloadLayout,
         out: Tensor,
     ) -> None:
-        """Write scales and sums of the compressed pieces of all payloads to `out`, a payload of
-        `layout`.
+        """Write the scales and the sums of the compressed pieces of all payloads to `out`.
 
         Args:
-            payloads: of all ranks, with the same pieces (`source`).
-            source, layout: where the pieces stand in the payloads and in `out`.
-            out: ``(layout.nbytes,)`` uint8.
+            payloads: payloads of all ranks, with the same pieces and scales.
+            source, layout: layouts of the payloads and of `out`.
+            out: ``(layout.nbytes,)`` uint8, the body is written in place.
         """
         scales = 4 * layout.scale_count
         host.copy_bytes(out, HEADER_NBYTES, payloads.tensors[0], scales, HEADER_NBYTES)
         host.sum_lanes(payloads.tensors, source.packed, layout.packed, self.code, out)
 
     def validate_packed(self, payload: Tensor, layout: PayloadLayout) -> None:
-        """Raise CorruptPayload for scales and sums that `add` does not write."""
+        """Raise CorruptPayload for scales or sums that `add` does not write."""
         host.validate_scales(payload, HEADER_NBYTES, layout.scale_count, non_negative=True)
         host.validate(payload, self.code, layout.packed)

@@ -1,5 +1,5 @@
-"""The largest number in a payload: it bounds what payloads average to, and finds the NaN that no
-flag announced.
+"""Magnitude of a payload: bounds the averages of payloads, and finds NaN or Inf in a payload whose
+non-finite flag is not set.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from gradcomp.payload.layout import PayloadLayout
 
 
 def magnitude(payload: Tensor, layout: PayloadLayout) -> float:
-    """Return a bound of decoded values, from a payload's scales and plain values; NaN or Inf if one
-    of these is.
+    """Return an upper bound of |decoded values|, from a payload's scales and uncompressed values;
+    NaN or Inf if one of these is.
 
     Args:
-        payload: ``(layout.nbytes,)`` uint8, whose header and scales have been checked.
-        layout: of the payload.
+        payload: ``(layout.nbytes,)`` uint8, with checked header and scales.
+        layout: layout of the payload.
     """
     largest = 0.0
     for values, reach in _numbers(payload.numpy(), layout):
-        found = float(np.abs(values).max(initial=0.0)) * reach
-        if math.isnan(found):
-            return found
-        largest = max(largest, found)
+        bound = float(np.abs(values).max(initial=0.0)) * reach
+        if math.isnan(bound):
+            return bound
+        largest = max(largest, bound)
     return largest
 
 
 def _numbers(
     data: NDArray[np.uint8], layout: PayloadLayout
 ) -> Iterator[tuple[NDArray[np.float32], float]]:
-    """Yield the scales, or else the values, of every piece as float32, and how many times these
-    decoded values reach.
+    """Yield (float32 array, reach) of every piece: its scales, or its values if it has no scales.
+    |Decoded values| are at most `reach` times the array's largest magnitude.
     """
     for piece, scales, codes in zip(
         layout.pieces, layout.scale_offsets, layout.code_offsets, strict=True
@@ -57,16 +57,15 @@ def _numbers(
 def refuse_unflagged(
     payloads: Sequence[Tensor], layouts: Sequence[PayloadLayout], where: str = ""
 ) -> None:
-    """Raise CorruptPayload if a payload holds a value that is not finite: its sender would have set
-    the non-finite flag.
+    """Raise CorruptPayload if a payload has a value that is not finite: a correct sender sets the
+    non-finite flag.
 
-    A decoder finds such a value in what it writes, so this looks at every byte only where that has
-    happened already.
+    This reads every byte, so it is called only after a decoder has written a non-finite value.
 
     Args:
-        payloads: without the flag, one a rank.
-        layouts: theirs.
-        where: appended to the rank in the message.
+        payloads: payloads without the flag, one per rank.
+        layouts: their layouts.
+        where: text that follows the rank in the message.
     """
     for rank, (payload, layout) in enumerate(zip(payloads, layouts, strict=True)):
         if not math.isfinite(magnitude(payload, layout)):

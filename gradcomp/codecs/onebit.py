@@ -1,5 +1,4 @@
-"""1-bit codes with error feedback: the sign of gradient + residual, and the two class means of each
-group.
+"""1-bit codes with error feedback: the sign of gradient + residual, and two class means per group.
 
 Implements Seide, Fu, Droppo, Li, Yu 2014, "1-bit stochastic gradient descent", section 2.
 Deviations: groups are rows of a weight matrix (the paper's columns: the weights of one output
@@ -19,29 +18,30 @@ from gradcomp.payload.form import ONEBIT
 
 
 class OneBit(FeedbackCodec):
-    """1-bit SGD: one bit a value plus two fp32 means a group.
+    """1-bit SGD: one bit per value plus two fp32 means per group.
 
     Args:
-        group: what shares the two means: "row" (one output unit), "tensor", or a block of n
+        group: elements with the same two means: "row" (one output unit), "tensor", or a block of n
             elements.
-        error_feedback: carry what a step's codes leave out into the next step, by default unless
-            values are rotated. Without either training diverges; False is for experiments.
-        residual_decay: what a residual keeps for the next step, from 0 (``error_feedback=False``)
-            to 1 (the paper); None: by the optimizer that is registered with it, 1 without one.
-        second_phase: of a reduce_scatter: "requantize" (the default; the owner keeps a residual
-            too), "block2", "block4", "block8" (means in evenly spaced levels, of which the owner
-            keeps residuals), "bf16", "fp32".
-        values: what a bit decodes to. "means": the mean of its class in the group, which leaves the
-            smallest residual. "sign": -1 or +1, in units of the gradient as it is encoded (loss
-            scale included), for updates that do not look at magnitudes, such as AdaGrad on the
-            average. Residuals are then about as large as 1, whatever the gradient is.
-        rotate: rotate each group at random before its signs are taken, the same on all ranks and
-            another at every step, and scale its means so that averages are unbiased: no residuals,
-            and errors of one size all over a group. For what few exchanges average, such as local
-            steps (docs/explanation/accuracy.md); of exchanges alone.
+        error_feedback: add the error of a step's codes to the next step's gradients. Default: True,
+            or False with `rotate`. Without both, training diverges; False is for experiments.
+        residual_decay: factor on the encoding error that becomes the next residual, from 0
+            (``error_feedback=False``) to 1 (the paper); None: chosen for the registered optimizer,
+            else 1.
+        second_phase: second phase of a reduce_scatter: "requantize" (default: this codec, with a
+            residual of the owner), "block2", "block4", "block8" (means in evenly spaced levels,
+            with a residual of the owner), "bf16", "fp32".
+        values: decoded values. "means": the mean of the bit's class in the group, with the smallest
+            residuals. "sign": -1 or +1, in units of the encoded gradient (loss scale included), for
+            updates that ignore magnitudes, such as AdaGrad on the average. Residuals are then about
+            as large as 1, for gradients of any size.
+        rotate: rotate each group at random before taking signs, with the same rotation on all ranks
+            and another one at every step, and scale its means so that averages are unbiased. There
+            are no residuals, and errors are equally large in a whole group. For trainings with few
+            exchanges, such as local steps (docs/explanation/accuracy.md); in exchanges only.
 
     Raises:
-        ValueError: an option out of its range; "exact", which needs integer codes.
+        ValueError: an option is out of its range, or "exact", which needs integer sums.
     """
 
     form = ONEBIT

@@ -1,9 +1,8 @@
-"""Ternary codes rounded to the nearest level: -S, 0 or S, the nearest to x, in two bits, with error
-feedback.
+"""Ternary codes with error feedback: the nearest of -S, 0 and S, in two bits.
 
-S is `step` times the root mean square of x = gradient + residual over a group. With a step of 1.8
-about 37 % of a normal distribution get a sign (|x| > 0.9 root mean squares). There are no random
-numbers. The payload is that of `TernGrad` (codes 00 = -1, 01 = 0, 10 = +1), and so is the decoder.
+S is `step` times the root mean square of x = gradient + residual in a group. With a step of 1.8,
+about 37 % of normally distributed values are not 0 (|x| > 0.9 root mean squares). No random numbers
+are used. Payload and decoder are those of `TernGrad` (codes 00 = -1, 01 = 0, 10 = +1).
 Residuals: Seide et al. 2014, section 2, with a decay (`gradcomp.codecs.feedback`).
 """
 
@@ -20,29 +19,29 @@ from gradcomp.payload.form import TERNARY
 
 STEP = 1.8
 FLOAT32 = torch.finfo(torch.float32)
-# options of the stochastic codec, which had this name until 2026-11
+# options of TernGrad, which was named Ternary until 2026-11
 TERNGRADS = ("clip_sigma", "scale", "seed")
 
 
 class Ternary(FeedbackCodec):
-    """-S, 0 or S, whichever is nearest: 2 bits a value plus one fp32 scale a group, with error
+    """The nearest of -S, 0 and S: 2 bits per value plus one fp32 scale per group, with error
     feedback.
 
     Args:
-        step: S in root mean squares of the group, above 0.
-        group: what shares a scale: "row" (one output unit), "tensor", or a block of n elements.
-        error_feedback: carry what a step's codes leave out into the next step. False keeps no
-            residuals, which take 8 bytes a value (4 under FSDP2): for FSDP2 and where memory is
-            tight; docs/explanation/accuracy.md has what it costs.
-        residual_decay: what a residual keeps for the next step, from 0 (``error_feedback=False``)
-            to 1; None: by the optimizer that is registered with it, 1 without one.
-        second_phase: of a reduce_scatter: "requantize" (the default; the owner keeps a residual
-            too), "block2", "block4", "block8" (means in evenly spaced levels, of which the owner
-            keeps residuals), "bf16", "fp32".
+        step: S as a multiple of the group's root mean square, above 0.
+        group: elements with one scale: "row" (one output unit), "tensor", or a block of n elements.
+        error_feedback: add the error of a step's codes to the next step's gradients. False saves
+            the residuals, 8 bytes per value (4 under FSDP2), for FSDP2 or if memory is scarce; for
+            the loss of accuracy see docs/explanation/accuracy.md.
+        residual_decay: factor on the encoding error that becomes the next residual, from 0
+            (``error_feedback=False``) to 1; None: chosen for the registered optimizer, else 1.
+        second_phase: second phase of a reduce_scatter: "requantize" (default: this codec, with a
+            residual of the owner), "block2", "block4", "block8" (means in evenly spaced levels,
+            with a residual of the owner), "bf16", "fp32".
 
     Raises:
-        ValueError: an option out of its range; "exact", which needs a scale that all ranks share.
-        TypeError: an option of `TernGrad`, the stochastic codec.
+        ValueError: an option is out of its range, or "exact", which needs a shared scale.
+        TypeError: an unknown option, e.g. one of `TernGrad`, the stochastic codec.
     """
 
     form = TERNARY

@@ -1,11 +1,11 @@
 """TernGrad codes: sign(x) with probability |x| / S, else 0, in two bits.
 
 Implements Wen, Xu, Yan, Wu, Wang, Chen, Li 2017, "TernGrad", equations 3-5, with gradient clipping
-(equation 9: at clip_sigma standard deviations) and scaler sharing (section 3.2). Deviations: where
-the mean of a group exceeds its standard deviation (which equation 9 takes to be that of values
-about zero) the bound lies further out by what it exceeds it, so that groups of equal elements keep
-their values; scales may be per row or block; the owner's second encoding never clips, since means
-of ternary values are sparse and their standard deviation says nothing about outliers.
+(equation 9: at clip_sigma standard deviations) and scaler sharing (section 3.2). Deviations: if the
+mean of a group exceeds its standard deviation (equation 9 assumes values around zero), the bound
+grows by the difference, so that groups of equal elements keep their values; scales may be per row
+or block; the owner's second encoding never clips, because means of ternary values are sparse and
+their standard deviation does not indicate outliers.
 """
 
 from __future__ import annotations
@@ -31,29 +31,30 @@ SAME_DRAWS = (
     " the number of payloads. Pass key=gradcomp.codecs.RngKey(seed=..., rank=..., step=...,"
     " parameter=...)"
 )
-# one draws numbers of its own, the second the same again
+# the second encoding without a key draws the random numbers of the first again, and warns
 _encodings_without_key = itertools.count()
 
 
 class TernGrad(Codec):
-    """TernGrad: 2 bits a value, unbiased, no residual.
+    """TernGrad: 2 bits per value, unbiased, no residuals.
 
     Args:
-        clip_sigma: clip at this many standard deviations before scaling (TernGrad: 2.5), further
-            out where a group's mean exceeds its standard deviation; None: do not clip, and be
-            unbiased for the gradient itself.
-        scale: "shared": all ranks use the largest rank's scale, so that sums of codes are integers
-            and can be sent exactly; costs one small round. "own": each rank its own scale: less
-            variance, no extra round.
-        group: what shares a scale: "tensor" (layer-wise), "row", or a block of n elements.
-        second_phase: of a reduce_scatter: "exact" (integer sums), "requantize", "block2", "block4",
-            "block8" (means in evenly spaced levels, of which owners keep residuals: as many bits at
-            every N), "bf16", "fp32"; None: with a shared scale exact up to 7 ranks, whose sums take
-            at most 4 bits, and block4 from 8 on; else requantize.
-        seed: of the random numbers, uint32, the same on every rank.
+        clip_sigma: clip at this many standard deviations before scaling (TernGrad: 2.5), or farther
+            out if a group's mean exceeds its standard deviation; None: no clipping, so that
+            decoded values are unbiased for the gradient itself.
+        scale: "shared": all ranks use the largest scale of any rank, so that sums of codes are
+            integers and can be sent exactly; this needs one small collective. "own": each rank uses
+            its own scale: less variance, no extra collective.
+        group: elements with one scale: "tensor" (layer-wise), "row", or a block of n elements.
+        second_phase: second phase of a reduce_scatter: "exact" (integer sums), "requantize",
+            "block2", "block4", "block8" (means in evenly spaced levels, with residuals of the
+            owner; the bits do not depend on the number of ranks), "bf16", "fp32". None: with a
+            shared scale, "exact" up to 7 ranks, whose sums need at most 4 bits, and "block4" from 8
+            ranks on; else "requantize".
+        seed: seed of the random numbers, uint32, the same on every rank.
 
     Raises:
-        ValueError: an option out of its range, or "exact" with own scales.
+        ValueError: an option is out of its range, or "exact" with own scales.
     """
 
     form = TERNARY
@@ -171,5 +172,5 @@ class TernGrad(Codec):
             raise ValueError(f"scale has {given.numel()} values for {group_count} groups")
         if not bool((torch.isfinite(given) & (given >= 0)).all()):
             raise ValueError(f"scale must be finite and not negative, got {scale!r}")
-        # -0.0 becomes 0.0; a sum would flush what is denormal where the thread flushes
+        # -0.0 becomes 0.0; adding 0.0 instead would flush denormals if the thread does so
         return given.abs().contiguous()

@@ -1,8 +1,7 @@
-"""Named tensors that are averaged, fused into flat ones: gradients of a model without DDP, or
-whatever has a source.
+"""Buckets of named tensors: gradients of a model without DDP, or any other tensors with a `Source`.
 
-A parameter that tensor parallelism has sharded (a DTensor) takes part with its local shard: ranks
-that are averaged hold the same shard of it.
+Of a DTensor, which tensor parallelism has sharded, only the local shard is averaged. The ranks that
+average it must have the same shard.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ _SPARSE = "make the layer with sparse=False"
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor, in the same memory: the shard of a DTensor, any
-    other tensor whole.
-    """
+    """Return the local shard of a DTensor, which shares its memory, or any other tensor itself."""
     sharded: Any = tensor
     if not hasattr(sharded, "to_local"):
         return tensor
@@ -34,8 +31,8 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def shard_of(tensor: Any) -> object:
-    """Return which shard of a DTensor this rank holds, for comparison over ranks; None for a
-    whole tensor.
+    """Return a description of this rank's shard of a DTensor, for comparison across ranks; None
+    for a tensor that is not sharded.
     """
     if not hasattr(tensor, "to_local"):
         return None
@@ -49,15 +46,15 @@ def shard_of(tensor: Any) -> object:
 
 
 def check_gradient(name: str, parameter: Tensor) -> None:
-    """Raise UnsupportedTensor unless a gradient is a dense tensor of its parameter's dtype,
-    sharded as that is.
+    """Raise UnsupportedTensor unless a parameter's gradient is dense and has the parameter's dtype
+    and placements.
     """
     grad: Any = parameter.grad
     placements = getattr(parameter, "placements", None)
     if getattr(grad, "placements", None) != placements:
-        found = getattr(grad, "placements", "nowhere (a plain tensor)")
+        placed = getattr(grad, "placements", "nowhere (a plain tensor)")
         raise UnsupportedTensor(
-            f"gradient of {name!r} is placed {found}, its parameter {placements}"
+            f"gradient of {name!r} is placed {placed}, its parameter {placements}"
         )
     local = grad.to_local() if placements is not None else grad
     refuse_sparse(local, name)
@@ -69,7 +66,7 @@ def check_gradient(name: str, parameter: Tensor) -> None:
 
 
 def refuse_sparse(gradient: Tensor, name: str) -> None:
-    """Raise UnsupportedTensor for the sparse gradient of parameter `name`."""
+    """Raise UnsupportedTensor if the gradient of parameter `name` is sparse."""
     if gradient.layout != torch.strided:
         raise UnsupportedTensor(
             f"the gradient of {name!r} is {gradient.layout}, and gradcomp takes dense ones:"
@@ -78,7 +75,7 @@ def refuse_sparse(gradient: Tensor, name: str) -> None:
 
 
 def check_layers(model: nn.Module, ignored: Collection[str] = ()) -> None:
-    """Raise UnsupportedTensor for a layer whose gradient will be sparse.
+    """Raise UnsupportedTensor if a layer of the model will produce sparse gradients.
 
     Args:
         ignored: names of parameters whose gradients are not averaged.
@@ -99,7 +96,9 @@ def check_layers(model: nn.Module, ignored: Collection[str] = ()) -> None:
 
 @torch.no_grad()
 def poison(parameters: Iterable[Tensor]) -> None:
-    """Make every gradient NaN: after a failed step no local one may be taken for an average."""
+    """Fill every gradient with NaN, so that a local gradient is not mistaken for an average after a
+    failed step.
+    """
     for parameter in parameters:
         if parameter.grad is None:
             continue
@@ -111,13 +110,12 @@ def poison(parameters: Iterable[Tensor]) -> None:
 
 
 class Source(Protocol):
-    """A named tensor that is averaged: where a rank's values come from, and where the average goes.
+    """A named tensor to average: reads this rank's values, and stores the average.
 
     Attributes:
-        name: the same on every rank.
-        trained: whether it is averaged at all.
-        shard: which shard of a sharded tensor this rank holds; the same on all ranks that are
-            averaged.
+        name: name of the tensor, the same on every rank.
+        trained: whether the tensor is averaged.
+        shard: result of `shard_of`, the same on all ranks that average the tensor.
     """
 
     name: str
@@ -126,22 +124,22 @@ class Source(Protocol):
 
     @property
     def like(self) -> Tensor:
-        """A tensor of its shape, dtype and strides, whose bits every rank holds alike
-        (`Engine.check_replicas`).
+        """A tensor with the shape, dtype and strides of the values to average. Its own values must
+        be the same bits on every rank (`Engine.check_replicas`).
         """
 
     def load(self, view: Tensor) -> None:
-        """Copy this rank's values to `view`, a tensor like `like` inside a bucket."""
+        """Copy this rank's values to `view`, a part of a bucket with the shape of `like`."""
 
     def store(self, view: Tensor) -> None:
-        """Take the average that stands in `view`."""
+        """Copy the average from `view`."""
 
     def clear(self) -> None:
-        """Have no values: there is no average yet."""
+        """Remove the values, because no average is available yet."""
 
 
 class Gradient:
-    """The gradient of a parameter, as a `Source`; a missing one counts as zero."""
+    """The gradient of a parameter, as a `Source`; a missing gradient is averaged as zero."""
 
     def __init__(self, name: str, parameter: Tensor) -> None:
         self.name, self._parameter = name, parameter
@@ -172,14 +170,14 @@ class Gradient:
 
 
 class Bucket:
-    """Tensors that travel together, and the flat one that holds their values.
+    """Tensors that are averaged in one exchange, and the flat buffer of their values.
 
     Args:
-        sources: (position, source) pairs of one dtype and device.
+        sources: (position, source) pairs, all of one dtype and device.
 
     Attributes:
-        flat: ``(numel,)``, what is averaged in place.
-        members: (position, first element in `flat`) pairs.
+        flat: ``(numel,)`` buffer of the sources' dtype and device, averaged in place.
+        members: (position of the source, its first element in `flat`) pairs.
     """
 
     def __init__(self, sources: Sequence[tuple[int, Source]]) -> None:
@@ -198,32 +196,32 @@ class Bucket:
 
     @torch.no_grad()
     def load(self) -> None:
-        """Copy the values of its tensors to `flat`."""
+        """Copy the values of all sources to `flat`."""
         for source, view in self._parts:
             source.load(view)
 
     @torch.no_grad()
     def store(self) -> None:
-        """Hand `flat` to its tensors."""
+        """Copy the averages from `flat` to the sources."""
         for source, view in self._parts:
             source.store(view)
 
     def clear(self) -> None:
-        """Leave its tensors without values."""
+        """Remove the values of all sources."""
         for source, _ in self._parts:
             source.clear()
 
 
 def fuse(sources: Sequence[Source], bucket_cap_mb: float) -> list[Bucket]:
-    """Share trained tensors out over buckets of one dtype and device each, last ones first, as
-    backward makes gradients.
+    """Return buckets of about `bucket_cap_mb` MiB of the trained tensors, each of one dtype and
+    device. The last tensors come first: backward computes their gradients first.
     """
     buckets, trained = (
         [],
         [(i, source, source.like) for i, source in enumerate(sources) if source.trained],
     )
     for kind in dict.fromkeys((like.dtype, like.device) for _, _, like in trained):
-        alike = [one for one in trained if (one[2].dtype, one[2].device) == kind]
+        alike = [entry for entry in trained if (entry[2].dtype, entry[2].device) == kind]
         sizes = [like.numel() * like.element_size() for _, _, like in alike]
         for members in assign_buckets(sizes, int(bucket_cap_mb * 2**20)):
             buckets.append(Bucket([alike[m][:2] for m in members]))
@@ -231,7 +229,7 @@ def fuse(sources: Sequence[Source], bucket_cap_mb: float) -> list[Bucket]:
 
 
 def _like(parameter: Any, local: Tensor) -> Tensor:
-    """Return a local tensor as a gradient of `parameter`: a DTensor for a DTensor."""
+    """Return a local tensor as a gradient of `parameter`: a DTensor if `parameter` is one."""
     if not hasattr(parameter, "to_local"):
         return local
     shape, stride = parameter.size(), parameter.stride()
@@ -247,7 +245,7 @@ def _like(parameter: Any, local: Tensor) -> Tensor:
 
 
 def check_optimizer(optimizer: Any, parameters: Iterable[Tensor]) -> None:
-    """Raise ValueError if an optimizer updates none of a model's parameters."""
+    """Raise ValueError if an optimizer updates none of the given parameters."""
     known = {id(p) for p in parameters}
     if not any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(

@@ -1,6 +1,4 @@
-"""What a user can ask of running compression, whoever runs it: statistics, checkpoints,
-roll-back, checks.
-"""
+"""Methods that all entry points share: statistics, checkpoints, roll-back, checks."""
 
 from __future__ import annotations
 
@@ -18,39 +16,39 @@ if TYPE_CHECKING:
 
 
 class Controls:
-    """Base of `gradcomp.ddp.CompressionState` and `gradcomp.GradientAverager`; a context manager,
-    which closes.
+    """Base of `gradcomp.ddp.CompressionState` and `gradcomp.GradientAverager`; a context manager
+    that closes on exit.
 
-    What is dropped without `close` gives its threads and buffers back, too.
+    Threads and buffers are also freed if the object is garbage-collected without `close`.
     """
 
     _engine: Engine
 
     @property
     def stats(self) -> Stats:
-        """Bytes and seconds so far."""
+        """Bytes sent and received, and seconds spent, so far."""
         return self._engine.stats
 
     def quality(self) -> Quality:
-        """Return what codes have made of this rank's gradients at the latest sample: one every
-        `Options.quality_every` steps.
+        """Return the latest sample of the error that codes make in this rank's gradients, taken
+        every `Advanced.quality_every` steps.
         """
         return self._engine.layouts.probe.report()
 
     def log_to(self, target: Any, *, every: int = 10, prefix: str = "gradcomp") -> None:
-        """Report bytes, ratio, exposed and hidden seconds, and quality where there is a new sample,
-        every so many steps.
+        """Report statistics of this rank at regular intervals: bytes, ratio, exposed and hidden
+        seconds, and quality if there is a new sample.
 
         Args:
             target: a TensorBoard ``SummaryWriter``, a `logging.Logger`, a text stream
                 (`sys.stderr`: a progress line), an object with ``log(values, step=step)``, or a
-                function of (values by name, step). On this rank alone.
-            every: steps from one report to the next.
-            prefix: of names: "gradcomp/bytes_sent_per_step".
+                function of (values by name, step).
+            every: number of steps between two reports.
+            prefix: prefix of the reported names, as in "gradcomp/bytes_sent_per_step".
 
         Raises:
-            TypeError: a target of another kind.
-            ValueError: `every` below 1.
+            TypeError: `target` is of another type.
+            ValueError: `every` is below 1.
         """
         self._engine.reports.append(
             Telemetry(target, lambda: self.stats, self.quality, every, prefix)
@@ -62,64 +60,70 @@ class Controls:
         return self._engine.step
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank needs to resume bit for bit: step, loss scale, residuals by
-        parameter name.
+        """Return this rank's state, to resume bit for bit: step, loss scale, residuals by name.
 
-        Save one file a rank; ``torch.load(..., weights_only=True)`` reads it. After a failure it is
-        the state of before the step that failed.
+        Save one file per rank; ``torch.load(..., weights_only=True)`` reads it. After a failure,
+        the state is the one before the failed step.
         """
         return self._engine.state_dict()
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
-        """Resume from a `state_dict` of the same rank, world size, codec and model; ValueError for
-        any other.
+        """Resume from a `state_dict` of the same rank, world size, codec and model.
 
-        With another number of ranks, from a list of the states of all ranks of the old run: the new
-        ranks get the mean of their residuals, and states of a transform are shared out anew.
+        To resume with another number of ranks, pass a list of the states of all ranks of the old
+        run. The new ranks get the mean of the old residuals, and states of a transform are sharded
+        again.
+
+        Raises:
+            ValueError: the state does not fit this rank, world size, codec or model.
         """
         self._engine.load_state_dict(state)
 
     def discard_step(self) -> None:
-        """Roll residuals back to before the last step: call it when you throw its gradients
-        away.
+        """Roll back residuals to before the last step. Call this when you discard the gradients of
+        that step.
         """
         self._engine.discard_step()
 
     def reset(self) -> None:
-        """Go on after a failure, from before the step that failed. Collective: every rank calls it.
+        """Resume after a failure, from the state before the failed step. Collective: every rank
+        must call it.
 
-        What caused the failure must be over. Gradients are NaN then, and averages that waited to be
-        handed back are gone: the loop goes on with the next batch. Bytes move over a duplicate of
-        the communicator, the one before is closed.
+        The cause of the failure must be fixed first. Gradients are NaN after a failure, and delayed
+        averages that were not returned yet are lost, so continue with the next batch. The
+        communicator is closed and replaced by a duplicate.
 
         Raises:
             PeerLost: a rank did not call this.
-            PeerMismatch: "step"; the failure has left ranks at different steps: load a checkpoint
+            PeerMismatch: "step"; ranks are at different steps after the failure. Load a checkpoint
                 on all of them.
         """
         self._engine.reset()
 
     def check_replicas(self) -> tuple[int, ...]:
-        """Compare the parameters' bits over all ranks; PeerMismatch names the first tensor and rank
-        that differ.
+        """Compare the bits of the parameters across all ranks. Collective.
 
         Returns:
-            the ranks that were asked, this one among them.
+            The ranks that were compared, this one included.
+
+        Raises:
+            PeerMismatch: ranks differ; it names the first tensor and rank that differ.
+            PeerLost: a rank did not answer.
         """
         self._engine.check_replicas()
         return tuple(range(self._engine.comm.world_size))
 
     def follows(self, scale: Callable[[], float]) -> bool:
-        """Whether residuals are kept in units of this loss scale, say ``scaler.get_scale``."""
+        """Return whether residuals are in units of this loss scale, e.g. ``scaler.get_scale``."""
         return self._engine.follows(scale)
 
     def describe(self) -> str:
-        """Return one line: what is compressed, what is not, the exchange, the expected ratio."""
+        """Return one line of text: compressed tensors, exchange, expected compression ratio."""
         return self._engine.describe()
 
     def close(self) -> None:
-        """Stop the threads and close the communicator; an exchange under way ends. Closing twice
-        is harmless.
+        """Stop the threads and close the communicator; an exchange in progress is aborted. Closing
+        twice has no effect.
         """
         self._engine.close()
 

@@ -1,5 +1,4 @@
-"""Averages that are one call behind: the gradients of one backward travel while the next one is
-computed.
+"""Delayed averages: the gradients of one backward pass are exchanged while the next is computed.
 
 References:
     Seide et al. 2014, "1-bit stochastic gradient descent" (double buffering).
@@ -17,14 +16,14 @@ from gradcomp.engine.step import Engine, Step
 
 @dataclass
 class DelayedSeconds:
-    """What delayed exchanges have cost so far.
+    """Time spent in delayed exchanges so far, in seconds.
 
     Attributes:
-        exchanges: finished.
-        exchange_s: seconds from the first bucket's start to the last one's end.
-        waited_s: seconds that callers were blocked for it.
-        codec_s: seconds in which codecs worked.
-        copy_s: seconds in copying gradients to buckets and averages back.
+        exchanges: number of finished exchanges.
+        exchange_s: time from the start of the first bucket to the end of the last.
+        waited_s: time that callers were blocked.
+        codec_s: time spent in codecs.
+        copy_s: time to copy gradients to buckets and averages back.
     """
 
     exchanges: int = 0
@@ -35,43 +34,44 @@ class DelayedSeconds:
 
 
 class DelayedAverages:
-    """A step that stays open from one call to the next, and two sets of buckets that take turns:
-    one is exchanged, the other takes the next gradients.
+    """A step that stays open from one call to the next, with double-buffered buckets.
+
+    One set of buckets is exchanged while the other receives the next gradients.
 
     Args:
-        engine: averages; nobody else may begin a step of it while this one is open.
-        buckets, spare: the two sets, of the same layout.
+        engine: averages the buckets; no other step of it may begin while this one is open.
+        buckets, spare: the two sets of buckets, of the same layout.
 
     Attributes:
-        step: the exchange under way, or whose averages have not been handed back.
-        seconds: over all exchanges.
+        step: the step whose averages have not been returned yet, or None.
+        seconds: time spent in all exchanges.
     """
 
     def __init__(self, engine: Engine, buckets: Sequence[Bucket], spare: Sequence[Bucket]) -> None:
         self._engine, self._buckets, self._spare = engine, buckets, spare
         self.step: Step | None = None
         self.seconds = DelayedSeconds()
-        self._codec_s = 0.0  # of the engine when the step began
+        self._codec_s = 0.0  # the engine's codec seconds when the step began
 
     def average(self) -> bool:
-        """Start averaging ``p.grad``; put the averages of the call before in its place, or None if
-        there are none.
+        """Start averaging ``p.grad``, and replace it with the averages of the previous call, or
+        with None if there are none.
 
         Returns:
-            whether ``p.grad`` holds averages.
+            Whether ``p.grad`` now has averages.
 
         Raises:
-            GradcompError: what went wrong, now or in an earlier call.
+            GradcompError: this call or an earlier one failed.
         """
-        handed = self._finish()
+        has_averages = self._finish()
         step = self._engine.begin()
         begun = time.perf_counter()
         for bucket in self._spare:
             bucket.load()
         for bucket in self._buckets:
-            if handed:
+            if has_averages:
                 bucket.store()
-            else:  # no local gradients that an optimizer could take
+            else:  # leave no local gradients for an optimizer step
                 bucket.clear()
         self._buckets, self._spare = self._spare, self._buckets
         self.seconds.copy_s += time.perf_counter() - begun
@@ -79,31 +79,31 @@ class DelayedAverages:
         for bucket in self._buckets:
             step.submit(bucket.flat, bucket.members)
         step.seal()
-        return handed
+        return has_averages
 
     def flush(self) -> bool:
-        """Wait for the exchange under way and put its averages into ``p.grad``; return whether
+        """Wait for the exchange in progress and copy its averages to ``p.grad``; return whether
         there was one.
 
         Raises:
-            GradcompError: as `average`.
+            GradcompError: as in `average`.
         """
-        handed = self._finish()
-        if handed:
+        has_averages = self._finish()
+        if has_averages:
             begun = time.perf_counter()
             for bucket in self._buckets:
                 bucket.store()
             self.seconds.copy_s += time.perf_counter() - begun
-        return handed
+        return has_averages
 
     def drop(self) -> None:
-        """Wait for the exchange under way and forget its averages; ``p.grad`` stays as it is."""
+        """Wait for the exchange in progress and discard its averages; ``p.grad`` is unchanged."""
         step, self.step = self.step, None
         if step is not None:
             step.finish()
 
     def _finish(self) -> bool:
-        """Wait for the exchange under way; return whether there was one."""
+        """Wait for the exchange in progress; return whether there was one."""
         step, begun = self.step, time.perf_counter()
         if step is None:
             return False
@@ -118,6 +118,6 @@ class DelayedAverages:
         if self._engine.comm.world_size > 1:
             seconds.waited_s += time.perf_counter() - begun
             seconds.exchange_s += step.ended - step.started
-            # unless it was reset
+            # codec_seconds may be smaller than before if the statistics were reset
             seconds.codec_s += max(0.0, self._engine.stats.codec_seconds - self._codec_s)
         return True

@@ -1,15 +1,15 @@
-"""Watches a run whose codec was chosen by ``"auto"``, and takes it to a safer codec where
-compression does not pay, or codes leave out more than they did in any training of the table.
+"""Guard of ``codec="auto"``: switches a run to a safer codec if compression does not make steps
+faster, or if the error of the codes is larger than in any training of the accuracy table.
 
 **Time**: `COMPRESSED` early steps are timed with the codec and `PLAIN` in bf16, from the end of one
-exchange to the end of the next. If the codec's steps take longer, the run goes on in bf16.
+exchange to the end of the next. If the codec's steps take longer, the run continues in bf16.
 
-**Error**: every `EVERY` steps ranks compare their latest samples of `gradcomp.exchange.quality`.
-After `IN_A_ROW` errors beyond the limit, or once residuals grow without bound, the run goes on with
-the next codec of `LADDER`.
+**Error**: every `EVERY` steps, ranks gather their latest samples of `gradcomp.exchange.quality`.
+After `IN_A_ROW` errors above the limit, or once residuals grow without bound, the run continues
+with the next codec of `LADDER`.
 
-All ranks decide from the same gathered numbers, after the same step. Which steps are timed depends
-on their numbers alone, and what was decided is part of the saved state.
+All ranks decide from the same gathered numbers, after the same step. The step number alone decides
+which steps are timed, and the decision is part of the saved state.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ from gradcomp.memory.saved import check_mapping
 
 logger = logging.getLogger("gradcomp")
 
-# without residuals, which not every codec has planes for
+# without error feedback, because not every codec has residual planes
 LADDER: tuple[Codec, ...] = (Block(8, error_feedback=False), Identity("bf16"))
-SETTLE = 3  # first steps, in which buckets are rebuilt and buffers made: not timed
-COMPRESSED, PLAIN = 5, 3  # steps; the first one in bf16 makes buffers and does not count
-EVERY = 100  # steps from one look at errors to the next
+SETTLE = 3  # first steps, not timed: buckets are rebuilt and buffers allocated
+COMPRESSED, PLAIN = 5, 3  # timed steps; the first in bf16 allocates buffers and is not counted
+EVERY = 100  # steps between two comparisons of errors
 IN_A_ROW = 3
-# Norm of what codes leave out over the norm of what was encoded, and over what it is with normally
-# distributed numbers. In the trainings of the table errors are smaller.
+# Limits of the relative error (norm of the encoding error / norm of the encoded values): absolute,
+# and as a multiple of the error with normally distributed values. All trainings of the accuracy
+# table have smaller errors.
 LIMIT, TIMES_NORMAL = 0.5, 1.25
 
 _REPORT = struct.Struct("<ddd")  # seconds with the codec and in bf16, error
@@ -46,37 +47,39 @@ _KEYS = ("level", "first", "bad")
 
 
 class Guard:
-    """What one engine watches.
+    """The guard of one engine.
 
     Args:
-        codec: what was chosen.
-        first: first step after the warm-up.
-        probe: takes the samples.
+        codec: the codec that ``"auto"`` has chosen.
+        first: number of the first step after the warm-up.
+        probe: samples the error of the codes.
 
     Attributes:
-        level: how far down the ladder the run is; 0: its own codec.
+        level: 0 for the chosen codec, n for ``LADDER[n - 1]``.
     """
 
     def __init__(self, codec: Codec, first: int, probe: Probe) -> None:
         self._codec, self._first, self._probe = codec, first, probe
         self._limit = max(LIMIT, TIMES_NORMAL * of_normal(codec).error)
         self.level, self._bad = 0, 0
-        self._timed: dict[bool, list[float]] = {True: [], False: []}  # by whether in bf16
+        self._timed: dict[bool, list[float]] = {True: [], False: []}  # seconds; True: in bf16
         self._ended = math.nan
 
     def fallback(self, step: int) -> Codec | None:
-        """Return the codec of a step in place of the chosen one; None: the chosen one."""
+        """Return the codec that replaces the chosen one in a step; None if none does."""
         if self.level:
             return LADDER[self.level - 1]
         return LADDER[-1] if self._is_plain(step) else None
 
     def look(self, step: int, comm: Communicator, timeout_s: float) -> str | None:
-        """Take note of the end of a step; return why the run goes on with another codec, if it
-        does. Collective at the same steps on every rank.
+        """Record the end of a step. Collective in steps that all ranks derive from `step` alone.
+
+        Returns:
+            The reason why the run continues with another codec; None if it does not.
 
         Raises:
             PeerLost: a rank did not answer.
-            PeerMismatch: "call"; a rank is elsewhere.
+            PeerMismatch: "call"; a rank is in another collective call.
         """
         now = perf_counter()
         seconds, self._ended = now - self._ended, now
@@ -92,11 +95,11 @@ class Guard:
         return self._judge_error(max((e for _, _, e in reports if not math.isnan(e)), default=0.0))
 
     def state(self) -> dict[str, int]:
-        """Return what a run goes on from."""
+        """Return the state to save."""
         return {"level": self.level, "first": self._first, "bad": self._bad}
 
     def load(self, state: dict[str, int] | None, step: int) -> None:
-        """Go on at `step` from `state`; None: watch from there on, as at the start of a run."""
+        """Resume at `step` from `state`; None: start watching there, as in a new run."""
         self._timed = {True: [], False: []}
         self._ended = math.nan
         state = {"level": 0, "first": max(step, self._first), "bad": 0} if state is None else state
@@ -109,20 +112,20 @@ class Guard:
 
     def _gather(self, comm: Communicator, timeout_s: float) -> list[tuple[float, ...]]:
         packed, plain = self._timed[False], self._timed[True]
-        # a run that was resumed in between has too few
-        whole = len(packed) == COMPRESSED and len(plain) == PLAIN - 1
-        mine = _REPORT.pack(
-            statistics.median(packed) if whole else math.nan,
-            min(plain) if whole else math.nan,
+        # a run that was resumed in between has too few timed steps
+        complete = len(packed) == COMPRESSED and len(plain) == PLAIN - 1
+        report = _REPORT.pack(
+            statistics.median(packed) if complete else math.nan,
+            min(plain) if complete else math.nan,
             self._probe.error(),
         )
-        found = gather(
-            comm, mine, "guard", timeout_s, Channel.SCALE, called='the guard of codec="auto"'
+        reports = gather(
+            comm, report, "guard", timeout_s, Channel.SCALE, called='the guard of codec="auto"'
         )
-        return [_REPORT.unpack(one) for one in found]
+        return [_REPORT.unpack(data) for data in reports]
 
     def _judge_time(self, reports: Sequence[tuple[float, ...]]) -> str | None:
-        packed, plain = (statistics.fmean(one[n] for one in reports) for n in (0, 1))
+        packed, plain = (statistics.fmean(report[n] for report in reports) for n in (0, 1))
         if self.level or not packed > plain:  # NaN: not timed
             return None
         self.level = len(LADDER)
@@ -136,22 +139,22 @@ class Guard:
         self._bad = self._bad + 1 if error > limit else 0
         if self._bad < IN_A_ROW and not math.isinf(error):
             return None
-        now = self._codec if not self.level else LADDER[self.level - 1]
+        old = self._codec if not self.level else LADDER[self.level - 1]
         self.level, self._bad = self.level + 1, 0
         self._probe.forget()
         if math.isinf(error):
-            return f"residuals of {now!r} grow without bound"
+            return f"residuals of {old!r} grow without bound"
         return (
-            f"{now!r} leaves out {error:.0%} of what it encodes, more than in any training that it"
+            f"{old!r} leaves out {error:.0%} of what it encodes, more than in any training that it"
             " was chosen by"
         )
 
 
 def check_state(given: Any) -> dict[str, int] | None:
-    """Return what a state has of a guard; None where it has nothing.
+    """Return a copy of a saved guard state; None for None.
 
     Raises:
-        ValueError: it has something else.
+        ValueError: `given` is no state of a guard.
     """
     if given is None:
         return None

@@ -1,5 +1,5 @@
-"""How one model's tensors travel: the exchange of every bucket layout, and what ranks agree on
-before its first byte.
+"""The exchanges of one model, one per bucket layout, and the fields that ranks compare before the
+first exchange of a layout.
 """
 
 from __future__ import annotations
@@ -37,35 +37,34 @@ from gradcomp.payload.order import storage_order, storage_shape
 from gradcomp.payload.parameters import describe_parameters, warn_of_thin_groups
 from gradcomp.payload.pieces import ByElements, Slot
 
-# (position of a tensor, its first element in the bucket), in bucket order
+# (position of a tensor, its first element in the bucket) pairs, in bucket order
 Members = tuple[tuple[int, int], ...]
 
 
 class Layouts:
-    """Tensors by position, and an exchange with buffers for every bucket layout of them that has
-    been seen.
+    """The tensors of a model, their state, and an exchange for every bucket layout so far.
 
     Args:
         sources: the tensors, in the same order on every rank.
-        codec: what packs them.
-        comm: moves the bytes.
+        codec: the codec of compressed tensors.
+        comm: communicator of the ranks.
         options: see `Options`.
         timeout_s: longest wait for a peer, in seconds.
         stats: counts bytes and seconds.
 
     Attributes:
-        parameters: how each tensor travels.
+        parameters: how each tensor is sent: compressed or as fp32.
         trained: positions of the tensors that are averaged.
-        orders: `storage_order` of the tensors whose elements do not lie row-major, by position.
-        shards: which part of a sharded tensor this rank holds, by position.
-        route: over which communicators.
+        orders: `storage_order` of the tensors whose memory is not row-major, by position.
+        shards: description of this rank's shard of a sharded tensor (`Source.shard`), by position.
+        route: the route over `comm`: flat, of a single rank, or hierarchical.
         store: residuals, states of transforms and second moments, by position.
-        probe: samples what codes make of gradients.
-        keeps_packed: leave averages packed in the exchanges where that is safe. To be set before
-            the first bucket.
-        fallback: codec in place of `codec` (`gradcomp.engine.guard`); None: `codec`.
-        lr_factor: of an optimizer's rate (`gradcomp.engine.rate`), to be the same on every rank.
-        compressed: whether any bucket has been.
+        probe: samples the error that codes make in gradients.
+        keeps_packed: leave averages packed in exchanges where that is safe. Set this before the
+            first bucket.
+        fallback: codec that replaces `codec` (`gradcomp.engine.guard`), or None.
+        lr_factor: factor on the learning rate (`gradcomp.engine.rate`), the same on every rank.
+        compressed: whether any bucket has been compressed so far.
     """
 
     def __init__(
@@ -123,7 +122,7 @@ class Layouts:
             raise
 
     def take(self, comm: Lease) -> None:
-        """Travel over `comm` from now on. Collective for a hierarchical exchange."""
+        """Use `comm` from now on, with new exchanges. Collective for a hierarchical exchange."""
         options = self.options
         self.route: Route = make_route(
             self.codec,
@@ -140,11 +139,11 @@ class Layouts:
         self._changed = False
 
     def move(self, comm: Lease) -> None:
-        """Travel over `comm` from now on, among other ranks than before; residuals stay.
+        """Use `comm`, a communicator of other ranks, from now on; residuals are kept.
 
-        What this rank has left out of means that it owned goes into the residuals of its own
-        gradients, of which a mean takes one part in `comm.world_size`. No sum is lost by it. (Where
-        the codec keeps no such residuals, it is dropped.)
+        Residuals of the means that this rank owned are added to the residuals of its gradients,
+        times `comm.world_size` because a mean divides by it. So no sum is lost. They are dropped if
+        the codec has no error feedback.
         """
         store, before = self.store, ByElements(self.comm.world_size)
         rank, owned = self.comm.rank, store.owner_residuals
@@ -166,11 +165,19 @@ class Layouts:
     def exchange(
         self, buffer: Tensor, members: Members, step: int, bucket: int
     ) -> tuple[Exchange, dict[str, object] | None]:
-        """Return the exchange of a bucket, and what to agree on, by field, if its layout is new.
+        """Return the exchange of a bucket, and the fields that ranks must compare if its layout is
+        new, else None.
+
+        Args:
+            buffer: ``(numel,)`` float32, bfloat16 or float16, contiguous.
+            members: see `Members`.
+            step: number of the step, which decides the codec.
+            bucket: number of the bucket in the step.
 
         Raises:
-            GradcompError: a tensor that was not trained when this was made.
-            ValueError: a bucket of another size than its tensors.
+            GradcompError: a tensor was frozen when this object was made.
+            UnsupportedTensor: the bucket is on another device than its residuals.
+            ValueError: the size of the bucket is not that of its tensors.
         """
         codec = self._codec_of(step)
         plain = codec is not self.codec
@@ -214,25 +221,25 @@ class Layouts:
         return exchange, self._compared(slots, buffer, step, bucket)
 
     def _codec_of(self, step: int) -> Codec:
-        """Return what packs an exchange."""
+        """Return the codec of the exchanges of a step."""
         if self.options.is_plain(step):
             return self._plain
         return self.codec if self.fallback is None else self.fallback
 
     def forget_all_but(self, used: Iterable[Exchange]) -> None:
-        """Free the buffers of layouts that a bucket rebuild has replaced, after a step that
-        brought new ones.
+        """After a step with new layouts, free the exchanges that it did not use: a bucket rebuild
+        has replaced their layouts.
         """
         if self._changed:
             kept = list(used)
             self._exchanges = {
-                k: e for k, e in self._exchanges.items() if any(e is one for one in kept)
+                k: e for k, e in self._exchanges.items() if any(e is other for other in kept)
             }
             self._changed = False
 
     def describe(self) -> str:
-        """Return one line for logs: what is compressed, what is not, the strategy, the expected
-        ratio.
+        """Return one line for logs: which tensors are compressed, the strategy, the expected
+        compression ratio.
         """
         options, codec, world = self.options, self.codec, self.comm.world_size
         changes = "".join(f"; {kind} tensors are copied to the host" for kind in self._staged)
@@ -263,9 +270,7 @@ class Layouts:
         )
 
     def expected_ratio(self) -> float:
-        """Return baseline bytes / bytes sent, as the exchange's own sizing has it, all tensors
-        in one bucket.
-        """
+        """Return bytes of an fp32 ring / bytes sent, computed for all tensors in one bucket."""
         members, offset = [], 0
         for p in self.parameters:
             if p.index in self.trained:
@@ -278,18 +283,18 @@ class Layouts:
 
     @property
     def compresses(self) -> bool:
-        """Whether anything travels by the codec."""
+        """Whether any tensor is sent by the codec."""
         return self.comm.world_size > 1 and self.route.packs and bool(self._packed)
 
     @property
     def _packed(self) -> dict[int, int]:
-        """Elements of the trained tensors that are compressed, by position."""
+        """Number of elements of each trained tensor that is compressed, by position."""
         return {
             p.index: p.numel for p in self.parameters if p.compressed and p.index in self.trained
         }
 
     def _make_residuals(self) -> tuple[Planes | None, Planes | None]:
-        """Return residuals of this rank's gradients and of the means that it owns."""
+        """Return the residuals of this rank's gradients, and of the means that it owns."""
         owner = self.comm.world_size > 1 and owners_feed_back(
             self.strategy.second_phase, self.codec
         )
@@ -297,7 +302,7 @@ class Layouts:
             return None, None
         numels = {i: self.route.residual_numel(numel) for i, numel in self._packed.items()}
         owned = {index: self.route.owner_numel(numel) for index, numel in numels.items()}
-        # planes take memory when they are written first, which a codec without residuals never does
+        # planes allocate memory at the first write, which a codec without residuals never does
         residuals = Planes(numels, device=self._device)
         return residuals, Planes(owned, device=self._device) if owner else None
 
@@ -320,7 +325,7 @@ class Layouts:
     def _compared(
         self, slots: list[Slot], buffer: Tensor, step: int, bucket: int
     ) -> dict[str, object]:
-        """Return what ranks compare of a bucket, by field."""
+        """Return the fields of a bucket that ranks compare."""
         layout = [
             (s.index, self.parameters[s.index].shape, s.group_numel, s.compressed, s.offset)
             + (self.orders.get(s.index), self.shards.get(s.index))
@@ -349,7 +354,7 @@ class Layouts:
         }
 
     def _describe(self, slot: Slot) -> str:
-        """Return how a tensor lies in a bucket."""
+        """Return a text that describes a tensor's place and form in a bucket."""
         name, shape = self.parameters[slot.index].name, self.parameters[slot.index].shape
         packed = f"scale groups of {slot.group_numel}" if slot.compressed else "fp32"
         order, shard = self.orders.get(slot.index), self.shards.get(slot.index)

@@ -1,6 +1,4 @@
-"""The options beside the codec: the common ones, which entry points take by keyword, and `Advanced`
-for the rare ones.
-"""
+"""Options of the entry points: common options, which are keywords, and rare ones in `Advanced`."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from gradcomp.payload.parameters import Exempts
 
 MAX_TIMEOUT_S = 1e6  # eleven days
 HIERARCHICAL = "hierarchical"
-# names of earlier versions
+# old name -> new name
 RENAMED = {
     "start_step": "warmup_steps",
     "start_codec": "warmup_codec",
@@ -33,35 +31,37 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def _check_count(name: str, value: object) -> None:
-    """Raise ValueError unless an option is a count."""
+    """Raise ValueError unless the value of option `name` is an integer of at least 0."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"{name} must be an integer of at least 0, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advanced:
-    """Rare options, for ``advanced=`` of the entry points that take them::
+    """Rare options, passed as ``advanced=`` to the entry points that accept them::
 
         state = gradcomp.ddp.register(model, "onebit", advanced=gradcomp.Advanced(quality_every=2))
 
-    Every rank needs the same.
+    Every rank must pass the same values.
 
     Args:
-        nodes: (``exchange="hierarchical"``) the ranks of every node, all of one size; by default
-            those with equal GRADCOMP_HOST_ID, or else equal host name.
-        transform: changes gradients on their way, such as `gradcomp.onebit_sgd.AggregateAdagrad`;
-            not during `warmup_steps`. One for owners of means forces exchange "reduce_scatter".
-        slice_numel: elements of a slice, at least: a bucket of twice as many or more is sent in
-            slices, one of which is encoded while the one before it is on the wire. It changes no
-            value. None: 2,097,152. For experiments.
-        quality_every: steps from one sample for `quality()` to the next, on this rank; 0: none.
-        guard: time some early steps with and without compression, watch the error of codes, and go
-            on with a safer codec, bf16 in the end, where compression does not pay or loses too
-            much; rank 0 logs why. None: with ``codec="auto"``. Not together with a `transform`.
+        nodes: (``exchange="hierarchical"``) the ranks of every node; all nodes have the same number
+            of ranks. Default: ranks with equal GRADCOMP_HOST_ID, or else equal host name.
+        transform: changes gradients during the exchange, e.g.
+            `gradcomp.onebit_sgd.AggregateAdagrad`; not during `warmup_steps`. A transform with
+            place "owner" forces exchange "reduce_scatter".
+        slice_numel: minimum number of elements of a slice. A bucket of at least twice as many is
+            sent in slices: one is encoded while the previous one is sent. Slices change no value.
+            None: 2,097,152. For experiments.
+        quality_every: number of steps between two samples for `quality()` on this rank; 0: none.
+        guard: time some early steps with and without compression, and watch the error of the codes.
+            Switch to a safer codec, in the end bf16, if compression is not faster or the error is
+            too large; rank 0 logs why. None: only with ``codec="auto"``. Cannot be used with a
+            `transform`.
 
     Raises:
-        TypeError: `transform` is of another type; an unknown option.
-        ValueError: an option out of its range; the message has the value.
+        TypeError: `transform` is of another type, or an option is unknown.
+        ValueError: an option is out of its range; the message has the value.
     """
 
     nodes: Sequence[Sequence[int]] | None = None
@@ -112,7 +112,7 @@ class DelayedOptions(LocalOptions, total=False):
 
 
 class CommonOptions(DelayedOptions, total=False):
-    """The common options, all of them: those of `gradcomp.ddp.register`, which describes them."""
+    """All common options; `gradcomp.ddp.register` documents them."""
 
     scale_lr: bool | None
     grad_scaler: Any
@@ -120,13 +120,13 @@ class CommonOptions(DelayedOptions, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The keywords of an entry point: the common options, checked, and `Advanced`.
+    """The checked options of an entry point: the common ones, and `Advanced`.
 
-    They are described where users pass them, at `gradcomp.ddp.register` and `Advanced`.
+    `gradcomp.ddp.register` and `Advanced` document the fields.
 
     Raises:
         TypeError: `precondition` or `advanced` is of another type.
-        ValueError: an option out of its range; the message has the value.
+        ValueError: an option is out of its range; the message has the value.
     """
 
     min_numel: int | None = None
@@ -216,23 +216,21 @@ class Options:
         return _entries(self.exclude)
 
     def is_plain(self, step: int) -> bool:
-        """Whether this exchange belongs to the warm-up: in fp32, or packed by `warmup_codec`."""
+        """Return whether a step is in the warm-up, which uses fp32 or `warmup_codec`."""
         return step < self.warmup_steps
 
     @property
     def whole_steps(self) -> bool:
-        """Whether residuals commit a whole step at a time."""
+        """Whether a step commits as a whole: all of its buckets, on all ranks, or none."""
         return bool(self.atomic_steps) or self.grad_scaler is not None
 
     @property
     def loss_scale(self) -> Callable[[], float] | None:
-        """What returns the scale that gradients carry; None without a scaler."""
+        """A function that returns the loss scale of the gradients; None without a scaler."""
         return None if self.grad_scaler is None else self.grad_scaler.get_scale
 
     def compared(self) -> dict[str, object]:
-        """Return what ranks compare of it before they exchange anything, by field of the
-        fingerprint.
-        """
+        """Return the options that ranks compare before the first exchange, by fingerprint field."""
         transform = self.advanced.transform
         return {
             "transform": UNSET if transform is None else repr(transform),
@@ -252,22 +250,22 @@ class Options:
 
 COMMON = tuple(field.name for field in fields(Options))
 ADVANCED = tuple(field.name for field in fields(Advanced))
-# what users write for options that are not keywords of an entry point
+# how to pass options that are not keywords of an entry point
 MOVED = {name: f"advanced=gradcomp.Advanced({name}=...)" for name in ADVANCED} | {
     "options": "its fields by keyword, rare ones as advanced=gradcomp.Advanced(...)"
 }
 
 
 def takes(kind: type | None = None, *, others: str = "") -> Callable[[_F], _F]:
-    """Return a decorator for an entry point whose ``**options`` are those of a typed dictionary.
+    """Return a decorator for an entry point whose ``**options`` are the keys of a typed dictionary.
 
-    ``help`` and ``inspect.signature`` then show each option with its default. A call with an option
-    that the entry point does not take, or with one by position, is a TypeError that says what to
-    write instead.
+    ``help`` and ``inspect.signature`` then show each option with its default. The entry point
+    raises TypeError for an unknown option, or for an option passed by position; the message says
+    what to write instead.
 
     Args:
-        kind: `CommonOptions` or a part of it; None: an entry point without ``**options``.
-        others: why the entry point does not take the other options.
+        kind: `CommonOptions` or one of its bases; None: an entry point without ``**options``.
+        others: why the entry point does not accept the other options, for messages.
     """
     names = kind.__optional_keys__ if kind is not None else ()  # type: ignore[attr-defined]
     options = [
@@ -302,14 +300,14 @@ def takes(kind: type | None = None, *, others: str = "") -> Callable[[_F], _F]:
 
 
 def check_names(given: Iterable[str], known: Sequence[str], called: str, others: str = "") -> None:
-    """Raise TypeError for the first keyword that an entry point does not take; the message says
-    what to write instead.
+    """Raise TypeError for the first unknown keyword of a call; the message says what to write
+    instead.
 
     Args:
-        given: the keywords of a call.
-        known: those that the entry point takes.
-        called: its name.
-        others: why it does not take the other options.
+        given: the keywords of the call.
+        known: the keywords that the entry point accepts.
+        called: name of the entry point.
+        others: why the entry point does not accept the other options.
     """
     for name in given:
         if name in known:
@@ -318,31 +316,31 @@ def check_names(given: Iterable[str], known: Sequence[str], called: str, others:
             raise TypeError(f"there is no option {name!r}: it is called {RENAMED[name]!r}")
         if name in MOVED and "advanced" in known:
             raise TypeError(f"there is no option {name!r}: pass {MOVED[name]}")
-        takes = ", ".join(one for one in known if one in COMMON or one in ADVANCED)
+        listed = ", ".join(option for option in known if option in COMMON or option in ADVANCED)
         if name in COMMON or name in ADVANCED:
             why = f": {others}" if others else ""
-            raise TypeError(f"{called} has no option {name!r}{why} (all: {takes})")
+            raise TypeError(f"{called} has no option {name!r}{why} (all: {listed})")
         near = difflib.get_close_matches(name, known, 1, 0.0)[0]
-        raise TypeError(f"there is no option {name!r}; did you mean {near!r}? (all: {takes})")
+        raise TypeError(f"there is no option {name!r}; did you mean {near!r}? (all: {listed})")
 
 
-# names that belong into `Advanced`, or beside it
+# common options raise a TypeError here: they are not fields of `Advanced`
 Advanced.__init__ = takes(others="pass it beside advanced=")(Advanced.__init__)  # type: ignore[method-assign]
 
 
 def _entries(exclude: object) -> tuple[Exempts, ...]:
-    """Return an `exclude` argument, one entry or a sequence of them, as a tuple."""
-    one = isinstance(exclude, str) or callable(exclude)
-    found = (exclude,) if one else tuple(exclude) if isinstance(exclude, Iterable) else (None,)
-    if not all(isinstance(entry, str) or callable(entry) for entry in found):
+    """Return an `exclude` argument, one entry or a sequence of entries, as a tuple."""
+    single = isinstance(exclude, str) or callable(exclude)
+    entries = (exclude,) if single else tuple(exclude) if isinstance(exclude, Iterable) else (None,)
+    if not all(isinstance(entry, str) or callable(entry) for entry in entries):
         raise ValueError(
             f"exclude must be a sequence of names, patterns or functions, got {exclude!r}"
         )
-    return found
+    return entries
 
 
 def check_rotation(codec: Codec, options: Options) -> None:
-    """Raise ValueError for options that cannot be used with a codec of rotated values."""
+    """Raise ValueError for options that cannot be used with a codec that rotates values."""
     if not codec.rotates:
         return
     if options.precondition is not None:

@@ -1,14 +1,14 @@
-"""Keeps the length of Adam's steps: codes add noise to the squares that Adam averages, and Adam
-divides by their root.
+"""Learning rate correction that keeps the length of Adam's steps under compression.
 
-A phase that decodes x to q multiplies what Adam averages of gradients by s = E[qx] / E[x^2], and
-the root of what it averages of squares by sqrt(E[q^2] / E[x^2]). So steps are shorter by a factor
-of sqrt(E[q^2] E[x^2]) / E[qx] for each phase. With ``precondition=True`` that is about the same for
-all elements, and a larger learning rate undoes it: the rate is multiplied during each step.
+Codes add noise to the squares that Adam averages, and Adam divides by the root of that average. A
+phase that decodes x to q multiplies Adam's average of gradients by s = E[qx] / E[x^2], and the root
+of its average of squares by sqrt(E[q^2] / E[x^2]). So each phase shortens steps by a factor of
+sqrt(E[q^2] E[x^2]) / E[qx]. With ``precondition=True`` this factor is about the same for all
+elements, so a larger learning rate corrects it: the rate is multiplied during each step.
 
-The factor is that of normally distributed x. It takes gradients to be mostly noise, as those of
-small minibatches are; otherwise errors of the first phase partly average out over the ranks, and it
-is too large. Measurements: docs/explanation/accuracy.md, "Entropy-coded codes".
+The factor is computed for normally distributed x. It assumes that gradients are mostly noise, as in
+small minibatches. Otherwise errors of the first phase partly average out over the ranks, and the
+factor is too large. Measurements: docs/explanation/accuracy.md, "Entropy-coded codes".
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from gradcomp.exchange.second import codec_of
 from gradcomp.exchange.sizing import Strategy
 from gradcomp.payload.rng import RngKey
 
-# Parts of class names: of optimizers that divide by the root of an average of squares, and of such
-# that do something else, too, by which their steps have a length of their own.
+# Substrings of class names: optimizers that divide by the root of an average of squares, and those
+# among them whose step length is determined in another way.
 DIVIDES, OTHERS = ("adam", "rmsprop"), ("adamax", "lamb", "onebit", "zeroone")
-SIDE, STRIDE = 128, 6151  # of a square of normal numbers; odd, so that every one comes once
+# `_normal`: side of the square, and an odd stride, which visits every number once
+SIDE, STRIDE = 128, 6151
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer that makes the steps: another one inside torch's
-    `ZeroRedundancyOptimizer` and what accelerate, Lightning and torchft wrap around an optimizer.
+    """Return the optimizer that updates the weights: the inner one of torch's
+    `ZeroRedundancyOptimizer` and of the wrappers of accelerate, Lightning and torchft.
     """
     for name in ("optim", "optimizer"):
         wrapped = getattr(optimizer, name, None)
@@ -47,7 +48,7 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def divides_by_squares(optimizer: Optimizer) -> bool:
-    """Whether noise shortens the steps of an optimizer, by the names of its class and bases."""
+    """Return whether noise shortens an optimizer's steps, judged by the names of its classes."""
     names = [kind.__name__.lower() for kind in type(unwrapped(optimizer)).__mro__]
     divides, other = (
         any(word in name for name in names for word in words) for words in (DIVIDES, OTHERS)
@@ -56,18 +57,20 @@ def divides_by_squares(optimizer: Optimizer) -> bool:
 
 
 def gains(codec: Codec) -> bool:
-    """Whether steps of the length of fp32's are better with a codec. Not with 1 bit: a byte GPT
-    ended 0.04 nats higher with them (docs/explanation/accuracy.md, "The length of Adam's steps").
+    """Return whether training with a codec is better with steps as long as those of fp32.
+
+    It is not with 1-bit codes: a byte-level GPT ended 0.04 nats higher
+    (docs/explanation/accuracy.md, "The length of Adam's steps").
     """
     return not isinstance(codec, OneBit)
 
 
 def shortening(codec: Codec, strategy: Strategy) -> float:
-    """Return the factor by which an exchange shortens steps, to four digits.
+    """Return the factor by which an exchange shortens steps, rounded to four digits.
 
     Args:
-        codec: of the gradients.
-        strategy: of the exchange.
+        codec: codec of the gradients.
+        strategy: strategy of the exchange.
     """
     phases = [codec]
     if strategy.second_phase and strategy.second_phase != "exact":
@@ -76,11 +79,11 @@ def shortening(codec: Codec, strategy: Strategy) -> float:
 
 
 class Noise(NamedTuple):
-    """What a codec does to normally distributed numbers.
+    """Error of a codec on normally distributed numbers.
 
     Attributes:
         shortens: factor by which one phase shortens steps.
-        error: norm of what codes leave out over norm of the numbers.
+        error: norm of the encoding error / norm of the numbers.
     """
 
     shortens: float
@@ -88,7 +91,7 @@ class Noise(NamedTuple):
 
 
 def of_normal(codec: Codec) -> Noise:
-    """Return what a codec does to normally distributed numbers."""
+    """Measure the error of a codec on normally distributed numbers."""
     x = _normal()
     q = codec.decode(codec.encode(x, key=RngKey())).view(x.shape).double()
     x = x.double()
@@ -98,46 +101,46 @@ def of_normal(codec: Codec) -> Noise:
 
 @lru_cache(maxsize=1)
 def _normal() -> Tensor:
-    """Return ``(SIDE, SIDE)`` float32 numbers, the same on every machine, in no order."""
+    """Return ``(SIDE, SIDE)`` float32 normal numbers, shuffled, the same on every machine."""
     n = SIDE * SIDE
     values = [NormalDist().inv_cdf((i * STRIDE % n + 0.5) / n) for i in range(n)]
     return torch.tensor(values, dtype=torch.float32, device="cpu").view(SIDE, SIDE)
 
 
-# of an optimizer, the newest last: only that one changes rates, or factors would multiply
-_OF: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[LongerSteps]]] = (
+# By optimizer, newest last. Only the newest changes rates, or factors would multiply.
+_BY_OPTIMIZER: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[LongerSteps]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 class LongerSteps:
-    """Multiplies the rates of an optimizer during its steps; between them they are as they were.
-    Of several for one optimizer the newest does, as long as it lives.
+    """Optimizer hooks that multiply the learning rates during each step, and restore them after it.
 
-    Decoupled weight decay (`AdamW`), which is a multiple of the rate, stays as it is. The optimizer
-    does not keep this alive, and with it this ends.
+    If several objects exist for one optimizer, only the newest is active. Decoupled weight decay
+    (`AdamW`), which is a multiple of the rate, is not changed. The optimizer holds weak references
+    only, so the hooks do nothing once this object is garbage-collected.
 
     Args:
-        optimizer: of the model.
-        factor: of codes in every exchange.
-        begun: number of exchanges before the first one with codes: a warm-up.
+        optimizer: the optimizer of the model.
+        factor: factor for an exchange that uses codes (`shortening`).
+        begun: number of exchanges before the first with codes, i.e. of the warm-up.
 
     Attributes:
-        steps: exchanges so far, the one of this step included; to be kept up to date.
-        off: whether exchanges have no codes any more.
+        steps: number of exchanges so far, including that of this step; set by the engine.
+        off: whether exchanges no longer use codes; set by the engine.
     """
 
     def __init__(self, optimizer: Optimizer, factor: float, begun: int) -> None:
         self._factor, self._begun = factor, begun
         self.steps, self.off = 0, False
-        self._kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._originals: list[tuple[dict[str, Any], dict[str, Any]]] = []
         before, after = weakref.WeakMethod(self._before), weakref.WeakMethod(self._after)
 
         def call(method: weakref.WeakMethod[Any]) -> Any:
             def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-                found = method()
-                if found is not None:
-                    found(optimizer)
+                bound = method()
+                if bound is not None:
+                    bound(optimizer)
 
             return hook
 
@@ -145,14 +148,14 @@ class LongerSteps:
             optimizer.register_step_pre_hook(call(before)),
             optimizer.register_step_post_hook(call(after)),
         ]
-        self._all = _OF.setdefault(optimizer, [])
-        self._all.append(weakref.ref(self))
+        self._refs = _BY_OPTIMIZER.setdefault(optimizer, [])
+        self._refs.append(weakref.ref(self))
 
     def factor(self, group: Mapping[str, Any]) -> float:
-        """Return the factor of a group of parameters in this step.
+        """Return the factor of a parameter group in this step.
 
-        Squares of exchanges before the first one with codes have no noise, and are part of the
-        average for as long as its beta says.
+        Squares from exchanges before the first with codes have no noise. Their weight in the
+        average decays with the optimizer's beta.
         """
         beta = group["betas"][1] if "betas" in group else group.get("alpha", 0.0)
         coded = self.steps - self._begun
@@ -162,24 +165,24 @@ class LongerSteps:
         return math.sqrt(clean + (1 - clean) * self._factor**2)
 
     def close(self) -> None:
-        """End this."""
+        """Remove the hooks."""
         while self._hooks:
             self._hooks.pop().remove()
-        self._all[:] = [one for one in self._all if one() not in (None, self)]
+        self._refs[:] = [ref for ref in self._refs if ref() not in (None, self)]
 
     def _before(self, optimizer: Optimizer) -> None:
-        self._after(optimizer)  # a step that raised has left them
-        if next(one for ref in reversed(self._all) if (one := ref()) is not None) is not self:
+        self._after(optimizer)  # restore rates that a step has changed before it raised
+        if next(alive for ref in reversed(self._refs) if (alive := ref()) is not None) is not self:
             return
         for group in optimizer.param_groups:
             factor = self.factor(group)
             changed = {"lr": group["lr"] * factor}
             if group.get("decoupled_weight_decay") or "AdamW" in type(optimizer).__name__:
                 changed["weight_decay"] = group["weight_decay"] / factor
-            self._kept.append((group, {key: group[key] for key in changed}))
+            self._originals.append((group, {key: group[key] for key in changed}))
             group.update(changed)
 
     def _after(self, optimizer: Optimizer) -> None:
-        while self._kept:
-            group, kept = self._kept.pop()
-            group.update(kept)
+        while self._originals:
+            group, originals = self._originals.pop()
+            group.update(originals)

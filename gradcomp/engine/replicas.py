@@ -1,4 +1,4 @@
-"""What every rank must hold alike, and how ranks compare it."""
+"""Comparison of replicated state: tensors and options that must be equal on every rank."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ from gradcomp.exchange.stats import Stats
 
 
 class Replicas:
-    """Compares parameters, second moments and what an entry point adds, over the ranks.
+    """Compares the replicated state across ranks: parameters, second moments and `more`.
 
     Args:
         sources: the tensors, in the same order on every rank.
-        layouts: how they travel, and over which communicator.
+        layouts: the exchanges of the tensors, with their communicator.
         timeout_s: longest wait for a peer, in seconds.
         stats: counts bytes.
 
     Attributes:
-        more: returns what else must be the same on every rank, (name, value) pairs.
-        watched: the first bucket of every step compares whether a state was loaded, and after a
-            load a digest of what every rank must hold alike.
+        more: function that returns (name, value) pairs of the entry point that must also be equal
+            on every rank.
+        watched: whether the first bucket of every step compares if a state was loaded, and after a
+            load also a digest of the replicated state.
     """
 
     def __init__(
@@ -45,17 +46,17 @@ class Replicas:
         self.watched, self._loaded = layouts.store.moments is not None, False
 
     def compare_next(self, *, wanted: bool = True) -> None:
-        """Have the next exchange compare a digest of what every rank must hold alike, if replicas
-        are `watched`; or not, if that is not `wanted`.
+        """Make the next exchange compare a digest of the replicated state, if `watched`; with
+        `wanted` False, cancel that.
         """
         self._loaded = wanted
 
     def first_bucket(self, step: int) -> tuple[dict[str, object], Named]:
-        """Return what the first bucket of a step compares: by field, and the state that "state" is
-        a digest of.
+        """Return the fields that the first bucket of a step compares, and the replicated state that
+        field "state" is a digest of.
 
-        That is empty unless it may have changed otherwise than by steps: hashing it at every step
-        would take too long.
+        The state is empty unless `compare_next` was called since the last exchange: hashing it at
+        every step would take too long.
         """
         if not self.watched:
             return {}, ()
@@ -69,8 +70,12 @@ class Replicas:
         return values, named
 
     def agree(self, values: dict[str, object], named: Named, bucket: int) -> None:
-        """Compare fields, among them "state", a digest of `named`; where that differs, find out
-        which of `named` does. Called with the communicator claimed.
+        """Compare fields across ranks; if "state" differs, find the entry of `named` that differs.
+        Collective; the caller has claimed the communicator.
+
+        Args:
+            values: values by field; field "state" is a digest of `named`.
+            named, bucket: the replicated state; number of the bucket, -1 between steps.
 
         Raises:
             PeerMismatch: a field of the fingerprint, or a name of `named`.
@@ -78,40 +83,40 @@ class Replicas:
         """
         comm = self._layouts.comm
         self._stats.setup_bytes += (comm.world_size - 1) * NBYTES
-        found: PeerMismatch | None = None
+        mismatch: PeerMismatch | None = None
         try:
             agree(comm, values, self._timeout_s, fields=EXCHANGE_FIELDS, bucket=bucket)
         except PeerMismatch as error:
-            found = error
-        if found is not None:
-            # which all ranks see, so all of them look for the first difference
-            if found.field == "state":
+            mismatch = error
+        if mismatch is not None:
+            # all ranks see the mismatch, so all of them join the search for the first difference
+            if mismatch.field == "state":
                 self._compare(named, "fingerprint", Channel.SCALE)
-            raise found
+            raise mismatch
         if "loaded" in values:
             self._loaded = False
 
     def agree_on(self, values: dict[str, object], named: Named = ()) -> None:
-        """As `agree`, between steps. Collective."""
+        """Compare fields and `named` as `agree` does, between steps. Collective."""
         with self._layouts.comm:
             self.agree(values | {"state": digests(named)}, named, -1)
 
     def check(self) -> None:
-        """Compare a hash of all tensors and of second moments, and `more`. Collective.
+        """Compare hashes of all tensors, of second moments and of `more`. Collective.
 
         Raises:
             PeerMismatch: "layout"; "parameter <name>", "second moment of <name>" or a name of
-                `more`, and the first rank that differs from rank 0.
+                `more`, with the first rank that differs from rank 0.
             PeerLost: a rank did not answer.
         """
         self._compare(self._named(), "check_replicas", Channel.CONTROL)
 
     def compare_sources(self, called: str) -> None:
-        """Compare codec, exchange and the bits of trained tensors, as nobody has broadcast them.
-        Collective.
+        """Compare codec, exchange and the bits of the trained tensors, for entry points that do not
+        broadcast them. Collective.
 
         Args:
-            called: what every rank has to call, for messages.
+            called: the call that every rank must make, for messages.
 
         Raises:
             PeerMismatch: a field of the fingerprint, "layout" or "parameter <name>".
@@ -133,8 +138,8 @@ class Replicas:
         self._stats.setup_bytes += (layouts.comm.world_size - 1) * NBYTES
 
     def _named(self) -> Named:
-        """Return (name, value) of what every rank must hold alike."""
-        # of the sources as they are: torch may have swapped the tensors since
+        """Return (name, value) pairs of the replicated state."""
+        # read `like` again: torch may have swapped the tensors
         named: list[tuple[str, object]] = [
             (f"parameter {source.name}", source.like) for source in self._sources
         ]

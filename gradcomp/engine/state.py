@@ -1,6 +1,4 @@
-"""Checkpoints of one model's compression: what a rank needs to go on bit for bit, and whose
-state it is.
-"""
+"""State dicts of one model's compression, from which a rank resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -14,11 +12,11 @@ from gradcomp.memory.saved import write as write_parts
 
 
 def origin(layouts: Layouts, entry: Mapping[str, object]) -> dict[str, object]:
-    """Return what a run must have to go on from a state.
+    """Return the settings that must be the same when a state is saved and when it is loaded.
 
     Args:
-        layouts: of the model.
-        entry: what the entry point adds: its kind, say.
+        layouts: the exchanges of the model.
+        entry: settings of the entry point, e.g. its kind.
     """
     return {
         **entry,
@@ -36,7 +34,7 @@ def origin(layouts: Layouts, entry: Mapping[str, object]) -> dict[str, object]:
 def write(
     layouts: Layouts, entry: Mapping[str, object], step: int, **extra: object
 ) -> dict[str, Any]:
-    """Return this rank's state before step `step`, with `extra` that is the same on all ranks."""
+    """Return this rank's state dict; `step` is the next step, `extra` is the same on all ranks."""
     own = layouts.store.state(layouts.names)
     moments = own.pop("second_moment")
     return write_parts(
@@ -52,8 +50,8 @@ def write(
 
 
 class Accepted(NamedTuple):
-    """What an engine goes on from: checked, and of this rank among this number of ranks; `guard` is
-    what its guard does (`gradcomp.engine.guard.Guard.load`).
+    """A checked state from which an engine resumes, resharded for this rank and world size;
+    `guard` is for `gradcomp.engine.guard.Guard.load`.
     """
 
     step: int
@@ -63,8 +61,10 @@ class Accepted(NamedTuple):
 
 
 def accept(layouts: Layouts, entry: Mapping[str, object], given: object) -> Accepted:
-    """Return what this rank goes on from, of its own state or those of all ranks; ValueError if it
-    cannot.
+    """Check this rank's state dict, or those of all ranks, and return what this rank resumes from.
+
+    Raises:
+        ValueError: the state does not fit this rank, model or its settings.
     """
     saved, wanted, comm = Saved.of(given), origin(layouts, entry), layouts.comm
     if saved.world_size == comm.world_size:
@@ -76,7 +76,7 @@ def accept(layouts: Layouts, entry: Mapping[str, object], given: object) -> Acce
                 "the state of a hierarchical exchange belongs to its nodes: resume with the same"
                 f" ones ({saved.world_size} ranks then, {comm.world_size} now)"
             )
-        # which follow from the number of ranks
+        # these depend on the number of ranks
         kept = {key: saved.origin.get(key) for key in ("strategy", "nodes")}
         saved.check_origin(wanted | kept)
         transform = layouts.options.advanced.transform
@@ -98,5 +98,5 @@ def accept(layouts: Layouts, entry: Mapping[str, object], given: object) -> Acce
     layouts.store.check(parts, layouts.names)
     guard = check_state(saved.extra.get("guard"))
     if saved.world_size != comm.world_size:
-        guard = None  # steps take another time
+        guard = None  # the time of a step depends on the number of ranks
     return Accepted(saved.step, saved.loss_scale, parts, guard)

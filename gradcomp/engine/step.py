@@ -1,8 +1,7 @@
-"""What a DDP hook and a GradientAverager share: buckets go through a pipeline, a step of them at a
-time.
+"""The engine of the DDP hook and GradientAverager: averages buckets in a pipeline, step by step.
 
-An engine opens a step, which averages buckets and commits what they left in memory: in one place,
-on the thread that waits for the step, and only when every bucket of it ended well.
+A step averages buckets, and then commits the residuals and other state that they have written. Only
+the thread that waits for the step commits, after all buckets have succeeded.
 """
 
 from __future__ import annotations
@@ -44,17 +43,16 @@ _OUTCOME = struct.Struct("<Qd")  # step, loss scale
 
 
 class Step:
-    """What `Engine.begin` opens: buckets are submitted, the step is sealed behind the last one,
-    and `finish` waits for them.
+    """A step opened by `Engine.begin`: `submit` each bucket, then `seal`, then `finish`.
 
     A step that is never finished commits nothing; the next `Engine.begin` waits for its buckets.
-    An engine does not hold its step: who has begun it does, as long as packed averages are needed.
+    The engine has no reference to it: the caller keeps it as long as it needs packed averages.
 
     Attributes:
-        number: of training, for random numbers and headers.
-        buckets: exchange and members of every bucket, in the order in which they were submitted.
-        started, ended: when the first bucket was submitted and the latest one ended, seconds of
-            `time.perf_counter`.
+        number: number of the training step, for random numbers and headers.
+        buckets: (exchange, members) of every bucket, in the order of submission.
+        started, ended: `time.perf_counter` in seconds when the first bucket was submitted, and when
+            the latest bucket ended.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -75,14 +73,17 @@ class Step:
         Args:
             buffer: ``(numel,)`` float32, bfloat16 or float16, contiguous.
             members: (position of the tensor, first element in the buffer) pairs in buffer order.
-            done: called when the average stands in the buffer, or NaN after a failure; with an
-                error if the device has failed. (On an accelerator what the current stream is given
-                then comes after the average.)
+            done: called when the buffer has the average, or NaN after a failure. Its argument is
+                None, or an error if the device has failed. (On an accelerator, work that `done`
+                queues on the current stream runs after the average.)
+
+        Raises:
+            GradcompError, ValueError: as in `Layouts.exchange`; the step fails then.
         """
         try:
             self._submit(buffer, members, done)
         except Exception as error:
-            self._engine.fail(error)  # peers hear of it
+            self._engine.fail(error)  # notifies the peers
             raise
 
     def _submit(
@@ -114,7 +115,7 @@ class Step:
                         buffer.fill_(float("nan"))
                     if done is not None:
                         done(None)
-            except Exception as failure:  # noqa: BLE001 - DDP waits, and raises it
+            except Exception as failure:  # noqa: BLE001 - DDP waits for `done`, and raises it
                 if done is not None:
                     done(failure)
                 if engine.error is None:
@@ -126,8 +127,9 @@ class Step:
         engine.pipeline.submit(*tasks)
 
     def seal(self) -> None:
-        """Take note that the step has all its buckets: where steps count as a whole, the round
-        that says so may start.
+        """Mark the step as complete: every bucket has been submitted.
+
+        With `Options.whole_steps`, the round in which ranks agree on the outcome is queued.
         """
         engine = self._engine
         if (
@@ -142,10 +144,10 @@ class Step:
         engine.pipeline.submit(Task((*idle, self._agree_on_outcome), _nothing))
 
     def finish(self) -> None:
-        """Wait for every bucket, commit what they left in memory, count the step.
+        """Wait for every bucket, commit their residuals and states, and count the step.
 
         Raises:
-            GradcompError: what went wrong in any bucket, on this call and for every later step.
+            GradcompError: a bucket failed; every later step raises this error too.
         """
         engine, begun = self._engine, time.perf_counter()
         self.seal()
@@ -174,7 +176,7 @@ class Step:
             report.step(engine.step)
 
     def packed(self) -> list[tuple[Averages, Members]]:
-        """Return the averages that are still packed, and whose they are."""
+        """Return the averages that are still packed, with the members of their buckets."""
         return [
             (exchange.averages, members)
             for exchange, members in self.buckets
@@ -182,30 +184,30 @@ class Step:
         ]
 
     def unpack(self) -> None:
-        """Write averages that are still packed into their buckets."""
+        """Decode averages that are still packed into their buckets."""
         for exchange, _ in self.buckets:
             exchange.unpack()
 
     def _agree_on_outcome(self) -> None:
-        """Return once every rank has averaged every bucket of this step.
+        """Wait until every rank has averaged every bucket of this step. Collective.
 
-        A rank whose step failed does not get here, so no rank gets past here. It runs in the last
-        stage of the pipeline, behind the buckets, when nothing else is under way on the channel of
-        second phases.
+        A rank whose step failed does not make this call, so no rank returns from it. It runs in the
+        last stage of the pipeline, after the buckets, when no other collective is in progress on
+        the channel of second phases.
 
         Raises:
             PeerMismatch: "step" or "loss_scale" differ.
             PeerLost: "outcome"; a rank did not finish the step.
         """
         engine = self._engine
-        mine = _OUTCOME.pack(self.number, engine.store.loss_scale)
+        outcome = _OUTCOME.pack(self.number, engine.store.loss_scale)
         with peers_answer("outcome"):  # nothing else is ever gathered on this channel
-            found = engine.comm.all_gather_bytes(mine, engine.timeout_s, Channel.SECOND)
-        everyone = [_OUTCOME.unpack(data) for data in found]
+            gathered = engine.comm.all_gather_bytes(outcome, engine.timeout_s, Channel.SECOND)
+        outcomes = [_OUTCOME.unpack(data) for data in gathered]
         for number, field in enumerate(("step", "loss_scale")):
-            for rank, theirs in enumerate(everyone):
-                if theirs[number] != everyone[0][number]:
-                    raise PeerMismatch(field, rank, everyone[0][number], theirs[number])
+            for rank, values in enumerate(outcomes):
+                if values[number] != outcomes[0][number]:
+                    raise PeerMismatch(field, rank, outcomes[0][number], values[number])
         nbytes = (engine.comm.world_size - 1) * _OUTCOME.size
         engine.stats.add_bytes(nbytes, nbytes)
 
@@ -213,31 +215,30 @@ class Step:
 class Engine:
     """Averages one set of named tensors.
 
-    A step commits residuals and states of transforms when all its buckets ended without an error on
-    this rank; what failed leaves them as they were before the step. Without more, a rank may fail
-    in the last bucket after its peers have ended theirs: they are then a step ahead of it, which
-    they hear at their next step, and states saved on both sides do not go together (loading them
-    says so). With `Options.whole_steps` a round of a few bytes after the last bucket makes a
-    step count on all ranks or on none; only a rank that is cut off within that round may differ
-    from the others.
+    A step commits residuals and states of transforms after all its buckets have succeeded on this
+    rank; a failed step leaves them unchanged. By default, a rank may fail in the last bucket after
+    its peers have finished theirs. The peers are then one step ahead, and detect this at their next
+    step; states saved on both sides do not fit together, and loading them is refused. With
+    `Options.whole_steps`, a round of a few bytes after the last bucket makes a step count on all
+    ranks or on none. Only a rank that loses its connection during that round may differ.
 
     Args:
         sources: the tensors, in the same order on every rank.
-        codec: codec or name.
-        comm: moves the bytes; closed with the engine.
+        codec: codec or name of a codec.
+        comm: communicator, closed with the engine.
         options: see `Options`.
-        chosen: what is to be said of how codec and options were chosen.
-        guarded: whether a `Guard` may take the run to a safer codec.
+        chosen: text for `describe` on how codec and options were chosen.
+        guarded: whether a `Guard` may switch the run to a safer codec.
 
     Attributes:
-        named: (name, tensor) of every source: what is the same on every rank.
+        named: (name, tensor) of every source; the tensors are the same on every rank.
         orders: see `Layouts`.
         timeout_s: longest wait for a peer, in seconds.
-        step: number of the next step, or of the one that is open.
-        is_open: a step has begun and was not finished.
-        reports: get every step that has ended.
-        origin: what the entry point's states say of it, its kind first.
-        replicas: compares what every rank must hold alike.
+        step: number of the next step, or of the step that is open.
+        is_open: whether a step has begun and is not finished.
+        reports: called after every step.
+        origin: settings of the entry point in its state dicts, its kind first.
+        replicas: compares the state that must be equal on every rank.
     """
 
     pipeline: Pipeline
@@ -281,7 +282,7 @@ class Engine:
         )
         self.step = 0
         self._longer: LongerSteps | None = None
-        self._rate = ""  # what it does, for `describe`
+        self._rate = ""  # text about `_longer` for `describe`
         self.reports: list[Telemetry] = []
         self.origin: dict[str, object] = {"kind": "gradients"}
         self._start()
@@ -289,16 +290,16 @@ class Engine:
     # ---- a step ----------------------------------------------------------------------------------
 
     def begin(self) -> Step:
-        """Open a step: take over the loss scale, forget what `discard_step` could undo. Only one
-        step is open at a time.
+        """Open a step, apply the current loss scale to the residuals, and make the previous step
+        final: `discard_step` can no longer roll it back. Only one step is open at a time.
 
         Raises:
-            GradcompError: of an earlier step; a loss scale that gradients cannot carry; too many
-                steps.
+            GradcompError: an earlier step failed, the loss scale is not a positive finite number,
+                or the step number is too large.
         """
         if self.error is not None:
             raise self.error
-        if self.is_open:  # the step before was abandoned by an exception of the user's
+        if self.is_open:  # an exception in user code has abandoned the previous step
             self.wait()
         if self.step >= STEPS:
             raise GradcompError(
@@ -328,23 +329,23 @@ class Engine:
         return Step(self)
 
     def look_at(self, step: int) -> None:
-        """Have the guard look at a step that has ended; nothing is under way."""
+        """Let the guard, if there is one, check a finished step; no exchange may be in progress."""
         if self.guard is None:
             return
         try:
-            why = self.guard.look(step, self.comm, self.timeout_s)
+            reason = self.guard.look(step, self.comm, self.timeout_s)
         except GradcompError as error:
             self.fail(error)
             raise
-        if why is not None and self.comm.rank == 0:
+        if reason is not None and self.comm.rank == 0:
             codec = self.guard.fallback(step + 1)
-            logger.warning("from step %d on gradients travel by %r: %s", step + 1, codec, why)
+            logger.warning("from step %d on gradients travel by %r: %s", step + 1, codec, reason)
 
     def scale_lr_of(self, optimizer: Any) -> None:
-        """Keep the length of the optimizer's steps, if the options say so (`gradcomp.engine.rate`).
+        """Correct the optimizer's learning rates if options say so (`gradcomp.engine.rate`).
 
         Raises:
-            ValueError: ``scale_lr=True`` without an optimizer whose steps noise shortens.
+            ValueError: ``scale_lr=True``, and noise does not shorten the steps of `optimizer`.
         """
         options = self.options
         shortens = optimizer is not None and divides_by_squares(optimizer)
@@ -354,7 +355,7 @@ class Engine:
                 f" AdamW, RMSprop, SplitAdamW), got {type(optimizer).__name__}"
             )
         wanted = options.precondition is not None and options.scale_lr is not False
-        if self._longer is not None:  # of other ranks
+        if self._longer is not None:  # made for an earlier communicator
             self._longer.close()
             self._longer, self._rate, self.layouts.lr_factor = None, "", 1.0
         if not (shortens and wanted and self.layouts.compresses):
@@ -371,7 +372,7 @@ class Engine:
 
     @property
     def error(self) -> BaseException | None:
-        """What went wrong first, or that this is closed; None as long as it works."""
+        """The first error, or the error of a closed engine; None while the engine works."""
         return self.pipeline.error
 
     @property
@@ -380,7 +381,7 @@ class Engine:
         return self.pipeline.closed
 
     def fail(self, error: BaseException) -> None:
-        """End the step under way, and refuse later ones, with this error; the first error stays."""
+        """Fail this step and all later steps with an error; only the first error is kept."""
         self.pipeline.fail(error)
 
     def wait(self) -> None:
@@ -388,21 +389,21 @@ class Engine:
         self.pipeline.wait()
 
     def discard_step(self) -> None:
-        """Give back what was remembered before the last step: for code that throws the step's
-        gradients away.
+        """Roll back residuals and states to before the last step, for callers that discard the
+        step's gradients.
         """
         self.store.discard()
 
     def reset(self) -> None:
-        """Go on after a failure, from before the step that failed. Collective: every rank calls it,
-        whatever it has seen.
+        """Resume after a failure, from the state before the failed step. Collective: every rank
+        must call it, even if its own step succeeded.
 
-        Bytes move over a duplicate of the communicator from now on; the one before is closed.
+        The communicator is closed and replaced by a duplicate.
 
         Raises:
             PeerLost: a rank did not call this.
-            PeerMismatch: "step"; the failure has left ranks at different steps (see above): all
-                load a checkpoint.
+            PeerMismatch: "step"; ranks are at different steps after the failure (see `Engine`).
+                Load a checkpoint on all of them.
         """
         self._leave(self.comm.duplicate(self.timeout_s))
         self.layouts.take(self.comm)
@@ -414,17 +415,17 @@ class Engine:
             raise
 
     def move(self, comm: Communicator) -> None:
-        """Go on among other ranks, from before a step that has failed. Each rank keeps its
-        residuals (`Layouts.move`); the communicator before is closed.
+        """Resume with a communicator of other ranks, from the state before a failed step. Each rank
+        keeps its residuals (`Layouts.move`); the old communicator is closed.
 
-        Ranks that come must have the same second moments and step as the others (`take_shared`).
+        New ranks need the second moments and the step of the others (`take_shared`).
         """
         self._leave(comm)
         self.layouts.move(self.comm)
         self._start()
 
     def _leave(self, comm: Communicator) -> None:
-        """Stop what is under way, and take another communicator."""
+        """Stop the pipeline, and replace the communicator."""
         self.pipeline.close()
         self.layouts.route.close()
         before, self.comm = self.comm, self._lease(comm)
@@ -432,9 +433,7 @@ class Engine:
         self.store.begin_step()
 
     def _noisy_weights(self) -> list[Tensor]:
-        """Return the weights that this rank watches while unbiased noise is added to their
-        gradients.
-        """
+        """Return the weights to check for growth: compressed ones, on rank 0, with `TernGrad`."""
         packed = {p.index for p in self.layouts.parameters if p.compressed} & self.layouts.trained
         watched = (
             self.comm.rank == 0 and self.comm.world_size > 1 and isinstance(self.codec, TernGrad)
@@ -446,15 +445,16 @@ class Engine:
         ]
 
     def follows(self, scale: Callable[[], float]) -> bool:
-        """Whether residuals are kept in units of this scale."""
+        """Return whether residuals are in units of this loss scale."""
         return self.options.loss_scale == scale
 
     # ---- checkpoints, checks ---------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank needs to go on bit for bit: tensors, numbers and strings only.
+        """Return the state that this rank needs to resume bit for bit: tensors, numbers and strings
+        only.
 
-        After a failure (a lost peer) it is the state before the step that failed.
+        After a failure (a lost peer), the state is the one before the failed step.
         """
         if self.error is None:
             self.wait()
@@ -464,23 +464,23 @@ class Engine:
         return state.write(self.layouts, self.origin, self.step, **guard)
 
     def load_state_dict(self, given: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
-        """Go on where `state_dict` of the same rank, world size, codec and transform was taken.
+        """Resume from a `state_dict` of the same rank, world size, codec and transform.
 
-        With the states of all ranks of a run, also of another world size: see
+        The states of all ranks of a run can also be loaded with another world size: see
         `gradcomp.memory.saved.reshard`.
 
         Raises:
-            ValueError: a state of another format, rank, world size, codec or model; nothing is
+            ValueError: the state has another format, rank, world size, codec or model; nothing is
                 changed then.
         """
         self.take(self.accept(given))
 
     def accept(self, given: dict[str, Any] | Sequence[dict[str, Any]]) -> state.Accepted:
-        """Return what `take` is to go on from; ValueError unless it can. Nothing is changed."""
+        """Check a saved state (ValueError if it does not fit), and return it as `take` needs it."""
         return state.accept(self.layouts, self.origin, given)
 
     def take(self, accepted: state.Accepted) -> None:
-        """Go on from what `accept` has returned, after waiting for what is under way."""
+        """Wait for exchanges in progress, then resume from a state that `accept` has returned."""
         self.wait()
         self.store.load(accepted.parts, self.layouts.names, accepted.loss_scale)
         self.step = accepted.step
@@ -491,14 +491,18 @@ class Engine:
             self.store.change_loss_scale(1.0)  # saved under a loss scaler, resumed without one
 
     def shared_state(self) -> dict[str, Tensor]:
-        """Return copies of what every rank must hold alike beside the tensors: second moments, by
-        name.
+        """Return copies of the second moments, which are equal on every rank, by parameter name;
+        empty without `precondition`.
         """
         moments = self.store.moments
         return {} if moments is None else moments.planes.state(self.layouts.names)
 
     def take_shared(self, moments: Mapping[str, Tensor], *, keeps_residuals: bool) -> None:
-        """Go on from another rank's `shared_state`; ValueError if it does not fit."""
+        """Load another rank's `shared_state`; reset residuals to 0 unless `keeps_residuals`.
+
+        Raises:
+            ValueError: the state does not fit this engine.
+        """
         store, names = self.store, self.layouts.names
         if store.moments is not None:
             store.moments.planes.check(moments, names)
@@ -509,13 +513,14 @@ class Engine:
             store.residuals.replace({})
 
     def check_replicas(self) -> None:
-        """As `Replicas.check`, after waiting for what is under way."""
+        """Wait for exchanges in progress, then compare tensors as `Replicas.check` does."""
         self.wait()
         self.replicas.check()
 
     def compare_sources(self, called: str) -> None:
-        """As `Replicas.compare_sources`; what differs is raised on this call and on every later
-        one, but for names and shapes: the first bucket's record says more about those.
+        """Compare tensors as `Replicas.compare_sources` does; later calls raise the same error.
+
+        A mismatch of names or shapes ("layout") is not raised: the first bucket reports it better.
         """
         try:
             self.replicas.compare_sources(called)
@@ -525,12 +530,12 @@ class Engine:
                 raise
 
     def describe(self) -> str:
-        """Return one line that says what is on."""
+        """Return one line of text: exchange, choice of the codec, correction of learning rates."""
         return "; ".join(filter(None, (self.layouts.describe(), self._chosen, self._rate)))
 
     def close(self, *, keep_comm: bool = False) -> None:
-        """Stop the threads and give the communicator back, unless it is kept. Closing twice is
-        harmless.
+        """Stop the threads, and close the communicator, or only release it if `keep_comm`. Closing
+        twice has no effect.
         """
         if (
             self.stats.steps
@@ -547,7 +552,7 @@ class Engine:
         if self._longer is not None:
             self._longer.close()
         if self.error is not None or self.is_open:
-            self.layouts.route.abort()  # collectives may be under way that no peer will answer
+            self.layouts.route.abort()  # collectives may be in progress that no peer will join
         self.pipeline.close()
         self.layouts.route.close()
         if keep_comm:
@@ -563,7 +568,7 @@ class Engine:
         )
 
     def _start(self) -> None:
-        """Make a pipeline for the route as it is; no step is open."""
+        """Make a pipeline for the current route, with no step open."""
         route = self.layouts.route
         self.is_open = False
         self.pipeline = (
@@ -574,4 +579,4 @@ class Engine:
 
 
 def _nothing(error: BaseException | None) -> None:
-    """Do nothing after a slice that others follow: the last one reports how its bucket ended."""
+    """Do nothing when a slice ends that is not the last: the last one reports the bucket's end."""

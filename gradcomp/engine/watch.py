@@ -1,5 +1,5 @@
-"""Mistakes in training that no exchange sees: optimizer steps on gradients that were not averaged,
-parameters that came to the model later, weights that diverge under `TernGrad`.
+"""Detection of mistakes in training that an exchange cannot see: optimizer steps on gradients that
+were not averaged, parameters added to the model later, weights that diverge under `TernGrad`.
 """
 
 from __future__ import annotations
@@ -23,33 +23,36 @@ logger = logging.getLogger("gradcomp")
 NOT_CALLED = "gradcomp was registered but not called in this step"
 OR_TWICE = "Or this is a second step on gradients that were averaged once"
 
-GROWTH_EVERY = 20  # steps from one look at the weights to the next
-GROWTH_STEPS = 1000  # after which weights may have grown for better reasons
-MAX_GROWTH = 3.5  # between what was seen with and without a divergence
+GROWTH_EVERY = 20  # steps between two checks of the weights
+GROWTH_STEPS = 1000  # no check after so many steps: weights may then grow for other reasons
+MAX_GROWTH = 3.5  # between the growth measured with and without divergence
 
 
 # ---- steps of optimizers -------------------------------------------------------------------------
 
 
 class Mine:
-    """Tensors by identity. It keeps them: a weak reference to a parameter would keep
-    `torch.utils.swap_tensors`, and with it ``to_empty``, from working.
+    """A set of tensors, compared by identity.
+
+    It has strong references: a weak reference to a parameter would make
+    `torch.utils.swap_tensors`, and so ``to_empty``, fail.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._known = {id(one): one for one in tensors}
+        self._known = {id(tensor): tensor for tensor in tensors}
 
     def __contains__(self, tensor: Tensor) -> bool:
         return id(tensor) in self._known
 
     def of(self, optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
-        """Return those that an optimizer steps."""
+        """Return the tensors of this set that an optimizer updates."""
         return (p for group in optimizer.param_groups for p in group["params"] if p in self)
 
 
 class Watcher:
-    """A method that is called before steps of optimizers of some parameters; neither is kept
-    alive by this, and with its object this ends.
+    """Calls a method before each step of an optimizer that updates some of `mine`.
+
+    Both are weak references. The watcher is removed when the method's object is garbage-collected.
     """
 
     def __init__(self, mine: Mine, call: Callable[..., None]) -> None:
@@ -59,20 +62,20 @@ class Watcher:
     def before(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Call it, if the step is of its parameters."""
+        """Call the method if the optimizer updates any of the parameters."""
         method, mine = self._method(), self._mine()
         if method is not None and mine is not None and any(True for _ in mine.of(optimizer)):
             method(optimizer, args, kwargs)
 
     def remove(self) -> None:
-        """End this; twice is harmless."""
+        """Remove this watcher. Calling it twice has no effect."""
         _watchers.pop(id(self), None)
 
 
 _watchers: dict[int, Watcher] = {}
-_global: list[Any] = []
-# the one hook of this process: torch walks through its own list, which nobody may change
-# meanwhile
+_hook_handles: list[Any] = []
+# the handle of the one hook of this process: torch iterates over its own list of hooks, which must
+# not change meanwhile
 
 
 def _before(
@@ -83,45 +86,45 @@ def _before(
 
 
 def before_any_step(mine: Mine, call: Callable[..., None]) -> Watcher:
-    """Have a method called, ``call(optimizer, args, kwargs)``, before each step of any optimizer of
-    some of these parameters.
+    """Call ``call(optimizer, args, kwargs)`` before each step of any optimizer that updates some of
+    these parameters.
 
     Args:
-        mine: the parameters, which the method's object keeps.
-        call: of an object that is not kept alive by this, and with which this ends.
+        mine: the parameters, as a weak reference: the method's object must keep them.
+        call: a bound method, as a weak reference. Calls end when its object is garbage-collected.
 
     Returns:
-        What ends this before: ``.remove()``.
+        A handle; its ``.remove()`` ends the calls.
     """
-    if not _global:
-        _global.append(register_optimizer_step_pre_hook(_before))
+    if not _hook_handles:
+        _hook_handles.append(register_optimizer_step_pre_hook(_before))
     watcher = Watcher(mine, call)
     _watchers[id(watcher)] = watcher
     return watcher
 
 
 def remove(hooks: list[Any]) -> None:
-    """End what hooks call, and forget them."""
+    """Remove all hooks of a list, and empty the list."""
     while hooks:
         hooks.pop().remove()
 
 
 def _changes_nothing(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether a step is of rate 0: torch.distributed.checkpoint makes one, on gradients of
-    its own, for the sake of the optimizer's state.
+    """Return whether all learning rates are 0: torch.distributed.checkpoint makes such a step, with
+    its own gradients, to initialize the optimizer's state.
     """
     return all("lr" in group and float(group["lr"]) == 0 for group in optimizer.param_groups)
 
 
 class Steps:
-    """Finds steps of optimizers on gradients that nobody has averaged since the step before.
+    """Detects optimizer steps on gradients that were not averaged since the previous step.
 
     Args:
         mine: the parameters.
-        now: returns what changes when gradients are averaged.
-        missed: is called before a step of which that is not so.
-        late: whether averages are made after each step: the first one is allowed, and it does not
-            matter that a closure makes the gradients.
+        now: returns a value that changes when gradients are averaged.
+        missed: called before a step on gradients that were not averaged.
+        late: whether averages are computed after each step. Then the first step is allowed, and
+            steps with a closure are checked too.
     """
 
     def __init__(
@@ -144,8 +147,9 @@ class Steps:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """Look before a step of an optimizer; a hook for that. A closure makes gradients yet,
-        and is not looked at.
+        """Check a step before it runs; an optimizer step pre-hook.
+
+        Unless `late`, a step with a closure is not checked: the closure computes its gradients.
         """
         closure = (kwargs or {}).get("closure", args[1] if len(args) > 1 else None)
         if closure is not None and not self._late:
@@ -160,7 +164,7 @@ class Steps:
         self._seen[optimizer] = now
 
     def restart(self) -> None:
-        """Take note that a state was loaded, which counts as no step."""
+        """Forget all steps so far. Call this after a state was loaded."""
         self._seen.clear()
         self._begun = None if self._late else self._now()
 
@@ -168,7 +172,7 @@ class Steps:
 # ---- parameters of the model ---------------------------------------------------------------------
 
 _count = itertools.count(1)
-_registered = 0  # modules and parameters in this process since the first model was watched
+_registered = 0  # modules and parameters registered since the first model was watched
 _watching = False
 
 
@@ -186,23 +190,24 @@ def _watch_registrations() -> None:
 
 
 class Newcomers:
-    """Finds trainable parameters that `model` did not have when this was made: no bucket holds
-    their gradients, and every rank trains them apart.
+    """Detects trainable parameters that were added to `model` after this object was made. Their
+    gradients are in no bucket, so every rank would train them separately.
 
-    It does not walk through the model at every step. torch reports every module or parameter that
-    is registered anywhere in the process, and only after that the model is looked through again.
+    The model is not traversed at every step. torch hooks report every module or parameter that is
+    registered anywhere in the process, and only then is the model traversed again.
     """
 
     def __init__(self, model: nn.Module) -> None:
         _watch_registrations()
         self._model = model
-        # kept: ids are used again
+        # strong references, because Python reuses the ids of freed objects
         self._known = {id(parameter): parameter for parameter in model.parameters()}
         self._seen = _registered
 
     def refuse(self) -> None:
-        """Raise GradcompError if there is one; next to nothing where no module has changed since
-        the last call.
+        """Raise GradcompError if the model has a new trainable parameter.
+
+        This costs almost nothing if no module has changed since the last call.
         """
         if self._seen == _registered:
             return
@@ -221,27 +226,27 @@ class Newcomers:
 
 
 class Growth:
-    """Looks at the norm of weights now and then, and warns once if training seems to diverge under
-    `TernGrad`, whose unbiased noise narrows the range of stable learning rates.
+    """Checks the norm of the weights, and warns once if training seems to diverge under `TernGrad`,
+    whose unbiased noise narrows the range of stable learning rates.
 
-    Noise that updates cannot average out makes weights wander: their norm grows. On a perceptron
-    that trains in fp32 and diverges in `TernGrad` (docs/explanation/ternary.md has the figures) the
-    norm of all compressed tensors grows by a factor of 5.7 and more within 200 steps; where either
-    trains, by at most 2.6.
+    Noise that updates cannot average out makes weights drift: their norm grows. On a perceptron
+    that trains in fp32 and diverges in `TernGrad` (docs/explanation/ternary.md has the figures),
+    the norm of all compressed tensors grows by a factor of at least 5.7 within 200 steps. In runs
+    that do not diverge it grows by at most 2.6.
 
     Args:
-        weights: what is trained, float32, bfloat16 or float16.
+        weights: the trained tensors, float32, bfloat16 or float16.
     """
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self._weights, self._first, self._begun = weights, 0.0, -1
 
     def look(self, step: int) -> None:
-        """Compare the norm of the weights with that at the first call.
+        """Compare the norm of the weights with the norm at the first call.
 
         Args:
-            step: number of steps taken; one in `GROWTH_EVERY` is looked at, `GROWTH_STEPS` from the
-                first on.
+            step: number of steps so far. Every `GROWTH_EVERY`-th is checked, up to `GROWTH_STEPS`
+                after the first.
         """
         if not self._weights or step % GROWTH_EVERY:
             return

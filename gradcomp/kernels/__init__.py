@@ -1,8 +1,7 @@
-"""The only way to compiled code: tables that kernels walk, and a kernel set for each kind of
-device.
+"""Access to compiled code: the tables that kernels iterate over, and a kernel set per device type.
 
-An accelerator that has none takes part all the same: its values are copied to host memory, where
-the CPU's set works on them (`gradcomp.kernels.staging`).
+Values on an accelerator without a kernel set are copied to host memory, and the CPU's kernel set
+works on the copies (`gradcomp.kernels.staging`).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ warn_about_torch(torch.__version__)
 logger = logging.getLogger("gradcomp")
 
 CPU = torch.device("cpu")
-# returns None for a device whose values are copied to host memory after all
+# returns None for a device whose values are to be copied to host memory
 MakeKernels = Callable[[torch.device], "Kernels | None"]
 USES_CUDA = "GRADCOMP_CUDA_KERNELS"  # environment variable: 1 encodes on GPUs
 _native = NativeKernels()
@@ -48,10 +47,10 @@ def _cuda(device: torch.device) -> Kernels | None:
     return checked(device)
 
 
-# how the set of a device is made, by the kind of device
+# factories of kernel sets, by device type
 _makers: dict[str, MakeKernels] = {"cpu": lambda _: _native, "cuda": _cuda}
 _sets: dict[torch.device, Kernels | None] = {}
-_lock = threading.RLock()  # two threads may be the first to ask
+_lock = threading.RLock()  # several threads may request the first kernel set
 
 __all__ = [
     "CPU",
@@ -74,17 +73,17 @@ def of(device: torch.device) -> Kernels:
     """Return the kernel set of a device.
 
     Raises:
-        UnsupportedTensor: a device that has none.
+        UnsupportedTensor: the device has no kernel set.
     """
-    found = _find(device)
-    if found is None:
+    kernels = _find(device)
+    if kernels is None:
         raise UnsupportedTensor(f"there are no kernels for {device}")
-    return found
+    return kernels
 
 
 def home(device: torch.device) -> torch.device:
-    """Return where values of a device are encoded and averaged: there if it has a kernel set,
-    else in host memory.
+    """Return the device on which values of `device` are encoded and averaged: `device` itself if it
+    has a kernel set, else the CPU.
     """
     return CPU if _find(device) is None else device
 
@@ -99,16 +98,19 @@ def _find(device: torch.device) -> Kernels | None:
 
 
 def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return ``(numel,)`` memory of a device, with anything in it."""
+    """Return an uninitialized ``(numel,)`` tensor on a device."""
     if home(device) == device:
         return of(device).empty(numel, dtype)
     return torch.empty(numel, dtype=dtype, device=device)
 
 
 def check_device(device: torch.device, name: str, *, staged: bool = True) -> None:
-    """Raise UnsupportedTensor, for a tensor called `name`, unless its device has a kernel set or is
-    this machine's accelerator; where host memory is not enough (`staged` False), unless it is the
-    CPU.
+    """Raise UnsupportedTensor if the device of tensor `name` is not supported.
+
+    Args:
+        device, name: device of the tensor, and its name for messages.
+        staged: True: the CPU, devices with a kernel set, and this machine's accelerator are
+            supported; False: only the CPU.
     """
     if device.type == CPU.type or (staged and _find(device) is not None):
         return
@@ -123,17 +125,20 @@ def check_device(device: torch.device, name: str, *, staged: bool = True) -> Non
 
 
 def device_of(tensors: Iterable[Tensor]) -> torch.device:
-    """Return `home` of some tensors; the CPU where they have none or several."""
+    """Return the common `home` of some tensors; the CPU if there is not exactly one."""
     homes = {home(tensor.device) for tensor in tensors}
     return homes.pop() if len(homes) == 1 else CPU
 
 
 def install(kind: str, make: MakeKernels | None) -> MakeKernels | None:
-    """Have `make` make the kernel sets of a kind of device, for whatever is built from now on;
-    None: such devices have none.
+    """Register a factory of kernel sets for a device type; objects that exist keep their sets.
+
+    Args:
+        kind: device type, e.g. "cuda".
+        make: the factory; None: devices of this type have no kernel set.
 
     Returns:
-        What made them before.
+        The previous factory, or None.
     """
     before = _makers.pop(kind, None)
     if make is not None:

@@ -1,5 +1,5 @@
-"""Operations on the bytes of payloads, which lie in host memory whatever device their values are
-on: memory for them, copies, checksums, checks of what was received, integer sums of codes.
+"""Operations on the bytes of payloads: allocation, copies, checksums, validation, integer sums of
+codes. Payloads are in host memory for every device.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from gradcomp.kernels.tables import CopyTable, Table
 
 
 def empty(numel: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-    """Return ``(numel,)`` host memory for payloads or scales, with anything in it."""
+    """Return an uninitialized ``(numel,)`` tensor in host memory, for payloads or scales."""
     return torch.empty(numel, dtype=dtype, device="cpu")
 
 
 def crc32c(data: NDArray[np.uint8], crc: int = 0) -> int:
-    """Return the CRC-32C of contiguous uint8, continuing `crc`."""
+    """Return the CRC-32C of a contiguous uint8 array, continuing from `crc`."""
     return int(lib.gc_crc32c(crc, ffi.from_buffer("uint8_t[]", data), data.size))
 
 
 def copy(dst: Tensor, src: Tensor, table: CopyTable) -> None:
-    """Copy every byte range of a table from `src` to `dst`, uint8."""
+    """Copy every byte range of a table from `src` to `dst`, both uint8."""
     rows = ffi.from_buffer("gc_copy_range[]", table.rows)
     check(
         lib.gc_copy(pointer(dst, "uint8_t"), pointer(src, "uint8_t"), rows, len(table.rows)),
@@ -39,15 +39,15 @@ def copy(dst: Tensor, src: Tensor, table: CopyTable) -> None:
 
 
 def copy_bytes(dst: Tensor, first: int, src: Tensor, nbytes: int, src_first: int = 0) -> None:
-    """Copy `nbytes` bytes of `src` from byte `src_first` to byte `first` of `dst`; they do not
-    overlap.
+    """Copy `nbytes` bytes from byte `src_first` of `src` to byte `first` of `dst`; the ranges must
+    not overlap.
     """
     ffi.memmove(pointer(dst, "uint8_t") + first, pointer(src, "uint8_t") + src_first, nbytes)
 
 
 def validate(payload: Tensor, code: Code, table: Table) -> None:
-    """Raise CorruptPayload for codes and padding that an encoder does not write; any plain values
-    are right.
+    """Raise CorruptPayload for codes or padding that no encoder writes; uncompressed values are
+    always valid.
     """
     if table.count and code.kernel != "values":
         source, name = pointer(payload, "uint8_t"), f"gc_{code.kernel}_validate"
@@ -59,15 +59,15 @@ def validate(payload: Tensor, code: Code, table: Table) -> None:
 def validate_scales(
     payload: Tensor, first: int, count: int, *, non_negative: bool, most: float = math.inf
 ) -> None:
-    """Raise CorruptPayload unless `count` scales from byte `first` are finite, at most `most` and,
-    if asked for, not negative.
+    """Raise CorruptPayload unless the `count` fp32 scales from byte `first` on are finite, at most
+    `most` and, if `non_negative`, not negative.
     """
     check(
         lib.gc_scales_validate(pointer(payload, "uint8_t") + first, count, non_negative),
         "gc_scales_validate",
     )
     if most < math.inf and count:
-        # wherever in memory they begin
+        # NumPy, because the scales may begin at an unaligned address
         scales = payload.numpy()[first : first + 4 * count].view(np.float32)
         if scales.max() > most:
             check(lib.GC_BAD_SCALE, "gc_scales_validate")
@@ -83,8 +83,13 @@ def are_finite(scales: Tensor) -> bool:
 def sum_lanes(
     payloads: Sequence[Tensor], source: Table, target: Table, lanes: Code, out: Tensor
 ) -> None:
-    """Write the integer sums of the ternary codes of `payloads` as lanes into the payload `out`;
-    the tables are parallel.
+    """Write the integer sums of the ternary codes of `payloads` as lanes to the payload `out`.
+
+    Args:
+        payloads: uint8 payloads of all ranks.
+        source, target: tables of the payloads and of `out`, with the same rows.
+        lanes: code of the sums.
+        out: uint8 payload, written in place.
     """
     pointers, bytes_out = pointers_of(payloads), pointer(out, "uint8_t")
     rows_out = ffi.from_buffer("gc_segment[]", target.rows)

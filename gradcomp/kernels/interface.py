@@ -1,11 +1,9 @@
-"""What a kernel set offers: the one protocol between everything above and compiled code.
+"""The protocol of kernel sets, through which all other code calls compiled code.
 
-A kernel set works on the values of one kind of device (buckets, shards, residual planes, weights).
-Payloads, scales and tables are host memory whatever the device. Every set gives the same bits.
-Tensors are dense; a set takes their addresses, its callers take none. `gradcomp.kernels.of` returns
-the set of a device.
-
-Callers touch values through a set, or through torch operations; nothing else reads their memory.
+A kernel set works on the values of one device type (buckets, shards, residual planes, weights).
+Payloads, scales and tables are in host memory for every device. Every set gives the same bits.
+Tensors are dense. Only a kernel set uses their addresses: callers access values through a set or
+through torch operations. `gradcomp.kernels.of` returns the set of a device.
 """
 
 from __future__ import annotations
@@ -25,8 +23,8 @@ class Residuals(NamedTuple):
     """Residuals of an encoding.
 
     Attributes:
-        old, new: planes to read and to write, float32; both may be one plane.
-        counted: is called with the sum of the magnitudes that a decay dropped; None: nobody counts.
+        old, new: float32 planes to read and to write, which may be the same; or None.
+        counted: called with the sum of the magnitudes that a decay has dropped, or None.
     """
 
     old: Tensor | None = None
@@ -39,19 +37,20 @@ NO_RESIDUALS = Residuals()
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """How kernels write and read the values of one form: what they need to know of a codec.
+    """Description of the codes of a codec for kernels. Fields that a kernel does not use are None.
 
     Attributes:
-        kernel: of the form (`gradcomp.payload.form.Form.kernel`): reads codes and checks them.
-        encoder: the kernel that writes them, where several do; "": the same.
+        kernel: kernel of the form (`gradcomp.payload.form.Form.kernel`), which decodes and checks.
+        encoder: kernel that encodes, if it has another name; "": the same as `kernel`.
         dtype: (values) float32 or bfloat16.
-        bits: (block, lanes) of a code.
-        shared: (ternary) whether payloads that are averaged have the scales of the first.
-        world_size: (lanes: sums in one payload) ranks in a sum.
-        step: (nearest) what a scale is in root mean squares.
-        means: (onebit) what the two codes stand for; None: the means of their classes.
-        stream_nbytes: (entropy) bytes of a whole stream, its scale included.
-        decay: what new residuals keep of what codes leave out, in [0, 1]; None: no residuals.
+        bits: (block, lanes) bits per code.
+        shared: (ternary) whether all averaged payloads have the scales of the first.
+        world_size: (lanes: sums in one payload) number of ranks in a sum.
+        step: (nearest) scale as a multiple of the root mean square.
+        means: (onebit) values of the two codes; None: the means of their classes.
+        stream_nbytes: (entropy) bytes of a whole stream, including its scale.
+        decay: factor on the encoding error that becomes the new residual, in [0, 1]; None: no
+            residuals.
     """
 
     kernel: str
@@ -68,13 +67,13 @@ class Code:
 
 @dataclass(eq=False)
 class Payloads:
-    """Payloads of one code, in the order in which they are added, and how their average is made.
+    """Payloads of one code to be averaged, in the order of summation.
 
     Attributes:
-        tensors: ``(nbytes,)`` uint8 each, host memory; kept as long as this object.
-        code: of all of them.
-        dtype: that averages are rounded to.
-        prepared: what kernel sets make of them at their first call, by the set's name.
+        tensors: ``(nbytes,)`` uint8 payloads in host memory.
+        code: code of all payloads.
+        dtype: dtype to which averages are rounded.
+        prepared: data that kernel sets cache at their first call, by the name of the set.
     """
 
     tensors: Sequence[Tensor]
@@ -84,18 +83,20 @@ class Payloads:
 
 
 class Kernels(Protocol):
-    """The kernels of one device."""
+    """The kernel set of one device."""
 
     # ---- memory ----------------------------------------------------------------------------------
 
     def empty(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return ``(numel,)`` memory for values, with anything in it: nobody else allocates any."""
+        """Return an uninitialized ``(numel,)`` tensor for values. All memory for values is
+        allocated by this method.
+        """
 
     # ---- statistics ------------------------------------------------------------------------------
 
     def scratch(self, groups: Groups, free: Tensor | None = None) -> Tensor:
-        """Return memory for `scales`, uint8; in `free`, host memory of uint8 that nobody uses
-        meanwhile, if the set works on host memory and it is large enough.
+        """Return uint8 scratch memory for `scales`. If the set works on host memory and `free`, an
+        unused uint8 tensor, is large enough, the result is a view of it.
         """
 
     def scales(
@@ -107,14 +108,15 @@ class Kernels(Protocol):
         scratch: Tensor,
         out: Tensor,
     ) -> bool:
-        """Measure min(absolute maximum, clip_sigma * standard deviation) of every group; True: a
-        value is not finite.
+        """Write min(absolute maximum, clip_sigma * standard deviation) of every group to `out`;
+        return True if a value is not finite.
 
         Args:
-            values: float32, bfloat16 or float16, whose groups `table` and `groups` describe.
-            clip_sigma: None: the absolute maximum.
-            scratch: from `scratch`.
-            out: ``(groups,)`` float32, host memory, written.
+            values: float32, bfloat16 or float16.
+            table, groups: the rows and groups of `values`.
+            clip_sigma: number of standard deviations; None: use the absolute maximum.
+            scratch: result of `scratch`.
+            out: ``(groups,)`` float32, host memory, overwritten.
         """
 
     # ---- encoding --------------------------------------------------------------------------------
@@ -130,26 +132,31 @@ class Kernels(Protocol):
         residuals: Residuals = NO_RESIDUALS,
         kept: Tensor | None = None,
     ) -> bool:
-        """Write the codes of `values` where `table` says; True: a value is not finite.
+        """Encode the rows of `table` of `values` into `payload`; return True if a value is not
+        finite.
 
         Args:
-            code: how.
+            code: description of the codes.
             values: float32, bfloat16 or float16.
-            payload: uint8; measured scales stand in it, and kernels that measure themselves write
-                theirs.
+            table: the rows, with their offsets in the values, planes and payload.
+            payload: uint8, host memory. Scales measured by `scales` are already in it; other
+                kernels write their own scales.
             key: (seed, rank, step, stream), for kernels that draw random numbers.
-            residuals: for codes with a decay.
-            kept: a plane like the first, which receives what that held.
+            residuals: planes for codes with a decay.
+            kept: a plane that receives a copy of the old residuals.
         """
 
     # ---- averages --------------------------------------------------------------------------------
 
     def sum_decode(self, payloads: Payloads, table: Table, out: Tensor, written: int = 0) -> bool:
-        """Write averages to `out`, of the payloads' dtype; True: one that was written is not
-        finite.
+        """Write averages to `out`, of the payloads' dtype; return True if one is not finite.
 
-        `written`: elements that calls like this write before any is read, where these are more than
-        the table's.
+        Args:
+            payloads: the payloads to average.
+            table: the rows to decode.
+            out: buffer for the averages, overwritten.
+            written: number of elements that this and similar calls write before any is read, if
+                larger than that of `table`: large outputs bypass the CPU's cache.
         """
 
     def update(
@@ -160,23 +167,24 @@ class Kernels(Protocol):
         payloads: Payloads | None = None,
         norms: NDArray[Any] | None = None,
     ) -> bool:
-        """Update weights in place, from gradient tensors or straight from payloads; True: an
-        average is not finite.
+        """Update weights in place; return True if an average is not finite.
 
         Args:
-            table: which elements of which parameters.
-            targets: from `targets`, by the parameter numbers of the table.
-            rules: `rules.RULE`, by the rule numbers of the targets.
-            norms: ``(2 * len(table),)`` float64, what rules that add up write, two a row.
+            table: the elements of each parameter to update.
+            targets: result of `targets`, indexed by the parameter numbers of the table.
+            rules: array of `rules.RULE`, indexed by the rule numbers of the targets.
+            payloads: payloads to decode gradients from; None: use the targets' gradient tensors.
+            norms: ``(2 * len(table),)`` float64, overwritten by rules that compute sums, two per
+                row.
         """
 
     def targets(self, **tensors: Sequence[Tensor | None]) -> NDArray[Any]:
-        """Return `rules.TARGET` of parameters, rule k for the k-th; whoever keeps it keeps the
-        tensors.
+        """Return an array of `rules.TARGET`, one per parameter; parameter k uses rule k. The caller
+        must keep the tensors as long as the array, which has their addresses.
 
         Args:
-            tensors: lists by field (weight, trail, gradient, state0, state1), None where a
-                parameter has none.
+            tensors: lists by field (weight, trail, gradient, state0, state1); None for a parameter
+                without the field.
         """
 
     def are_finite(self, values: Tensor) -> bool:
@@ -193,8 +201,8 @@ class Kernels(Protocol):
         units: Tensor,
         out: Tensor,
     ) -> None:
-        """Write units = sqrt(moments) + floor and out = (values + residual) / units; ``(n,)``
-        float32 that do not overlap.
+        """Write units = sqrt(moments) + floor and out = (values + residual) / units. All tensors
+        are ``(n,)`` float32 and must not overlap.
         """
 
     def multiply(self, values: Tensor, units: Tensor) -> bool:
@@ -209,8 +217,8 @@ class Kernels(Protocol):
         gain: float,
         after: Tensor,
     ) -> bool:
-        """Write after = gain * (values * inverse)^2 + keep * before, 1 where that is None;
-        return True if one is not finite.
+        """Write after = gain * (values * inverse)^2 + keep * before, with 1 for `before` if it is
+        None; return True if a result is not finite.
         """
 
     # ---- rotation --------------------------------------------------------------------------------
@@ -225,17 +233,21 @@ class Kernels(Protocol):
         *,
         back: bool = False,
     ) -> None:
-        """Flip signs at random and transform every scale group's run of ``(n,)`` float32 in place,
-        window by window; or undo that.
+        """Rotate every scale group of ``(n,)`` float32 in place, window by window: flip signs at
+        random, then transform.
 
         Args:
-            first: element of the parameter with which the values begin.
-            key: seed, rank, step and stream of the random signs.
+            values: the values, overwritten.
+            group_numel: elements of a scale group.
+            first: first element of the values within the parameter.
+            parameter: position of the parameter, for the random signs.
+            key: (seed, rank, step, stream) of the random signs.
+            back: apply the inverse rotation.
         """
 
     def unbias(self, values: Tensor, group_numel: int, first: int) -> None:
-        """Multiply every run of ``(n,)`` float32 in place by what makes 1-bit codes of it
-        unbiased under random rotations.
+        """Scale every group of ``(n,)`` float32 in place, so that its 1-bit codes are unbiased
+        under random rotations.
         """
 
     # ---- residuals and weights -------------------------------------------------------------------
@@ -244,7 +256,7 @@ class Kernels(Protocol):
         """Multiply a residual plane by `factor`, in place."""
 
     def split(self, weights: Tensor, top: Tensor, trail: Tensor, *, nearest: bool) -> None:
-        """Split float32 numbers into bfloat16 tops and 16-bit trails."""
+        """Split float32 numbers into bfloat16 tops and 16-bit trails, which are overwritten."""
 
     def join(self, top: Tensor, trail: Tensor, weights: Tensor, *, nearest: bool) -> None:
-        """Join bfloat16 tops and 16-bit trails to the float32 numbers they were split from."""
+        """Join bfloat16 tops and 16-bit trails to float32 `weights`; the inverse of `split`."""

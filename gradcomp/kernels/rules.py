@@ -31,11 +31,11 @@ TARGET = np.dtype(
     [(name, "<u8") for name in ("weight", "trail", "gradient", "state0", "state1")]
     + [("rule", "<u4"), ("gradient_dtype", "<u4")]
 )
-NO_RULE = 2**32 - 1  # in a target: segments of this parameter are passed over
+NO_RULE = 2**32 - 1  # rule of a target whose segments are skipped
 
 
 class Kind(IntEnum):
-    """What an update does; the arithmetic of each stands in native/include/gradcomp.h."""
+    """The kind of an update; native/include/gradcomp.h defines the arithmetic."""
 
     SGD = 0
     ADAGRAD = 1
@@ -48,7 +48,7 @@ class Kind(IntEnum):
 
 
 class Flag(IntFlag):
-    """How it does it."""
+    """Flags of an update rule."""
 
     MAXIMIZE = 1
     FIRST = 2

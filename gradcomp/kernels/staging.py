@@ -1,8 +1,7 @@
-"""Values on an accelerator: they are exchanged as copies in host memory.
+"""Staging of values of an accelerator: they are exchanged as copies in host memory.
 
-Copies run on a stream of their own, one a device. Events order them behind what the caller has
-queued, and what the caller queues later behind them: nobody but the thread that encodes waits on
-the host.
+Copies run on a separate stream, one per device. Events order them after work that the caller has
+queued, and before work that it queues later. So only the thread that encodes waits on the host.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from torch import Tensor
 
 from gradcomp.errors import UnsupportedTensor
 
-_lock = threading.Lock()  # two threads may be the first to ask for a stream
+_lock = threading.Lock()  # several threads may request the first stream
 
 
 def stream_of(device: torch.device) -> Any:
-    """Return the stream of copies from and to a device; None for one without such streams."""
+    """Return the stream for copies from and to a device; None if the device has no such stream."""
     with _lock:
         return _make_stream(device)
 
 
 @functools.cache
 def _make_stream(device: torch.device) -> Any:
-    if device.type == "mps":  # "a new stream" is the only one there, and record_stream is missing
+    if device.type == "mps":  # has only one stream, and no record_stream
         return None
     try:
         return torch.Stream(device)
@@ -39,7 +38,7 @@ def _make_stream(device: torch.device) -> Any:
 
 @contextlib.contextmanager
 def on_stream(device: torch.device) -> Iterator[None]:
-    """Have torch queue work of this device behind its copies."""
+    """Make the device's copy stream the current stream inside a ``with`` block."""
     stream = None if device.type == "cpu" else stream_of(device)
     if stream is None:
         yield
@@ -54,7 +53,7 @@ def on_stream(device: torch.device) -> Iterator[None]:
 
 
 def refuse_graphs(device: torch.device) -> None:
-    """Raise UnsupportedTensor while a CUDA graph is recorded on the current stream."""
+    """Raise UnsupportedTensor if the current stream is capturing a CUDA graph."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise UnsupportedTensor(
             "a CUDA graph records no exchange, whose messages the host sends: record forward and"
@@ -64,7 +63,11 @@ def refuse_graphs(device: torch.device) -> None:
 
 
 def follow(device: torch.device) -> None:
-    """Have copies that are queued from now on wait for what was queued so far."""
+    """Make later copies wait for all work queued on the current stream so far.
+
+    Raises:
+        UnsupportedTensor: the current stream is capturing a CUDA graph.
+    """
     refuse_graphs(device)
     stream = None if device.type == "cpu" else stream_of(device)
     if stream is not None:
@@ -72,20 +75,21 @@ def follow(device: torch.device) -> None:
 
 
 def join(device: torch.device) -> None:
-    """Have what is queued from now on wait for the copies that were queued so far."""
+    """Make later work on the current stream wait for all copies queued so far."""
     stream = None if device.type == "cpu" else stream_of(device)
     if stream is not None:
         torch.accelerator.current_stream(device).wait_event(stream.record_event())
 
 
 class Staged:
-    """Host memory for values of a device.
+    """Host memory for copies of values of a device.
 
     Args:
-        like: ``(numel,)``, of the dtype and device of all that will be copied, and as large as any.
+        like: ``(numel,)`` tensor with the dtype and device of all values to copy, and at least as
+            many elements.
 
     Attributes:
-        host: the copy, page-locked where that can be had.
+        host: ``(numel,)`` buffer on the CPU, page-locked if possible.
     """
 
     def __init__(self, like: Tensor) -> None:
@@ -96,47 +100,47 @@ class Staged:
             self.host = torch.empty(like.numel(), dtype=like.dtype, device="cpu")
 
     def fetch(self, values: Tensor) -> Tensor:
-        """Begin to copy values as they are when all that is queued before this is done; return
-        where to, in `host`.
+        """Start copying values to `host`, after all work queued so far; return a view of the copy.
+        It is valid after `wait`.
         """
-        here = self.host[: values.numel()]
+        target = self.host[: values.numel()]
         follow(self._device)
-        self._copy(here, values, values)
+        self._copy(target, values, values)
         if self._stream is not None:
             self._arrived = self._stream.record_event()
-        return here
+        return target
 
     def wait(self) -> None:
-        """Wait on the host until `host` has what `fetch` copies."""
+        """Block this thread until the copy of the last `fetch` has finished."""
         if self._arrived is not None:
-            # of this thread, which would get a context on the first device otherwise
+            # without this, CUDA would create a context of this thread on the first device
             with torch.accelerator.device_index(self._device.index):
                 self._arrived.synchronize()
 
     def give(self, values: Tensor) -> None:
-        """Begin to copy `host` to values. It may be changed after the next `fetch` and `wait`."""
+        """Start copying `host` to values; `host` must not change until `fetch` and `wait`."""
         self._copy(values, self.host[: values.numel()], values)
 
     def _copy(self, to: Tensor, values: Tensor, on_device: Tensor) -> None:
         with on_stream(self._device):
             to.detach().copy_(values.detach(), non_blocking=self._stream is not None)
         if self._stream is not None:
-            # the memory is not given to anybody else before the copy is made
+            # keeps the allocator from reusing the memory before the copy has finished
             on_device.record_stream(self._stream)
 
 
 class Shared:
-    """`Staged` that those share who never need it at the same time: one of each dtype and device,
-    as large as the largest.
+    """Staging buffers for users that never need them at the same time: one per dtype and device, as
+    large as the largest request.
     """
 
     def __init__(self) -> None:
-        self._made: dict[tuple[torch.dtype, torch.device], Staged] = {}
+        self._buffers: dict[tuple[torch.dtype, torch.device], Staged] = {}
 
     def like(self, values: Tensor) -> Staged:
-        """Return what can copy such values."""
+        """Return a staging buffer for values of this dtype, device and size."""
         kind = values.dtype, values.device
-        found = self._made.get(kind)
-        if found is None or found.host.numel() < values.numel():
-            found = self._made[kind] = Staged(values)
-        return found
+        staged = self._buffers.get(kind)
+        if staged is None or staged.host.numel() < values.numel():
+            staged = self._buffers[kind] = Staged(values)
+        return staged

@@ -1,8 +1,8 @@
-"""The tables that C kernels walk: segments (`gc_segment` in native/include/gradcomp.h), block sums,
-byte ranges.
+"""The tables that C kernels iterate over: segments (`gc_segment` in native/include/gradcomp.h),
+block sums, byte ranges.
 
-A row says where a run of elements of one parameter lies in a tensor, in a residual plane and in a
-payload. Rows are shared out over threads; which thread does which row changes no bit of the result.
+A row has the offsets of a range of elements of one parameter in a tensor, in a residual plane and
+in a payload. Rows are distributed over threads, which changes no bit of the result.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-# dtypes of values by their number in headers and in C
+# dtype of values -> number in headers and in C
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 TORCH_DTYPES = {number: dtype for dtype, number in DTYPES.items()}
 BLOCK_NUMEL = 512  # elements in one float64 partial sum (GC_BLOCK_NUMEL)
-MAX_NUMEL = 2**32 - 4096  # elements of a segment, and so of a parameter, at most (GC_MAX_NUMEL)
-# elements in one unit of work: 256 KB of fp32, small against L2, large against a call
+MAX_NUMEL = 2**32 - 4096  # max elements of a segment, and so of a parameter (GC_MAX_NUMEL)
+# elements in one unit of work: 256 KB of fp32, which fits into L2 and hides the cost of a call
 CHUNK_NUMEL = 1 << 16
 
 SEGMENT = np.dtype(
@@ -43,12 +43,12 @@ COPY_RANGE = np.dtype([("dst", "<u8"), ("src", "<u8"), ("nbytes", "<u8")])
 
 
 class Table:
-    """Segments for one C call: rows of `SEGMENT`, and how to share them out over threads.
+    """Segments for one C call, and their distribution over threads.
 
     Attributes:
-        rows, count: the rows and their number.
-        numel: elements in all rows.
-        prepared: what kernel sets make of the rows at their first call, by the set's name.
+        rows, count: ``(count,)`` array of `SEGMENT`, and its length.
+        numel: number of elements in all rows.
+        prepared: data that kernel sets cache at their first call, by the name of the set.
     """
 
     def __init__(self, rows: Sequence[tuple[int, ...]] | NDArray[Any]) -> None:
@@ -62,8 +62,8 @@ class Table:
         return self.count
 
     def ranges(self, parts: int) -> list[tuple[int, int]]:
-        """Return at most `parts` runs of rows (first, count) with about the same number of
-        elements each.
+        """Return at most `parts` ranges of rows, (first, count) pairs, with about the same number
+        of elements each.
         """
         if parts not in self._ranges:
             ends = np.cumsum(self.rows["numel"], dtype=np.uint64)
@@ -79,9 +79,9 @@ class Groups(NamedTuple):
     """The scale groups of a payload.
 
     Attributes:
-        blocks: ``(groups + 1,)``, first entry of every group in the table of block sums, and their
-            number at the end.
-        numels: ``(groups,)``, elements of every group.
+        blocks: ``(groups + 1,)`` uint64, first entry of every group in the table of block sums,
+            then the number of entries.
+        numels: ``(groups,)`` uint32, elements of every group.
     """
 
     blocks: NDArray[np.uint64]
@@ -89,7 +89,9 @@ class Groups(NamedTuple):
 
 
 class CopyTable:
-    """Byte ranges for `gc_copy`: rows of (destination, source, bytes), offsets in bytes."""
+    """Byte ranges for `gc_copy`: rows of (first byte in the destination, first byte in the source,
+    number of bytes).
+    """
 
     def __init__(self, rows: Sequence[tuple[int, int, int]]) -> None:
         self.rows = np.array(rows, dtype=COPY_RANGE)

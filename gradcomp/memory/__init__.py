@@ -1,3 +1,3 @@
-"""What a rank remembers between steps: planes, residuals, states of transforms, and their
-checkpoints.
+"""State that a rank keeps between steps: residuals, second moments, states of transforms, and the
+format of their checkpoints.
 """

@@ -1,11 +1,10 @@
-"""Preconditioning: gradients are encoded in units of the root of their second moment, which every
-rank knows.
+"""Preconditioning: gradients are divided by the root of their second moment before encoding.
 
-Codes of few bits have one scale for many elements, so an element whose gradients are small next to
-its group's gets noise as large as the group's. SGD averages that out; Adam divides by the root of
-the second moment and does not. What is encoded here is therefore g / d, with d the root of an
-exponential average of the squares of *decoded averages*: these are equal on every rank, so nothing
-has to be sent for it. Decoded averages are multiplied by d, so every optimizer sees gradients.
+Codes of few bits have one scale for many elements. So an element with small gradients gets noise as
+large as that of the other elements in its group. SGD averages this noise out; Adam does not,
+because it divides by the root of the second moment. Therefore g / d is encoded, where d is the root
+of an exponential average of the squares of *decoded averages*. These are equal on every rank, so d
+is not sent. Decoded averages are multiplied by d, so every optimizer gets gradients as usual.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ from gradcomp.payload.form import BLOCKS
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.pieces import Slot, whole_pieces
 
-SMALLEST = 2.0**-126  # normal float32
+SMALLEST = 2.0**-126  # smallest normal float32
 
 
 @dataclass(frozen=True)
 class Precondition:
-    """How gradients are preconditioned; every rank needs the same.
+    """Options of preconditioning; every rank must pass the same values.
 
     Args:
-        beta: what a step keeps of the average of squares, as Adam's second beta; exchange number k,
-            from 0, keeps at most (k + 1) / (k + 2), so that units are learnt at once.
-        floor: no element's unit is smaller than this part of its tensor's typical one (which is 1):
-            bounds how far gradients of elements that rarely have one are magnified.
+        beta: decay of the average of squares, like Adam's second beta. Exchange number k, from 0,
+            uses at most (k + 1) / (k + 2), so that the first exchanges set the units.
+        floor: added to each unit, relative to the typical unit of its tensor, which is 1. Limits
+            how much the gradients of elements with rare gradients are magnified.
 
     Raises:
-        ValueError: `beta` not in [0, 1), `floor` not in (0, 1].
+        ValueError: `beta` is not in [0, 1), or `floor` not in (0, 1].
     """
 
     beta: float = 0.95
@@ -58,10 +57,10 @@ class Precondition:
 
 
 def check_precondition(given: object) -> Precondition | None:
-    """Return what an option says: None for None and False, the defaults for True.
+    """Return the value of option `precondition`: None for None or False, the defaults for True.
 
     Raises:
-        TypeError: something else.
+        TypeError: `given` is neither a bool, None nor a `Precondition`.
     """
     if given is None or given is False:
         return None
@@ -76,18 +75,17 @@ def check_precondition(given: object) -> Precondition | None:
 
 
 class SecondMoments:
-    """Averages of squares of the decoded averages, relative to those of their tensor, the same on
-    every rank.
+    """Second moments of averages, relative to the magnitude of their tensor; equal on all ranks.
 
-    Relative, because only ratios within a scale group matter to codes: a step whose gradients are
-    ten times as large as those before it says as much about them as any other. Every operation is
-    one correctly rounded operation an element, so that ranks on different processors agree bit for
-    bit; sums are those of the kernels, whose order is pinned.
+    They are relative because codes depend on ratios within a scale group only: a step whose
+    gradients are ten times as large as before has the same weight as any other step. Every
+    operation is one correctly rounded operation per element, so that ranks on different processors
+    agree bit for bit. Sums use the kernels, which have a fixed order of additions.
 
     Args:
         options: see `Precondition`.
-        numels: elements of the compressed tensors, by position.
-        device: of the tensors.
+        numels: number of elements of each compressed tensor, by position.
+        device: device of the tensors.
     """
 
     def __init__(
@@ -99,35 +97,41 @@ class SecondMoments:
     def divide(
         self, slot: Slot, values: Tensor, residual: Tensor | None, units: Tensor, out: Tensor
     ) -> None:
-        """Write units of a compressed tensor or a shard of one, sqrt(v) + floor or 1 before the
-        first average, and (values + residual) / units.
+        """Write the units of a compressed tensor, or of a shard of one, to `units`, and
+        (values + residual) / units to `out`.
+
+        A unit is sqrt(v) + floor, or 1 before the first average.
 
         Args:
-            values, units, out: ``(n,)`` float32, a bucket.
-            residual: ``(n,)`` float32, where `Slot.residual` counts.
+            slot: the tensor or shard.
+            values, units, out: ``(n,)`` float32 each, a bucket.
+            residual: ``(n,)`` float32 plane, which `Slot.residual` indexes, or None.
         """
         span = slice(slot.offset, slot.offset + slot.numel)
-        given, d, x, old = values[span], units[span], out[span], self.planes.pair(slot.index)[0]
-        left_out = (
+        grad, d, x, old = values[span], units[span], out[span], self.planes.pair(slot.index)[0]
+        carried = (
             residual[slot.residual : slot.residual + slot.numel] if residual is not None else None
         )
-        # of the whole tensor, also where the slot is a shard of it
+        # all moments of the tensor, even if the slot is a shard of it
         floor = self.options.floor if any_bits(old) else 1.0
-        of(x.device).divide(given, left_out, old[slot.start : slot.start + slot.numel], floor, d, x)
+        of(x.device).divide(grad, carried, old[slot.start : slot.start + slot.numel], floor, d, x)
 
     def observe(self, slots: Sequence[Slot], averages: Tensor, step: int) -> bool:
-        """Take in the averages of a bucket of whole tensors; to be committed. Returns True if a
-        moment is not finite.
+        """Update the moments from the averages of a bucket of whole tensors; the caller commits.
 
-        v becomes b * v + (1 - b) * (g / t)^2, with t the larger of mean and standard deviation of
-        the tensor's averages and b the smaller of beta and (step + 1) / (step + 2); it is 1 before
-        the first average, and stays as it is where t is 0, or 1 / t no normal fp32 number. One
-        decoded average says little about the size of an element, so the first counts as much as
-        knowing nothing does.
+        v becomes b * v + (1 - b) * (g / t)^2. Here t is the larger of mean and standard deviation
+        of the tensor's averages, and b the smaller of beta and (step + 1) / (step + 2). v is 1
+        before the first average; it is unchanged if t is 0 or 1 / t is no normal fp32 number. One
+        decoded average says little about the size of an element, so the first average gets the same
+        weight as the initial value.
 
         Args:
-            averages: ``(n,)`` of any floating dtype.
+            slots: the tensors of the bucket.
+            averages: ``(n,)`` of any floating dtype, a bucket.
             step: number of the exchange, from 0.
+
+        Returns:
+            True if a moment is not finite.
         """
         keep, bad = min(self.options.beta, (step + 1) / (step + 2)), False
         for slot in slots:
@@ -146,14 +150,14 @@ class SecondMoments:
 
 
 def any_bits(moments: Tensor) -> bool:
-    """Whether any moment is not 0; soon where, as nearly always, one of the first is."""
-    bits = moments.view(torch.int32)  # denormals are 0 as numbers where the thread flushes them
+    """Return whether any moment is not 0; fast in the usual case that one of the first is not."""
+    bits = moments.view(torch.int32)  # compare bits: a thread may flush denormals to 0
     return bool(bits[:1024].any() or bits.any())
 
 
 def typical(values: Tensor) -> float:
-    """Return the larger of mean and standard deviation of ``(n,)`` float32, or the largest
-    |value| if that is smaller.
+    """Return the larger of mean and standard deviation of ``(n,)`` float32 values, but at most the
+    largest |value|.
     """
     kernels, layout = of(values.device), _one_group(values.numel())
     scratch, out = kernels.scratch(layout.groups), host.empty(1, torch.float32)
@@ -162,8 +166,8 @@ def typical(values: Tensor) -> float:
 
 
 def _exact(bits: int) -> float:
-    """Return the number that the bits of a float32, not negative, stand for: also where the
-    thread flushes denormals.
+    """Return the value of a float32 from its bits, also if the thread flushes denormals; the sign
+    bit must be 0.
     """
     exponent, fraction = bits >> 23, bits & 0x7FFFFF
     if exponent == 255:
@@ -172,8 +176,8 @@ def _exact(bits: int) -> float:
 
 
 def _inverse(value: float) -> float:
-    """Return 1 / value rounded to float32; 0.0 where that is not a normal number."""
-    # float64 has bits enough for one rounding after the other to be one
+    """Return 1 / value rounded to float32; 0.0 if the result is not a normal number."""
+    # float64 has enough bits that rounding twice gives the same result as rounding once
     exact = 1.0 / value if value else math.inf
     if not SMALLEST <= exact < math.inf:
         return 0.0
@@ -184,7 +188,7 @@ def _inverse(value: float) -> float:
 
 @lru_cache(maxsize=256)
 def _one_group(numel: int) -> PayloadLayout:
-    """Return the layout of a tensor that is one group; making its tables takes longer than a
-    small tensor's sums.
+    """Return the layout of a tensor that is one group. It is cached, because building the tables
+    takes longer than summing a small tensor.
     """
     return PayloadLayout(BLOCKS[8], whole_pieces([Slot(0, numel, numel, True, 0)]))

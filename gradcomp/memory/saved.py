@@ -1,15 +1,16 @@
-"""The one format of saved states, for every entry point: written, checked, and brought to other
-numbers of ranks. ::
+"""The format of state dicts of all entry points: writing, checking, resharding to another number of
+ranks. ::
 
-    {"format": 2, "origin": {"kind": "gradients", "codec": ...},    # what the next run must have
+    {"format": 2, "origin": {"kind": "gradients", "codec": ...},    # must be equal in the next run
      "world_size": 4, "step": 7, "loss_scale": 1.0,
      "replicated": {"tensors": 1, "second_moment": {name: Tensor}}, # the same on all ranks
      "ranks": {"3": {"tensors": 2, "residual": {name: Tensor}}},    # by rank
      "extra": {...}}                                                # the entry point's own
 
-A list of several ranks' states and one state with the "ranks" of all of them are the same, so files
-of all ranks can be merged. "extra" may hold further states of this format. "tensors" counts those
-beside it: a state that has lost some is refused. Everything is checked before anything is written.
+A list of the states of several ranks is equivalent to one state with the "ranks" of all of them, so
+files of all ranks can be merged. "extra" may contain further states of this format. "tensors" is
+the number of tensors beside it: a state in which some are missing is refused. Everything is checked
+before anything is loaded.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from gradcomp.payload.form import removal
 from gradcomp.payload.pieces import ByElements
 
 FORMAT = 2
-STEPS = 2**32  # what random numbers and headers can count
+STEPS = 2**32  # step numbers are below this: random numbers and headers have 32 bits for them
 KEYS = ("format", "origin", "world_size", "step", "loss_scale", "replicated")
 
-Parts = Mapping[str, Mapping[str, Tensor]]  # by part, "residual" say, and name
+Parts = Mapping[str, Mapping[str, Tensor]]  # tensors by part, e.g. "residual", and name
 
 
 def write(
@@ -41,16 +42,16 @@ def write(
     replicated: Parts | None = None,
     **extra: object,
 ) -> dict[str, Any]:
-    """Return the state of one rank.
+    """Return the state dict of one rank.
 
     Args:
-        origin: texts and numbers that a run must have, too, to go on from this state.
-        rank, world_size: whose state it is.
-        step: the next one.
+        origin: settings, texts and numbers, that must be equal in the run that loads the state.
+        rank, world_size: the rank whose state it is, and the number of ranks.
+        step: number of the next step.
         own: tensors of this rank.
-        loss_scale: of the gradients that residuals belong to.
+        loss_scale: loss scale of the residuals.
         replicated: tensors that are the same on all ranks.
-        extra: what else is the same on all ranks, and other states.
+        extra: other values that are the same on all ranks, and other states.
     """
     state = {
         "format": FORMAT,
@@ -65,19 +66,19 @@ def write(
 
 
 class Saved:
-    """What the ranks of one run have saved, as one state.
+    """The checked state of one run, merged from the states of its ranks.
 
     Args:
         head: the state without "ranks".
-        ranks: whose values there are.
-        read: returns the values of one of them, when they are needed.
+        ranks: the ranks whose values were saved, as decimal strings.
+        read: returns the values of one of `ranks`; called when they are needed.
 
     Attributes:
-        origin, world_size, step, loss_scale, replicated, extra: as of `write`.
+        origin, world_size, step, loss_scale, replicated, extra: as in `write`.
         ranks: as given.
 
     Raises:
-        ValueError: not such a state.
+        ValueError: `head` or `ranks` are not those of a state of this format.
     """
 
     def __init__(
@@ -106,12 +107,16 @@ class Saved:
 
     @classmethod
     def of(cls, given: Any) -> Saved:
-        """Return a state, or the list of several ranks' states, as one."""
+        """Return a state dict, or a list of the state dicts of several ranks, as one state.
+
+        Raises:
+            ValueError: a state has another format, or the states are not from one run.
+        """
         states = list(given) if isinstance(given, (list, tuple)) else [given]
         if not states:
             raise ValueError("no states: one of every rank of the old run is needed")
-        for one in states:
-            _check_format(one)
+        for each in states:
+            _check_format(each)
         state: Any = states[0] if len(states) == 1 else _merged(states, "")
         check_mapping(state, "this state", ("ranks",))
         ranks = state["ranks"]
@@ -120,28 +125,28 @@ class Saved:
         return cls(head, ranks, ranks.__getitem__)
 
     def check_origin(self, wanted: Mapping[str, object]) -> None:
-        """Raise ValueError unless the state has this origin."""
+        """Raise ValueError unless the origin of the state equals `wanted`."""
         for key in [*wanted, *self.origin]:
-            saved, mine = self.origin.get(key), wanted.get(key)
-            if type(saved) is type(mine) and saved == mine:
+            saved, ours = self.origin.get(key), wanted.get(key)
+            if type(saved) is type(ours) and saved == ours:
                 continue
             if key == "memory_order":
                 raise ValueError(
-                    f"this state has residuals in memory order {saved}, this model {mine}: give it"
+                    f"this state has residuals in memory order {saved}, this model {ours}: give it"
                     " the memory format (channels_last, say) that it had"
                 )
-            raise ValueError(f"this state has {key} {saved!r}, {mine!r} expected{removal(saved)}")
+            raise ValueError(f"this state has {key} {saved!r}, {ours!r} expected{removal(saved)}")
 
     def of_ranks(self, rank: int, world_size: int) -> Iterator[Parts]:
-        """Return what one of `world_size` ranks goes on from: its own tensors, or those of every
-        rank where the number of ranks has changed. They are read one after another.
+        """Return the tensors from which one of `world_size` ranks resumes: its own tensors, or
+        those of every old rank if the number of ranks has changed. They are read one by one.
 
         Raises:
-            ValueError: one of these ranks is missing.
+            ValueError: the values of one of these ranks are missing.
         """
         old = self.world_size
         wanted = range(rank, rank + 1) if old == world_size else range(old)
-        missing = next((one for one in wanted if str(one) not in self.ranks), None)
+        missing = next((number for number in wanted if str(number) not in self.ranks), None)
         if missing is not None:
             found = ", ".join(sorted(self.ranks)) or "none"
             raise ValueError(
@@ -149,14 +154,14 @@ class Saved:
                 f" {world_size}, and the state has rank {found}; give load_state_dict a list of the"
                 " states of all ranks, one of every rank of one run"
             )
-        return (_parts(self._read(str(one)), f"rank {one}") for one in wanted)
+        return (_parts(self._read(str(number)), f"rank {number}") for number in wanted)
 
 
 # ---- checks --------------------------------------------------------------------------------------
 
 
 def check_mapping(value: object, what: str, keys: Sequence[str] = ()) -> None:
-    """Raise ValueError unless a value is a dictionary with these keys."""
+    """Raise ValueError unless a value, `what` in messages, is a mapping with these keys."""
     if not isinstance(value, Mapping):
         raise ValueError(f"{what} is a dictionary, got {value!r:.80}")  # noqa: TRY004
     missing = [key for key in keys if key not in value]
@@ -165,7 +170,7 @@ def check_mapping(value: object, what: str, keys: Sequence[str] = ()) -> None:
 
 
 def check_step(step: object, name: str = "step", of: str = "") -> None:
-    """Raise ValueError unless a value can count steps, `of` a parameter, say."""
+    """Raise ValueError unless a value is a step number; `name` and `of` are for messages."""
     if type(step) is not int or not 0 <= step < STEPS:
         raise ValueError(
             f"this state has {name} {step!r}{of}, an integer of at least 0 and below 2^32 expected"
@@ -179,14 +184,14 @@ def check_tensors(
     dtypes: Sequence[torch.dtype] = (torch.float32,),
     stored: torch.dtype = torch.float32,
 ) -> None:
-    """Raise ValueError unless a state has a tensor for each name.
+    """Raise ValueError unless a state has exactly the expected tensors, with finite values.
 
     Args:
-        state: by name.
-        shapes: which tensors are expected.
-        what: they are, for messages.
-        dtypes: which they may have.
-        stored: dtype in which they are kept, and must be finite.
+        state: tensors by name.
+        shapes: expected shapes by name.
+        what: name of the tensors, for messages.
+        dtypes: allowed dtypes.
+        stored: dtype in which the values are kept, and in which they must be finite.
     """
     check_mapping(state, f"the {what}s by name")
     if state.keys() != shapes.keys():
@@ -221,7 +226,7 @@ def _counted(parts: Parts) -> dict[str, Any]:
 
 
 def _parts(given: Any, what: str) -> dict[str, Mapping[str, Tensor]]:
-    """Return parts without their count, which must be right."""
+    """Return parts without their count; ValueError if the count is wrong."""
     check_mapping(given, f"{what} in this state", ("tensors",))
     parts = {part: values for part, values in given.items() if part != "tensors"}
     for part, values in parts.items():
@@ -239,10 +244,11 @@ def _parts(given: Any, what: str) -> dict[str, Mapping[str, Tensor]]:
 
 
 def _merged(values: Sequence[Any], where: str) -> Any:
-    """Return what several ranks have saved in one place as one, "ranks" of states united.
+    """Merge the values that several ranks have saved at one place: "ranks" of states are united,
+    other values must be equal.
 
     Raises:
-        ValueError: something else is not the same on all of them, or a rank is there twice.
+        ValueError: other values differ, or a rank occurs twice.
     """
     first = values[0]
     if all(isinstance(value, Mapping) and value.keys() == first.keys() for value in values):
@@ -283,7 +289,11 @@ def _same(one: object, other: object) -> bool:
 
 
 def mean_by_name(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the means of several ranks' tensors, float64; they have the same names and shapes."""
+    """Return the means of the tensors of several ranks, float64, by name.
+
+    Args:
+        states: the tensors of each rank, with the same names and shapes.
+    """
     total: dict[str, Tensor] = {}
     count = 0
     for state in states:
@@ -305,22 +315,23 @@ def reshard(
     owns_means: bool,
     place: str,
 ) -> dict[str, dict[str, Tensor]]:
-    """Return the parts of one of `world_size` ranks, made from those of all ranks of a run.
+    """Return the parts of one of `world_size` new ranks, from those of all ranks of the old run.
 
-    Each new rank gets the mean of the old ranks' residuals: what they have left out of averages so
-    far. Owners' residuals, and states of an owner's transform, are joined and cut anew; where new
-    ranks keep no owner's residuals these are added to everyone's. States of a local transform
-    become their mean. A single rank adds its residuals to its next gradients.
+    Each new rank gets the mean of the old ranks' residuals, because that is the error of the
+    averages so far. Owners' residuals, and states of a transform with place "owner", are
+    concatenated and split again. If the new ranks keep no owners' residuals, these are added to the
+    residuals of every rank. States of a local transform are replaced by their mean. A single rank
+    adds its residuals to its next gradients.
 
     Args:
-        old: by rank, ``(numel,)`` float32 tensors.
-        rank, world_size: of the new run.
-        numels: of this model's whole tensors, by part and name.
+        old: the parts of every old rank, ``(numel,)`` float32 tensors.
+        rank, world_size: rank and number of ranks of the new run.
+        numels: number of elements of this model's whole tensors, by part and name.
         owns_means: whether the new ranks keep owners' residuals.
-        place: of the transform whose states are to be brought over, "" without one.
+        place: place of the transform whose states are resharded, "" without one.
 
     Raises:
-        ValueError: tensors that are not those of this model.
+        ValueError: the tensors do not fit this model.
     """
     residual = _whole(old, "residual", numels, owned=False)
     owner_residual = _whole(old, "owner_residual", numels, owned=True)
@@ -332,7 +343,7 @@ def reshard(
     owner = ByElements(world_size)
 
     def share(whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what this rank owns of whole tensors."""
+        """Return copies of the elements of whole tensors that this rank owns."""
         bounds = {name: owner.bounds(tensor.numel(), rank) for name, tensor in whole.items()}
         return {name: whole[name][first:last].clone() for name, (first, last) in bounds.items()}
 
@@ -346,8 +357,8 @@ def reshard(
 def _whole(
     old: Sequence[Parts], part: str, numels: Mapping[str, Mapping[str, int]], *, owned: bool
 ) -> dict[str, Tensor]:
-    """Return one part of all ranks by name: side by side what each has `owned`, or the mean; empty
-    if it is so on all ranks.
+    """Return the whole tensors of one part by name: the concatenation of the ranks' tensors if they
+    are `owned`, else their mean. Empty if the part is empty on all ranks.
     """
     owner, each = ByElements(len(old)), [parts.get(part, {}) for parts in old]
     begun = set()

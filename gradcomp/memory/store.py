@@ -1,7 +1,5 @@
-"""What a rank keeps from step to step, by parameter: residuals, the owner's residuals, states of a
-transform, second moments.
-
-All of it commits, rolls back and is saved together.
+"""The state of one rank by parameter: residuals, owner's residuals, states of a transform, second
+moments. All parts commit, roll back and are saved together.
 """
 
 from __future__ import annotations
@@ -24,15 +22,15 @@ class StateStore:
     """The planes of one model.
 
     Args:
-        residuals: what codes have left out of this rank's gradients, in units of the loss-scaled
-            gradient.
-        owner_residuals: the same of the means that this rank owns.
-        transform: a transform and its states.
-        moments: second moments of the averages, which are the same on every rank.
+        residuals: error of the codes of this rank's gradients, in units of the loss-scaled
+            gradient; None without error feedback.
+        owner_residuals: error of the codes of the means that this rank owns, or None.
+        transform: a transform with its states, or None.
+        moments: second moments of the averages, equal on every rank, or None.
 
     Attributes:
-        residuals, owner_residuals, transform, moments: as given; None: there are none.
-        loss_scale: of the gradients that residuals belong to.
+        residuals, owner_residuals, transform, moments: as given.
+        loss_scale: loss scale of the residuals.
     """
 
     def __init__(
@@ -47,48 +45,46 @@ class StateStore:
         self.loss_scale = 1.0
 
     def begin_step(self) -> None:
-        """Forget what `discard` could undo."""
+        """Make earlier commits final: `discard` no longer rolls them back."""
         for planes in self._planes().values():
             planes.begin_step()
 
     def discard(self) -> None:
-        """Undo every commit since `begin_step`."""
+        """Roll back every commit since `begin_step`."""
         for planes in self._planes().values():
             planes.discard()
 
     def free_unused(self) -> None:
-        """Free the memory of residuals that are all 0."""
+        """Free the memory of this rank's residuals if all of them are 0."""
         if self.residuals is not None:
             self.residuals.free_unused()
 
     def rescale(self, factor: float) -> None:
-        """Multiply every residual by `factor`: the loss scale has changed by it."""
+        """Multiply every residual by `factor`, in place, after the loss scale has changed by it."""
         for planes in self._residuals():
             planes.rescale(factor)
 
     def change_loss_scale(self, loss_scale: float) -> None:
-        """Bring residuals to the units of gradients that carry `loss_scale`."""
+        """Rescale residuals to gradients with a new loss scale."""
         self.rescale(loss_scale / self.loss_scale)
         self._set_loss_scale(loss_scale)
 
     def state(self, names: Mapping[int, str]) -> dict[str, dict[str, Tensor]]:
-        """Return copies of everything, by part and name; empty parts before the first step."""
+        """Return copies of all values by part and parameter name; parts are empty before the first
+        step.
+        """
         planes = self._planes()
         return {part: planes[part].state(names) if part in planes else {} for part in PARTS}
 
     def check(self, state: Parts, names: Mapping[int, str]) -> None:
-        """Raise ValueError for a checkpoint that does not fit this model, or that the transform
-        cannot have made.
-        """
+        """Raise ValueError if a state does not fit this model, or is invalid for the transform."""
         for part, planes in self._planes().items():
             planes.check(state.get(part, {}), names)
         if self.transform is not None:
             self.transform.check(state.get("transform_state", {}))
 
     def load(self, state: Parts, names: Mapping[int, str], loss_scale: float) -> None:
-        """Take everything from a checkpoint that `check` accepts, of gradients that carried
-        `loss_scale`.
-        """
+        """Load a state that `check` accepts, whose residuals have this loss scale."""
         for part, planes in self._planes().items():
             planes.load(state.get(part, {}), names)
         self._set_loss_scale(loss_scale)
@@ -99,10 +95,10 @@ class StateStore:
             self.transform.scale = loss_scale
 
     def _residuals(self) -> list[Planes]:
-        return [one for one in (self.residuals, self.owner_residuals) if one is not None]
+        return [part for part in (self.residuals, self.owner_residuals) if part is not None]
 
     def _planes(self) -> dict[str, Planes]:
-        """Return the planes that there are, by their names in a checkpoint."""
+        """Return the planes in use, by their part in a state dict."""
         planes = (
             self.residuals,
             self.owner_residuals,
@@ -116,11 +112,11 @@ class Feedback(StateStore):
     """Residuals of a set of tensors, for `all_reduce`.
 
     Args:
-        numels: elements of each tensor, by its key.
-        device: of the tensors.
+        numels: number of elements of each tensor, by its key.
+        device: device of the tensors.
 
     Attributes:
-        device: of the residuals, where these tensors are encoded then.
+        device: device of the residuals, on which the tensors are encoded.
     """
 
     residuals: Planes
@@ -130,10 +126,10 @@ class Feedback(StateStore):
         super().__init__(Planes(numels, device=self.device))
 
     def owned(self, share: Callable[[int], int]) -> Planes:
-        """Return the residuals of the owner's means of these tensors, made at the first call.
+        """Return the owner's residuals of these tensors, which the first call creates.
 
         Args:
-            share: elements that this rank owns of a tensor of so many.
+            share: maps the number of elements of a tensor to how many of them this rank owns.
         """
         if self.owner_residuals is None:
             numels = {key: share(numel) for key, numel in self.residuals.numels.items()}

@@ -1,9 +1,8 @@
-"""Changes of gradients on their way through an exchange: before a rank encodes them, or where their
-mean is owned.
+"""Transforms: elementwise changes of gradients before encoding, or of means at their owner.
 
-A transform is elementwise and keeps one float32 a value, so what it does depends on no bucket,
-chunk or number of ranks. Its memory follows the rules of residuals: a bucket with NaN on any rank,
-or a step that is thrown away, leaves no trace.
+A transform is elementwise and has one float32 of state per element. So its result does not depend
+on buckets, chunks or the number of ranks. Its states commit and roll back as residuals do: a bucket
+with NaN on any rank, or a discarded step, leaves them unchanged.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from torch import Tensor
 from gradcomp.kernels import CPU, device_of
 from gradcomp.memory.planes import Planes
 
-# 64 KB of each of values, old and new state: they stay in the second-level cache
+# 64 KB each of values, old and new states: they fit into the L2 cache
 CHUNK_NUMEL = 1 << 14
 PLACES = ("local", "owner")
 
 
 class Transform(ABC):
-    """An elementwise change of gradients, with one value of state an element.
+    """An elementwise change of gradients, with one float32 of state per element.
 
     Attributes:
-        place: "local": every rank changes its own gradients before they are encoded (the state is
-            the rank's own); "owner": whoever owns a piece changes the mean of all ranks before it
-            is encoded again (the state is shared out).
-        initial: state of every element at first.
+        place: "local": every rank changes its own gradients before they are encoded (every rank has
+            its own state of all elements); "owner": the owner of a piece changes the mean of all
+            ranks before it is encoded again (the state is sharded).
+        initial: initial state of every element.
     """
 
     place = "owner"
@@ -37,26 +36,23 @@ class Transform(ABC):
 
     @abstractmethod
     def apply(self, values: Tensor, old: Tensor, new: Tensor) -> None:
-        """Change `values` in place and write the state after this step.
+        """Change `values` in place, and write the new states.
 
-        What happens to an element may depend on nothing but its value and its state. A result or a
-        state that is not finite makes the bucket's average NaN on every rank, and the states of
-        before stay.
+        The result for an element must depend only on its value and its state. If a result or a
+        state is not finite, the bucket's average is NaN on every rank and the old states are kept.
 
         Args:
-            values: ``(n,)`` float32: gradients, without loss scale.
-            old: ``(n,)`` float32: states before; not to be changed.
-            new: ``(n,)`` float32: states after.
+            values: ``(n,)`` float32: gradients or means without loss scale, overwritten.
+            old: ``(n,)`` float32: states before this step; must not be changed.
+            new: ``(n,)`` float32: states after this step, written.
         """
 
     def options(self) -> Mapping[str, object]:
-        """Return what must be the same on every rank, and in every part of a run that is
-        resumed.
-        """
+        """Return the options that must be equal on every rank, and when a run is resumed."""
         return {}
 
     def check_state(self, state: Tensor, name: str) -> None:
-        """Raise ValueError for a state of parameter `name` that `apply` cannot have made."""
+        """Raise ValueError if `apply` cannot produce this state of parameter `name`."""
 
     def __repr__(self) -> str:
         return (
@@ -68,12 +64,14 @@ class Transforming:
     """A transform with the states of this rank's parameters.
 
     Args:
-        transform: what to do.
-        numels: elements whose state this rank keeps, by the parameter's position.
-        device: of the states.
+        transform: the transform.
+        numels: number of elements whose state this rank keeps, by the parameter's position.
+        device: device of the states.
 
     Attributes:
-        scale: loss scale of the values that `run` is given.
+        transform: as given.
+        planes: the states.
+        scale: loss scale of the values that are passed to `run`.
     """
 
     def __init__(
@@ -85,12 +83,12 @@ class Transforming:
         self.scale = 1.0
 
     def run(self, values: Tensor, spans: Iterable[tuple[int, int, int]]) -> bool:
-        """Transform runs of a flat tensor in place; return True when a result or a state is not
+        """Transform spans of a flat tensor in place; return True if a result or a state is not
         finite.
 
         Args:
             values: ``(n,)`` float32, bfloat16 or float16.
-            spans: (position of the parameter, first element in `values`, elements).
+            spans: (position of the parameter, first element in `values`, number of elements).
         """
         bad = False
         for index, first, numel in spans:
@@ -101,8 +99,8 @@ class Transforming:
         return bad
 
     def check(self, state: object) -> None:
-        """Raise ValueError for states that the transform cannot have made; `Planes.load` checks
-        the rest.
+        """Raise ValueError if the transform cannot produce these states; `Planes.check` checks the
+        rest.
         """
         for name, tensor in state.items() if isinstance(state, Mapping) else ():
             if isinstance(tensor, Tensor):
@@ -121,11 +119,11 @@ class Transforming:
 
 
 def check_transform(transform: object) -> Transform | None:
-    """Return a transform, or None for None.
+    """Return `transform`, a transform or None, unchanged.
 
     Raises:
-        TypeError: neither.
-        ValueError: a place that there is not.
+        TypeError: `transform` is of another type.
+        ValueError: its place is unknown.
     """
     if transform is None:
         return None
@@ -139,8 +137,11 @@ def check_transform(transform: object) -> Transform | None:
 def keep_states(
     transform: Transform | None, tensors: Mapping[int, Tensor], share: Callable[[int], int]
 ) -> Transforming | None:
-    """Return a transform with states for these tensors, of which this rank owns `share` (of each
-    number of elements).
+    """Return a transform with states for these tensors; None without a transform.
+
+    Args:
+        tensors: the tensors by position.
+        share: maps the number of elements of a tensor to how many of them this rank owns.
     """
     if transform is None:
         return None

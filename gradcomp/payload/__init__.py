@@ -1,1 +1,1 @@
-"""The bytes and where they stand: forms, pieces, layouts, headers, random numbers."""
+"""The format of payloads: forms, pieces, layouts, headers, keys of random numbers."""

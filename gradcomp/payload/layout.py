@@ -1,8 +1,8 @@
-"""Where everything stands in one payload, and how a bucket's payload is cut into messages.
+"""The layout of a payload, and the split of a bucket's payload into messages.
 
-Arithmetic on sizes, done once per bucket layout: where the scales and codes of each piece stand,
-and the segment tables that kernels walk. It is a function of (parameter, world size) and never of
-bucket boundaries, so bucket rebuilds change no bit.
+A layout has the offsets of the scales and codes of each piece, and the segment tables that kernels
+iterate over. It is computed from sizes, once per bucket layout. Pieces depend on (parameter, world
+size) and never on bucket boundaries, so bucket rebuilds change no bit.
 """
 
 from __future__ import annotations
@@ -23,28 +23,29 @@ from gradcomp.payload.pieces import Piece
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Some rows of a layout's segment tables, `packed` and `plain`: what is encoded together."""
+    """The rows of a layout's segment tables that are encoded together: `packed` has the compressed
+    pieces, `plain` the fp32 pieces.
+    """
 
     packed: Table
     plain: Table
 
 
 class PayloadLayout:
-    """Where everything stands in one payload made of `pieces`.
+    """The offsets of scales and codes in one payload made of `pieces`.
 
     Args:
         form: form of the compressed pieces; the others are fp32 (`PLAIN`).
-        pieces: in the order in which they stand in the payload.
-        segmented: False only for a payload of exactly one compressed whole tensor (or one plain
-            one).
-        whole_groups: never split a scale group over two rows (1-bit encoding needs a group at
-            once).
+        pieces: the pieces, in the order of the payload.
+        segmented: False only for a payload of exactly one whole tensor, compressed or plain.
+        whole_groups: never split a scale group into two rows (1-bit encoding needs a whole group).
 
     Attributes:
         packed, plain: segment tables of the compressed and of the fp32 pieces.
-        numel, scale_count, nbytes: of the payload.
-        group_numel: what the header says, 0 for segmented payloads.
-        scale_offsets, code_offsets: bytes from the payload's start, one a piece.
+        numel, group_count, scale_count, nbytes: elements, scale groups, scales and bytes of the
+            payload, header included.
+        group_numel: value for the header, 0 for segmented payloads.
+        scale_offsets, code_offsets: bytes from the start of the payload, one per piece.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class PayloadLayout:
         self._whole_groups = whole_groups
 
     def form_of(self, piece: Piece) -> Form:
-        """Return how the codes of `piece` stand in this payload."""
+        """Return the form of the codes of `piece` in this payload."""
         return self.form if piece.slot.compressed else PLAIN
 
     @cached_property
@@ -89,7 +90,7 @@ class PayloadLayout:
 
     @cached_property
     def group_numels(self) -> NDArray[np.uint32]:
-        """Elements of every scale group of the payload, in order."""
+        """``(group_count,)``, elements of every scale group of the payload, in order."""
         parts = [np.zeros(0, np.int64)]
         for piece in self.pieces:
             if piece.slot.compressed and piece.numel:
@@ -102,8 +103,8 @@ class PayloadLayout:
 
     @cached_property
     def group_blocks(self) -> NDArray[np.uint64]:
-        """First entry of every group in the table of block sums, and the table's length at the
-        end.
+        """``(group_count + 1,)``, first entry of every group in the table of block sums, then the
+        length of the table.
         """
         blocks = -(-self.group_numels.astype(np.int64) // BLOCK_NUMEL)
         return np.concatenate(([0], np.cumsum(blocks))).astype(np.uint64)
@@ -144,10 +145,11 @@ class PayloadLayout:
 
 
 def _cuts(piece: Piece, whole_groups: bool) -> list[int]:
-    """Return where to cut a piece into rows of about CHUNK_NUMEL, first and last element included.
+    """Return where to cut a piece into rows of about CHUNK_NUMEL elements, with its first element
+    and its end.
 
-    Cuts are multiples of 8 elements; inside a group they are multiples of BLOCK_NUMEL from the
-    group's (cut) start.
+    Cuts are multiples of 8 elements. Inside a group, they are multiples of BLOCK_NUMEL from the
+    first element of the group that is in the piece.
     """
     start, end, size = piece.start, piece.start + piece.numel, piece.slot.group_numel
     one_group = piece.group_count == 1
@@ -166,7 +168,9 @@ def _cuts(piece: Piece, whole_groups: bool) -> list[int]:
 
 
 def joined_rows(layouts: Sequence[PayloadLayout], stride: int) -> Rows:
-    """Return the rows of payloads that begin every `stride` bytes, as if they were one."""
+    """Return the rows of several payloads, which begin every `stride` bytes, as those of one
+    payload.
+    """
 
     def join(tables: Sequence[Table]) -> Table:
         rows = []
@@ -177,39 +181,43 @@ def joined_rows(layouts: Sequence[PayloadLayout], stride: int) -> Rows:
             rows.append(moved)
         return Table(np.concatenate(rows))
 
-    return Rows(join([one.packed for one in layouts]), join([one.plain for one in layouts]))
+    return Rows(join([each.packed for each in layouts]), join([each.plain for each in layouts]))
 
 
 def message_copies(
     source: PayloadLayout, messages: Sequence[PayloadLayout], offsets: Sequence[int]
 ) -> CopyTable:
-    """Return how one encoded bucket is cut into the messages of a reduce_scatter, which begin at
-    `offsets`.
+    """Return the copies that split an encoded bucket into the messages of a reduce_scatter.
+
+    Args:
+        source: layout of the encoded bucket.
+        messages: layouts of the messages.
+        offsets: first byte of each message.
     """
-    homes: dict[int, list[int]] = {}  # numbers of a parameter's pieces, in order of their starts
+    numbers: dict[int, list[int]] = {}  # numbers of a parameter's pieces, in order of their starts
     for number, piece in enumerate(source.pieces):
-        homes.setdefault(piece.slot.index, []).append(number)
+        numbers.setdefault(piece.slot.index, []).append(number)
     rows = []
     for message, base in zip(messages, offsets, strict=True):
         for number, piece in enumerate(message.pieces):
-            form, those = message.form_of(piece), homes[piece.slot.index]
-            after = bisect_right(those, piece.start, key=lambda n: source.pieces[n].start)
-            home = those[after - 1]
-            begin = source.pieces[home].start
+            form, candidates = message.form_of(piece), numbers[piece.slot.index]
+            after = bisect_right(candidates, piece.start, key=lambda n: source.pieces[n].start)
+            origin = candidates[after - 1]
+            begin = source.pieces[origin].start
             if form.scales_per_group:
                 group = piece.start // piece.slot.group_numel - begin // piece.slot.group_numel
                 width = 4 * form.scales_per_group
                 rows.append(
                     (
                         base + message.scale_offsets[number],
-                        source.scale_offsets[home] + width * group,
+                        source.scale_offsets[origin] + width * group,
                         width * piece.group_count,
                     )
                 )
             rows.append(
                 (
                     base + message.code_offsets[number],
-                    source.code_offsets[home] + form.code_nbytes(begin, piece.start),
+                    source.code_offsets[origin] + form.code_nbytes(begin, piece.start),
                     form.code_nbytes(piece.start, piece.start + piece.numel),
                 )
             )

@@ -1,9 +1,9 @@
-"""In which order a tensor's elements stand in memory: that is what "element i" of a gradient means,
-here and on the wire.
+"""Memory order of a tensor's elements, which defines "element i" of a gradient in memory and in
+payloads.
 
-Gradients are encoded as they lie in DDP's buckets, which follow the strides of a parameter that
-fills its memory (row-major, channels-last, transposed); those of any other tensor, a slice say, lie
-row-major.
+Gradients are encoded in the order of DDP's buckets. DDP uses the strides of a parameter that is
+dense in memory (row-major, channels-last, transposed), and row-major order for any other tensor,
+e.g. a slice.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import Tensor
 
 
 def storage_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """Return a tensor's dimensions from the outermost in memory to the innermost; () where its
-    elements lie row-major.
+    """Return a tensor's dimensions from the outermost in memory to the innermost; () for row-major
+    order.
 
-    Dimensions of one element have no place in memory: the first stays the first, others come last.
+    Dimensions of size 1 have no place in memory: dimension 0 stays first, others come last.
     """
     dims = sorted(
         range(len(shape)), key=lambda d: (shape[d] == 1 and d > 0, shape[d] != 1, -strides[d])
@@ -30,16 +30,16 @@ def storage_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ..
 
 
 def storage_shape(tensor: Tensor) -> tuple[int, ...]:
-    """Return a tensor's shape with its dimensions in `storage_order`: groups of elements are cut
-    along the first.
+    """Return a tensor's shape with its dimensions in `storage_order`; scale groups are cut along
+    the first.
     """
     shape = tuple(tensor.shape)
     return tuple(shape[d] for d in storage_order(shape, tensor.stride())) or shape
 
 
 def storage_view(flat: Tensor, like: Tensor) -> Tensor:
-    """Return `flat`, ``(numel,)`` in the `storage_order` of `like`, as a tensor of that shape,
-    in the same memory.
+    """Return a view of `flat`, ``(numel,)`` in the `storage_order` of `like`, with the shape of
+    `like`.
     """
     if storage_order(like.shape, like.stride()):
         return flat.as_strided(like.shape, like.stride(), flat.storage_offset())

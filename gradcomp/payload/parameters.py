@@ -1,6 +1,4 @@
-"""A model's parameters as an exchange sees them: how each gradient travels, and which ones share
-a bucket.
-"""
+"""Parameters of a model: which gradients are compressed, and which share a bucket."""
 
 from __future__ import annotations
 
@@ -14,23 +12,28 @@ import numpy as np
 
 from gradcomp.payload.form import Form
 
-MIN_NUMEL = 1024  # by default tensors with fewer elements, and vectors of any size, travel as fp32
+MIN_NUMEL = 1024  # default: smaller tensors, and vectors of any size, are sent as fp32
 # a name, a pattern, a preset, or a function of name and shape
 Exempts = str | Callable[[str, tuple[int, ...]], bool]
-# What libraries call these layers, as a whole component of a parameter's name: norm1, ln_f,
-# LayerNorm, bn2; wte, tok_embeddings, position; lm_head, classifier, fc.
+# Names of these layers in common libraries; they match a whole component of a parameter's name:
+# norm1, ln_f, LayerNorm, bn2; wte, tok_embeddings, position; lm_head, classifier, fc.
 PRESETS = {
     "norm": re.compile(r"\w*norm\w*|ln|ln_\w+|bn\d*", re.IGNORECASE),
     "embedding": re.compile(r"\w*embed\w*|w[tp]e|position\w*", re.IGNORECASE),
     "head": re.compile(r"(\w+_)?head|classifier|fc", re.IGNORECASE),
 }
-THIN_GROUP_NUMEL = 16  # elements of a group under which a scale costs two bits a value or more
+THIN_GROUP_NUMEL = 16  # in groups with fewer elements a scale costs more than two bits per value
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter of a model: position in ``named_parameters()``, name, shape, and how its
-    gradient travels.
+    """A parameter of a model.
+
+    Attributes:
+        index: position in ``named_parameters()``.
+        name, shape, numel: as in the model.
+        group_numel: elements of one scale group.
+        compressed: whether its gradient is compressed; if not, it is sent as fp32.
     """
 
     index: int
@@ -47,18 +50,17 @@ def describe_parameters(
     min_numel: int | None,
     exclude: Sequence[Exempts],
 ) -> list[Parameter]:
-    """Return how each parameter travels: compressed, or as fp32 if it is small, a vector or
-    excluded.
+    """Return the parameters, each marked as compressed, or as fp32 if small, a vector or excluded.
 
     Args:
         shapes: (name, shape) pairs in the order of ``named_parameters()``.
-        group_numel: elements of a scale group of a parameter of some shape.
-        min_numel: smaller tensors travel as fp32; None: those below `MIN_NUMEL`, and all vectors.
-        exclude: of tensors that travel as fp32: names, shell patterns, keys of `PRESETS`, functions
-            of name and shape.
+        group_numel: maps a parameter's shape to the elements of its scale groups.
+        min_numel: smaller tensors are sent as fp32; None: those below `MIN_NUMEL`, and all vectors.
+        exclude: tensors that are sent as fp32: names, shell patterns, keys of `PRESETS`, or
+            functions of name and shape.
 
     Raises:
-        ValueError: an `exclude` entry that matches no parameter.
+        ValueError: an `exclude` entry matches no parameter.
     """
     out, unused = [], list(exclude)
     least, vectors = (MIN_NUMEL, False) if min_numel is None else (min_numel, True)
@@ -84,11 +86,11 @@ def _exempts(entry: Exempts, name: str, shape: tuple[int, ...]) -> bool:
 
 
 def warn_of_thin_groups(parameters: Iterable[Parameter], form: Form) -> None:
-    """Warn once of parameters whose scales cost more than their codes.
+    """Warn once if scale groups of compressed parameters are so small that scales cost too much.
 
     Args:
-        parameters: as `describe_parameters` returns them.
-        form: of the codec, which has chosen the groups.
+        parameters: result of `describe_parameters`.
+        form: form of the codec that has chosen the groups.
     """
     thin = [
         p for p in parameters if p.compressed and p.group_numel < min(THIN_GROUP_NUMEL, p.numel)
@@ -108,13 +110,12 @@ def warn_of_thin_groups(parameters: Iterable[Parameter], form: Form) -> None:
 def assign_buckets(
     nbytes: Sequence[int], cap_nbytes: int, first_cap_nbytes: int | None = None
 ) -> list[list[int]]:
-    """Share tensors out over buckets, last tensor first, as torch's reducer does once it has seen a
-    backward.
+    """Assign tensors to buckets, last tensor first, as DDP's reducer does after the first backward.
 
     Args:
-        nbytes: of each tensor, in the order of the forward pass.
-        cap_nbytes: a bucket that has reached this is closed.
-        first_cap_nbytes: the same for the first bucket (DDP: 1 MiB); `cap_nbytes` when None.
+        nbytes: bytes of each tensor, in the order of the forward pass.
+        cap_nbytes: a bucket is closed when it has at least this many bytes.
+        first_cap_nbytes: the same for the first bucket (DDP: 1 MiB); `cap_nbytes` if None.
 
     Returns:
         Positions of the tensors, bucket by bucket.

@@ -1,8 +1,7 @@
-"""Where a parameter lies in a bucket, ranges of its elements in a message, and which rank owns
-which: what a rank averages in a reduce_scatter, and whose states it keeps.
+"""Slots of parameters in a bucket, pieces of them in a message, and which rank owns which elements.
 
-Ownership is a function of (parameter, world size) and never of bucket boundaries, so bucket
-rebuilds change no owner.
+The owner of elements averages them in a reduce_scatter, and keeps their states. Ownership depends
+on (parameter, world size) and never on bucket boundaries, so bucket rebuilds change no owner.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-# bounds of ownership are multiples of this, so that codes of whole bits begin on a byte wherever a
-# piece begins
+# bounds of ownership are multiples of this, so that the codes of every piece begin at a whole byte
 UNIT_NUMEL = 8
 
 
@@ -25,12 +23,12 @@ class Slot:
 
     Attributes:
         index: position in ``named_parameters()``.
-        numel: elements.
+        numel: number of elements.
         group_numel: elements of one scale group, at least 1.
-        compressed: False for small and excluded tensors, which travel as fp32.
+        compressed: False for small and excluded tensors, which are sent as fp32.
         offset: first element in the bucket.
         residual: first element in the residual plane.
-        start: first element within the parameter, where the slot is a shard of one.
+        start: first element within the parameter, if the slot is a shard of it.
     """
 
     index: int
@@ -44,8 +42,8 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements [start, start + numel) of a parameter, lying at `data` in a flat tensor and at
-    `residual` in a plane.
+    """Elements [start, start + numel) of a parameter. The first is element `data` of a flat tensor
+    and element `residual` of a residual plane.
     """
 
     slot: Slot
@@ -56,7 +54,7 @@ class Piece:
 
     @property
     def group_count(self) -> int:
-        """Scale groups that the piece touches, those it cuts included."""
+        """Number of scale groups of the piece, including partial groups at its ends."""
         size = self.slot.group_numel
         return (self.start + self.numel - 1) // size - self.start // size + 1 if self.numel else 0
 
@@ -67,7 +65,7 @@ def whole_pieces(slots: Iterable[Slot]) -> list[Piece]:
 
 
 class Shard(NamedTuple):
-    """Pieces side by side in a flat tensor of `numel` elements."""
+    """Pieces that are contiguous, up to alignment, in a flat tensor of `numel` elements."""
 
     pieces: list[Piece]
     numel: int
@@ -76,15 +74,18 @@ class Shard(NamedTuple):
 def shard_pieces(
     pieces: Sequence[Piece], residuals: Sequence[int], *, plain_only: bool = False
 ) -> Shard:
-    """Return pieces laid side by side, each at a multiple of 16 elements.
+    """Return a shard of these pieces, each at a multiple of 16 elements.
 
-    With `plain_only` the compressed pieces take no memory there (their averages are never fp32).
+    Args:
+        pieces: the pieces in their order.
+        residuals: first element of each piece in the residual plane.
+        plain_only: reserve no memory for compressed pieces (their averages are never fp32).
     """
     out, data, numel = [], 0, 0
     for piece, residual in zip(pieces, residuals, strict=True):
-        kept = not (plain_only and piece.slot.compressed)
-        out.append(Piece(piece.slot, piece.start, piece.numel, data if kept else 0, residual))
-        if kept:
+        stored = not (plain_only and piece.slot.compressed)
+        out.append(Piece(piece.slot, piece.start, piece.numel, data if stored else 0, residual))
+        if stored:
             numel = data + piece.numel
             data += round_up(piece.numel, 16)
     return Shard(out, numel)
@@ -96,30 +97,26 @@ def round_up(value: int, multiple: int) -> int:
 
 
 class Ownership(Protocol):
-    """How the elements of parameters are shared out over ranks; every element has one owner."""
+    """Assignment of the elements of parameters to ranks; every element has one owner."""
 
     @property
     def world_size(self) -> int:
-        """Ranks that own something."""
+        """Number of ranks that own elements."""
 
     def bounds(self, numel: int, rank: int) -> tuple[int, int]:
         """Return the elements [first, last) of a parameter of `numel` elements that `rank` owns."""
 
     def numel(self, numel: int, rank: int) -> int:
-        """Return how many elements of such a parameter `rank` owns."""
+        """Return how many elements of a parameter of `numel` elements `rank` owns."""
 
     def starts(self, numel: int) -> NDArray[np.int64]:
-        """Return the first element that each rank owns, and `numel` at the end: ``(world_size +
-        1,)``.
-        """
+        """Return ``(world_size + 1,)``: the first element that each rank owns, then `numel`."""
 
     def pieces(self, slots: Iterable[Slot], rank: int) -> list[Piece]:
-        """Return what `rank` owns of slots, in bucket coordinates; pieces without elements are
-        left out.
-        """
+        """Return the non-empty pieces of slots that `rank` owns, in bucket coordinates."""
 
     def __hash__(self) -> int:
-        """Equal ownerships are one key of what is kept between calls."""
+        """Return the hash: equal ownerships are one key in caches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +162,7 @@ class ByElements:
 
 @dataclass(frozen=True, slots=True)
 class BySlots:
-    """Every slot is one rank's: number i that of rank i mod N."""
+    """Rank i mod N owns the whole slot i."""
 
     world_size: int
 
@@ -179,5 +176,5 @@ class BySlots:
         raise NotImplementedError("whose a slot is depends on its number and not on its size")
 
     def pieces(self, slots: Iterable[Slot], rank: int) -> list[Piece]:
-        mine = (s for s in slots if s.index % self.world_size == rank and s.numel)
-        return [Piece(s, s.start, s.numel, s.offset, s.residual) for s in mine]
+        owned = (s for s in slots if s.index % self.world_size == rank and s.numel)
+        return [Piece(s, s.start, s.numel, s.offset, s.residual) for s in owned]

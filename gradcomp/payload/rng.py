@@ -1,8 +1,9 @@
-"""Names the random draws of one encoding: (seed, rank, step, parameter, stream) -> Philox4x32-10
-key and counter.
+"""Keys of the random numbers of one encoding: (seed, rank, step, parameter, stream) select the key
+and counter of Philox4x32-10.
 
-Draws are a pure function of these five numbers and of the element, never of threads, tiers, buckets
-or transports. The generator itself lives in C and, to be read, in tests/reference/codec.py.
+Random numbers are a pure function of these five numbers and of the element, never of threads,
+tiers, buckets or transports. The generator is implemented in C; tests/reference/codec.py has a
+readable version.
 
 References: Salmon, Moraes, Dror, Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3".
 """
@@ -12,28 +13,28 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 STREAM_FIRST = 0  # a rank's own gradient
-STREAM_SECOND = 1  # the owner's mean, drawn independently of the first phase
+STREAM_SECOND = 1  # the owner's mean, independent of the first phase
 STREAM_SERVER = 2
 STREAM_INNER = 3
-STREAM_ROTATION = 4  # signs of a rotation's first round, the same on all ranks; 5 of its second
-STREAM_OWNED = 6  # the same of the rotation that owners turn means by; 7 of its second
+STREAM_ROTATION = 4  # signs in a rotation's first round, the same on all ranks; 5: second round
+STREAM_OWNED = 6  # signs in the first round of the rotation of owners' means; 7: second round
 
 
 @dataclass(frozen=True, slots=True)
 class RngKey:
-    """Which random numbers an encoding draws.
+    """The key of the random numbers that an encoding draws.
 
     Args:
-        seed: experiment seed, uint32, the same on every rank.
+        seed: seed of the experiment, uint32, the same on every rank.
         rank: rank that encodes, uint32.
-        step: training step, uint32 (a step counter wraps modulo 2**32 before it gets here).
+        step: training step, uint32 (the caller wraps a step counter modulo 2**32).
         parameter: position of the parameter in ``named_parameters()``, uint32.
         stream: 0 first phase, 1 second phase, 2 server, 3 inner, 4 to 7 rotations; below 2**31.
-        first: element of the parameter with which the encoded tensor begins, where it is a shard of
-            one: a multiple of 8 and of its scale group.
+        first: first element of the encoded tensor within the parameter, if it is a shard of it: a
+            multiple of 8 and of its scale group.
 
     Raises:
-        ValueError: a number that is not an integer in its range.
+        ValueError: a number is not an integer in its range.
     """
 
     seed: int = 0

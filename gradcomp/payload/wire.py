@@ -1,7 +1,7 @@
-"""The 32-byte payload header: writing it, and refusing every header that an encoder did not write.
+"""The 32-byte payload header: writing it, and rejecting headers that no encoder writes.
 
-docs/reference/wire-format.md draws the bytes and lists every rejection; the checks here carry the
-names it uses.
+docs/reference/wire-format.md has the bytes and every rejection, with the names of the checks that
+are used here.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ Bytes = NDArray[np.uint8]
 
 
 class Header(NamedTuple):
-    """What a payload says about itself.
+    """The header of a payload.
 
     Attributes:
         codec: number of a form (`gradcomp.payload.form.FORMS`).
-        dtype: of the source: 0 float32, 1 bfloat16, 2 float16.
-        flags: FLAG_NONFINITE, FLAG_SEGMENTED.
-        numel: elements in the payload.
-        group_numel: elements of a scale group; 0 = segmented, a layout is needed.
-        scale_count: fp32 scales that begin the body.
+        dtype: dtype of the source: 0 float32, 1 bfloat16, 2 float16.
+        flags: bitwise or of FLAG_NONFINITE and FLAG_SEGMENTED.
+        numel: number of elements in the payload.
+        group_numel: elements of a scale group; 0: segmented, decoding needs a layout.
+        scale_count: number of fp32 scales at the beginning of the body.
         step: training step of the sender (modulo 2**32).
         stream: bits 0 to 7: 0 first phase, 1 second phase, 2 server; bits 8 to 30: the FSDP
             module's number, 0 elsewhere.
@@ -65,11 +65,11 @@ class Header(NamedTuple):
 
 
 def seal(payload: Bytes, header: Header) -> None:
-    """Write the header of a payload whose body already stands in ``payload[32:]``.
+    """Write the header, with its CRC, to a payload whose body is already in ``payload[32:]``.
 
     Args:
-        payload: ``(nbytes,)`` uint8, contiguous, exactly the payload.
-        header: every field of it.
+        payload: ``(nbytes,)`` uint8, contiguous, the whole payload; bytes 0 to 31 are overwritten.
+        header: the fields.
     """
     fields = _FIELDS.pack(MAGIC, VERSION, *header)
     payload[: _FIELDS.size] = np.frombuffer(fields, np.uint8)
@@ -77,8 +77,7 @@ def seal(payload: Bytes, header: Header) -> None:
 
 
 def parse(payload: Bytes) -> Header:
-    """Return the header of a payload after checking all that can be checked without knowing what
-    was expected.
+    """Return the header of a payload, after all checks that do not depend on the expected layout.
 
     Args:
         payload: ``(nbytes,)`` uint8, contiguous.

@@ -1,4 +1,4 @@
-"""Whether a device's kernels write what the CPU's write: asked once, before they are used."""
+"""Self-check of a device's kernels against the CPU's, once before they are used."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from gradcomp.kernels.tables import Groups, Table
 
 logger = logging.getLogger("gradcomp")
 
-NUMELS = 5_001, 4_200  # of two parameters
+NUMELS = 5_001, 4_200  # elements of two parameters
 GROUP, STREAM, LARGE = 700, 4096, 300_000
-GAP = 40_000  # bytes of a payload for each
+GAP = 40_000  # bytes of a payload per parameter
 RANKS = 3
 CODES = {
     "TernGrad": Code("ternary", shared=False),
@@ -37,8 +37,8 @@ SUMS = Code("lanes", world_size=RANKS, bits=3)
 
 
 def checked(device: torch.device) -> Kernels | None:
-    """Return the kernel set of a GPU; None, and a warning that names why, where it cannot be used:
-    gradients are copied to host memory then.
+    """Return the kernel set of a GPU if it works. Else log a warning with the reason, and return
+    None: gradients are then copied to host memory.
     """
     try:
         made = TritonKernels(device)
@@ -59,9 +59,9 @@ def checked(device: torch.device) -> Kernels | None:
 
 
 def differing(kernels: Kernels) -> Iterator[str]:
-    """Yield the codes, and other operations, whose results are not the CPU's to the last bit."""
+    """Yield the names of codes and other operations whose results differ from the CPU's."""
     native, draws = NativeKernels(), torch.Generator().manual_seed(7)
-    # over 40 powers of ten, denormals and zeros among them
+    # values over 40 powers of ten, with denormals and zeros
     x = torch.randn(sum(NUMELS) + 16, generator=draws)
     x *= 10.0 ** torch.randint(-20, 20, x.shape, generator=draws)
     x[::50], x[1::50] = 0, x[1::50] * 1e-25
@@ -71,9 +71,9 @@ def differing(kernels: Kernels) -> Iterator[str]:
     for name, code in CODES.items():
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             for values in (x, ordinary, special):
-                given = values.clamp(-60_000, 60_000).to(dtype) if dtype.itemsize == 2 else values
-                found = [_results(one, code, given, residual) for one in (kernels, native)]
-                if found[0] != found[1]:
+                inputs = values.clamp(-60_000, 60_000).to(dtype) if dtype.itemsize == 2 else values
+                results = [_results(each, code, inputs, residual) for each in (kernels, native)]
+                if results[0] != results[1]:
                     yield f"{name} of {dtype}".replace("torch.", "")
                     break
     large = torch.randn(LARGE, generator=draws)
@@ -81,14 +81,14 @@ def differing(kernels: Kernels) -> Iterator[str]:
         yield "sums of large groups"
     if _sums(kernels, residual) != _sums(native, residual):
         yield "sums of codes"
-    if any(_measured(kernels, one) != _measured(native, one) for one in (x, special)):
+    if any(_measured(kernels, each) != _measured(native, each) for each in (x, special)):
         yield "scales"
     if _moments(kernels, x, residual) != _moments(native, x, residual):
         yield "second moments"
 
 
 def _table(group: int) -> Table:
-    """Return two segments anywhere in memory; the second begins inside a group."""
+    """Return a table of two segments at unaligned offsets; the second begins inside a group."""
     first, second = NUMELS
     return Table(
         [
@@ -99,7 +99,7 @@ def _table(group: int) -> Table:
 
 
 def _payload() -> Tensor:
-    """Return memory for the payload of `_table`, with scales of 2, which TernGrad is given."""
+    """Return memory for the payload of `_table`, with scales of 2 for TernGrad."""
     payload = torch.zeros(2 * GAP, dtype=torch.uint8)
     for first in (101, GAP + 102):
         payload[first : first + 32] = torch.full((8,), 2.0).view(torch.uint8)
@@ -107,53 +107,53 @@ def _payload() -> Tensor:
 
 
 def _results(kernels: Kernels, code: Code, x: Tensor, residual: Tensor) -> list[Any]:
-    """Return flags and bytes of payloads, planes and averages: with residuals and without, of one
-    payload and of several.
+    """Return flags and bytes of payloads, planes and averages, with and without residuals, for one
+    payload and for several.
     """
     table = _table(STREAM if code.kernel == "entropy" else GROUP)
-    values, out = _there(kernels, x), kernels.empty(len(x), x.dtype).zero_()
-    found: list[Any] = []
+    values, out = _to_device(kernels, x), kernels.empty(len(x), x.dtype).zero_()
+    results: list[Any] = []
     for feeds_back in (False, True):
         payload = _payload()
         counted: list[float] = []
-        old, new, kept = (_there(kernels, residual) for _ in range(3))
-        given, copy = Residuals(), None
+        old, new, kept = (_to_device(kernels, residual) for _ in range(3))
+        residuals, backup = Residuals(), None
         if feeds_back and code.decay is not None:
-            given, copy = Residuals(old, new, counted.append), kept
+            residuals, backup = Residuals(old, new, counted.append), kept
         flag = kernels.encode(
-            code, values, table, payload, key=(1, 2, 3, 4), residuals=given, kept=copy
+            code, values, table, payload, key=(1, 2, 3, 4), residuals=residuals, kept=backup
         )
-        found += [bool(flag), len(counted), *map(_bytes, (payload, new, kept))]
+        results += [bool(flag), len(counted), *map(_bytes, (payload, new, kept))]
         shares = [code.shared] if code.shared is None else [False, True]
         for count in (1, RANKS):
             for shared in shares:
                 source = Code(code.kernel, dtype=code.dtype, bits=code.bits, shared=shared,
                               stream_nbytes=code.stream_nbytes)  # fmt: skip
                 flag = kernels.sum_decode(Payloads([payload] * count, source, x.dtype), table, out)
-                found += [bool(flag), _bytes(out)]
-    return found
+                results += [bool(flag), _bytes(out)]
+    return results
 
 
 def _of_one_group(kernels: Kernels, x: Tensor) -> list[bytes]:
-    """Return the payload of a group whose blocks are added in several runs, and its residual, which
-    replaces the old one.
+    """Return the payload and the residual of a large group, whose blocks are summed in several
+    runs. The residual overwrites the old one.
     """
     table, payload = (
         Table([(0, 0, 8, 0, 0, 0, LARGE, LARGE, 0)]),
         torch.zeros(LARGE, dtype=torch.uint8),
     )
-    plane = _there(kernels, x.flip(0))
+    plane = _to_device(kernels, x.flip(0))
     code = Code("onebit", decay=1.0)
-    kernels.encode(code, _there(kernels, x), table, payload, residuals=Residuals(plane, plane))
+    kernels.encode(code, _to_device(kernels, x), table, payload, residuals=Residuals(plane, plane))
     return [_bytes(payload), _bytes(plane)]
 
 
 def _sums(kernels: Kernels, x: Tensor) -> bytes:
-    """Return averages from sums of the codes of `RANKS` ranks."""
+    """Return averages decoded from sums of the codes of `RANKS` ranks."""
     draws = torch.Generator().manual_seed(8)
     payload, out = _payload(), kernels.empty(len(x)).zero_()
     numbers = torch.randint(0, 2 * RANKS + 1, (2, 8, 1_000), generator=draws)
-    words = (numbers << 3 * torch.arange(8)[:, None]).sum(1)  # eight of three bits in three bytes
+    words = (numbers << 3 * torch.arange(8)[:, None]).sum(1)  # eight 3-bit numbers in three bytes
     for first, row in zip((501, GAP + 601), words, strict=True):
         payload[first : first + 3_000] = (
             row.to(torch.int32).view(torch.uint8).view(-1, 4)[:, :3].reshape(-1)
@@ -170,25 +170,25 @@ def _measured(kernels: Kernels, x: Tensor) -> list[Any]:
     edges = np.concatenate([[0], np.cumsum(-(-numels // 512))])
     groups = Groups(edges.astype(np.uint64), numels.astype(np.uint32))
     out, table = torch.empty(len(numels)), Table([(0, 0, 0, 0, 0, 0, numel, GROUP, 0)])
-    flag = kernels.scales(_there(kernels, x), table, groups, 2.5, kernels.scratch(groups), out)
+    flag = kernels.scales(_to_device(kernels, x), table, groups, 2.5, kernels.scratch(groups), out)
     return [bool(flag), _bytes(out)]
 
 
 def _moments(kernels: Kernels, x: Tensor, residual: Tensor) -> list[Any]:
-    """Return units, quotients, products, the moments that follow, and flags."""
-    values, added, squares = (_there(kernels, one) for one in (x, residual, x.abs()))
+    """Return units, quotients, products, updated moments, and flags."""
+    values, added, squares = (_to_device(kernels, each) for each in (x, residual, x.abs()))
     units, out, after = (kernels.empty(len(x)) for _ in range(3))
-    found: list[Any] = [kernels.are_finite(values)]
+    results: list[Any] = [kernels.are_finite(values)]
     for left_out, before in ((added, squares), (None, None)):
         kernels.divide(values, left_out, squares, 1e-8, units, out)
-        found.append(bool(kernels.follow(values, 0.7, before, 0.95, 0.05, after)))
-        found += map(_bytes, (units, out, after))
-    found.append(bool(kernels.multiply(values, units)))
+        results.append(bool(kernels.follow(values, 0.7, before, 0.95, 0.05, after)))
+        results += map(_bytes, (units, out, after))
+    results.append(bool(kernels.multiply(values, units)))
     kernels.rescale(added, 0.3)
-    return [*found, _bytes(values), _bytes(added)]
+    return [*results, _bytes(values), _bytes(added)]
 
 
-def _there(kernels: Kernels, values: Tensor) -> Tensor:
+def _to_device(kernels: Kernels, values: Tensor) -> Tensor:
     return kernels.empty(values.numel(), values.dtype).copy_(values)
 
 

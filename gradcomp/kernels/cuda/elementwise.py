@@ -1,4 +1,4 @@
-"""Triton kernels that work on one value at a time: units of second moments, checks, factors."""
+"""Elementwise Triton kernels: units of second moments, checks for NaN and Inf, scaling."""
 
 from __future__ import annotations
 

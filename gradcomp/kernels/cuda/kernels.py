@@ -1,6 +1,7 @@
-"""The kernel set of CUDA devices: Triton kernels, the CPU's bits.
+"""The kernel set of CUDA devices: Triton kernels that give the same bits as the CPU's kernels.
 
-Rotation is done by the CPU's set on copies in host memory; weights are not split or updated.
+The CPU's set rotates values, on copies in host memory. Splitting and updating weights is not
+supported.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ from gradcomp.kernels.interface import NO_RESIDUALS, Code, Kernels, Payloads, Re
 from gradcomp.kernels.native.kernels import NativeKernels, entropy_tables
 from gradcomp.kernels.tables import BLOCK, DTYPES, Groups, Table
 
-BLOCKS = 32  # that one program adds up
-SPANS = 64
-CHAINS = 32  # halves of streams that one warp reads
-NUMEL = 1024  # elements of a program that works on one value at a time
-ZEROS = {2: 1.5, 4: 7.0, 8: 127.0}  # the code of 0, of levels by their bits
+BLOCKS = 32  # blocks that one program sums
+SPANS = 64  # spans or groups per program
+CHAINS = 32  # half streams that one warp reads
+NUMEL = 1024  # elements per program of an elementwise kernel
+ZEROS = {2: 1.5, 4: 7.0, 8: 127.0}  # bits of block codes -> the code of 0
 BLOCK2_STEP = 0.9957  # GC_BLOCK2_STEP
 LARGEST = float(np.finfo(np.float32).max)
 FEED_BACK = {"nearest": programs.NEAREST, "block": programs.LEVELS, "onebit": programs.SIGNS}
-# bits of a code, scales of a group
+# (bits per code, scales per group)
 FORMS = {"ternary": (2, 1), "nearest": (2, 1), "onebit": (1, 2), "entropy": (0, 1)}
 LAUNCH: dict[str, Any] = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
-_interpreter = threading.Lock()  # Triton's runs one program at a time
-STREAM_WARPS = 8  # of a stream's program: its 4,096 elements stay in registers
+_interpreter = threading.Lock()  # Triton's interpreter runs one program at a time
+STREAM_WARPS = 8  # warps of a stream's program: its 4,096 elements stay in registers
 
 
 class EntropyTables(NamedTuple):
-    """The tables of entropy-coded streams on a device (gc_entropy_tables_of); octave: 2^(i / 32),
-    float64.
+    """The tables of entropy-coded streams on a device (gc_entropy_tables_of); `octave` is
+    2^(i / 32), float64.
     """
 
     octave: Tensor
@@ -53,15 +54,15 @@ class EntropyTables(NamedTuple):
 
     @classmethod
     def on(cls, device: torch.device) -> EntropyTables:
-        """Return them in memory of a device."""
+        """Return the tables in memory of a device."""
         return cls(**{k: torch.from_numpy(v).to(device) for k, v in entropy_tables().items()})
 
 
 class TritonKernels(Kernels):
-    """Operations on tensors of one device; methods are documented in `Kernels`.
+    """Operations on tensors of one device; `Kernels` documents the methods.
 
     Args:
-        device: of the values; "cpu" under Triton's interpreter (``TRITON_INTERPRET=1``).
+        device: device of the values; "cpu" for Triton's interpreter (``TRITON_INTERPRET=1``).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -95,7 +96,7 @@ class TritonKernels(Kernels):
         both, largest = sums.cpu().numpy(), counts[0].cpu().numpy()
         blocks = scratch.numpy().view(BLOCK)
         rows = plan.block_rows
-        both[np.isnan(both)] = np.nan  # of all NaNs the one that is pinned
+        both[np.isnan(both)] = np.nan  # the canonical NaN
         blocks["sum"][rows], blocks["sum_squares"][rows] = both
         blocks["absmax_bits"][rows], blocks["reserved"][rows] = largest, 0
         self._native.ternary_scales(scratch, groups, clip_sigma, out)
@@ -152,8 +153,8 @@ class TritonKernels(Kernels):
         residuals: Residuals,
         kept: Tensor | None,
     ) -> Tensor | None:
-        """Measure scales and write codes with error feedback; return what they left by chunks,
-        where that is counted.
+        """Measure scales and write codes with error feedback; return the sum of |error| of each
+        chunk if it is counted, else None.
         """
         kind = FEED_BACK[code.encoder or code.kernel]
         bits, per_group = _form(code)
@@ -206,7 +207,7 @@ class TritonKernels(Kernels):
         memory: Tensor,
         key: tuple[int, int, int, int],
     ) -> None:
-        """Draw ternary codes with the scales of the payload."""
+        """Write random ternary codes, with the scales in the payload."""
         packed, (seed, rank, step, stream) = plan.packed, key
         end = packed.scales + 4 * plan.group_count
         here = _pinned(end)
@@ -234,8 +235,8 @@ class TritonKernels(Kernels):
         residuals: Residuals,
         kept: Tensor | None,
     ) -> Tensor | None:
-        """Write entropy-coded streams and their scales; return what they left by streams, where
-        that is counted.
+        """Write entropy-coded streams and their scales; return the sum of |error| of each stream if
+        it is counted, else None.
         """
         old, new, packed = residuals.old, residuals.new, plan.packed
         sums, counts = self._group_sums(plan, values, old, programs.SQUARES)
@@ -260,8 +261,8 @@ class TritonKernels(Kernels):
         return dropped
 
     def _dropped(self, code: Code, residuals: Residuals, parts: int) -> tuple[bool, Tensor | None]:
-        """Return whether new residuals are written, and memory for what codes leave, by parts,
-        where that is counted.
+        """Return whether new residuals are written, and ``(parts,)`` float64 memory for sums of
+        |error| if they are counted, else None.
         """
         has_new = code.decay is not None and residuals.new is not None
         if not has_new or residuals.counted is None or (code.decay or 0.0) >= 1:
@@ -311,7 +312,7 @@ class TritonKernels(Kernels):
         return bool(flag.item())
 
     def _read(self, plan: Plan, payloads: Tensor, stride: int, count: int) -> Tensor:
-        """Return the codes of streams, ``(count, numel)`` int16."""
+        """Decode streams to codes, ``(count, numel)`` int16."""
         read = torch.empty(count, plan.numel, dtype=torch.int16, device=self.device)
         self._launch(
             streams.read_streams,
@@ -395,10 +396,10 @@ class TritonKernels(Kernels):
         back: bool = False,
     ) -> None:
         call = partial(self._native.rotate, back=back)
-        _there(values, lambda here: call(here, group_numel, first, parameter, key))
+        _on_host(values, lambda host_values: call(host_values, group_numel, first, parameter, key))
 
     def unbias(self, values: Tensor, group_numel: int, first: int) -> None:
-        _there(values, lambda here: self._native.unbias(here, group_numel, first))
+        _on_host(values, lambda host_values: self._native.unbias(host_values, group_numel, first))
 
     # ---- residuals and weights -------------------------------------------------------------------
 
@@ -414,20 +415,20 @@ class TritonKernels(Kernels):
     # ---- programs --------------------------------------------------------------------------------
 
     def _plan(self, table: Table, code: Code | None = None) -> Plan:
-        """Return the plan of a table, of scales alone without a code."""
+        """Return the cached plan of a table; without a code, it is for scales only."""
         bits, per_group = (2, 1) if code is None else _form(code)
         nbytes = 0 if code is None else code.stream_nbytes or 0
         kind = f"{self._name} {bits} {per_group} {nbytes}"
         if kind not in table.prepared:
             table.prepared[kind] = Plan(table, bits, per_group, self.device, nbytes)
-        found: Plan = table.prepared[kind]
-        return found
+        plan: Plan = table.prepared[kind]
+        return plan
 
     def _number(self, value: float) -> Tensor:
-        """Return a number of float64, which a launch would make float32."""
+        """Return a float64 tensor of a number: a launch would convert the number to float32."""
         if value not in self._numbers:
-            made = torch.tensor(value, dtype=torch.float64, device=self.device)
-            self._numbers[value] = made
+            tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
+            self._numbers[value] = tensor
         return self._numbers[value]
 
     def _tables(self) -> EntropyTables:
@@ -438,7 +439,9 @@ class TritonKernels(Kernels):
     def _block_sums(
         self, plan: Plan, values: Tensor, old: Tensor | None, kind: int
     ) -> tuple[Tensor, Tensor]:
-        """Return ``(2, blocks)`` float64 and ``(3, blocks)`` int32 (`programs.add_blocks`)."""
+        """Return the sums of every block, ``(2, blocks)`` float64, and its counts, ``(3, blocks)``
+        int32 (`programs.add_blocks`).
+        """
         blocks = plan.blocks()[0]
         sums, counts = self._sums(len(blocks))
         self._launch(
@@ -455,7 +458,7 @@ class TritonKernels(Kernels):
     def _group_sums(
         self, plan: Plan, values: Tensor, old: Tensor | None, kind: int
     ) -> tuple[Tensor, Tensor]:
-        """Return the same of every group."""
+        """Return the sums and counts of every group, in the form of `_block_sums`."""
         sums, counts = self._block_sums(plan, values, old, kind)
         for spans in plan.blocks()[1:3]:
             parts, (into, numbers) = sums.shape[1], self._sums(spans.number)
@@ -476,7 +479,7 @@ class TritonKernels(Kernels):
         )
 
     def _each(self, program: Any, numel: int, *given: Any, **constants: Any) -> None:
-        """Launch a program for every `NUMEL` values."""
+        """Launch an elementwise kernel, with one program per `NUMEL` values."""
         if numel:
             self._launch(program, -(-numel // NUMEL), given, numel, E=NUMEL, **constants)
 
@@ -498,12 +501,12 @@ def _plain(value: Any) -> Any:
 
 
 def _words(values: Tensor) -> Tensor:
-    """Return values as programs take them: 16-bit numbers as int16."""
+    """Return values as arguments for programs: 16-bit dtypes as int16."""
     return values if values.dtype == torch.float32 else values.view(torch.int16)
 
 
 def _form(code: Code) -> tuple[int, int]:
-    """Return bits of a code and scales of a group."""
+    """Return (bits per code, scales per group)."""
     if code.kernel == "values":
         assert code.dtype is not None
         return 8 * code.dtype.itemsize, 0
@@ -511,8 +514,8 @@ def _form(code: Code) -> tuple[int, int]:
 
 
 def _decoder(code: Code, count: int) -> tuple[int, float, int]:
-    """Return the kind of a code's decoder, its code of 0 or what shared scales are divided by, and
-    the number of ranks or payloads.
+    """Return the kind of a code's decoder, a number (the code of 0, or the divisor of shared
+    scales), and the number of ranks or payloads.
     """
     if code.kernel == "values":
         return programs.PLAIN, 0.0, count
@@ -530,15 +533,15 @@ def _decoder(code: Code, count: int) -> tuple[int, float, int]:
 
 
 def _pinned(nbytes: int) -> Tensor:
-    """Return host memory from which a copy to a device can be queued."""
+    """Return ``(nbytes,)`` uint8 host memory, page-locked if possible, for asynchronous copies."""
     try:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-    except RuntimeError:  # no page-locked memory is left: copies are waited for
+    except RuntimeError:  # no page-locked memory is left: copies are synchronous
         return torch.empty(nbytes, dtype=torch.uint8)
 
 
 def _host_copy(memory: Tensor) -> Tensor:
-    """Return a copy in host memory, when it has arrived."""
+    """Copy memory of a device to host memory, wait for the copy, and return it."""
     if memory.device.type == "cpu":
         return memory
     here = _pinned(memory.numel())
@@ -552,8 +555,8 @@ def _copied(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach().to("cpu", copy=True)
 
 
-def _there(values: Tensor, call: Callable[[Tensor], None]) -> None:
-    """Have a call change a copy in host memory, and copy it back."""
+def _on_host(values: Tensor, call: Callable[[Tensor], None]) -> None:
+    """Let `call` change a copy of values in host memory, then copy it back to `values`."""
     here = _copied(values)
     assert here is not None
     call(here)

@@ -1,4 +1,4 @@
-"""What programs of a device need to know of a segment table: made with NumPy once, then kept on the
+"""Index tables for Triton programs: computed from a segment table with NumPy once, then kept on the
 device.
 """
 
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from gradcomp.kernels.tables import BLOCK_NUMEL, CopyTable, Table
 
-# of a segment: first element in the values and in the residual plane, first byte of its codes among
-# all codes, first element in the parameter, and in its group; elements; elements of a group; number
-# of its first group; parameter; elements in the segments before it
+# columns of a segment: first element in the values and in the residual plane, first byte of its
+# codes among all codes, first element in the parameter, and in its group; elements; elements of a
+# group; number of its first group; parameter; elements in the segments before it
 COLUMNS = (
     "data",
     "residual",
@@ -29,18 +29,20 @@ COLUMNS = (
     "parameter",
     "element",
 )
-# of a stream of entropy-coded codes: first element in the values and in the plane, elements, first
-# byte of its codes on the device, bytes of them, elements in the streams before it, and the step
-# where a search begins
+# columns of a stream of entropy-coded codes: first element in the values and in the plane,
+# elements, first byte of its codes on the device, bytes of the codes, elements in the streams
+# before it, and the step where the search begins
 STREAM_COLUMNS = ("data", "residual", "numel", "codes", "nbytes", "element", "first_step")
-RUN_BLOCKS = 512  # blocks that are added one after the other (GC_RUN_NUMEL)
-STREAM_NUMEL = 4096  # of a stream, at most
+RUN_BLOCKS = 512  # blocks that are summed sequentially (GC_RUN_NUMEL)
+STREAM_NUMEL = 4096  # max elements of a stream
 CHUNK = 2048  # elements that one program encodes or decodes
-ALIGNED = 16  # parts of a packed buffer begin at multiples of so many bytes
+ALIGNED = 16  # parts of a packed buffer begin at multiples of this number of bytes
 
 
 class Spans(NamedTuple):
-    """Parts of something: ``(count, 2)`` first and number on the device, and the largest number."""
+    """Ranges of a table: `rows` is ``(number, 2)`` int64 on the device, first entry and length;
+    `most` is the largest length.
+    """
 
     rows: Tensor
     number: int
@@ -48,13 +50,13 @@ class Spans(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """How a payload lies on a device: a flag, scales, codes.
+    """Layout of a packed payload on a device: a flag, scales, codes.
 
     Attributes:
-        scales, codes: their first bytes.
-        nbytes: of all of it.
-        up, scales_up: how a payload, or its scales alone, are copied to such bytes.
-        down, codes_down: how scales and codes, or codes alone, are copied to a payload.
+        scales, codes: first byte of the scales, and of the codes.
+        nbytes: total number of bytes.
+        up, scales_up: copies of a payload, or of its scales only, to the packed bytes.
+        down, codes_down: copies of packed scales and codes, or of codes only, to a payload.
     """
 
     scales: int
@@ -69,17 +71,17 @@ class Packed(NamedTuple):
 def _packed(
     scales: NDArray[Any], scale_nbytes: NDArray[Any], codes: NDArray[Any], code_nbytes: NDArray[Any]
 ) -> Packed:
-    """Return how scales and codes that begin at these bytes of a payload lie on a device."""
-    first, all_scales = ALIGNED + _starts(scale_nbytes), int(scale_nbytes.sum())
-    behind = ALIGNED + int(_aligned(all_scales))
-    there = behind + _starts(_aligned(code_nbytes))
-    scale_rows = np.stack([first, scales, scale_nbytes], 1)
-    code_rows = np.stack([there, codes, code_nbytes], 1)
+    """Return the packed layout of scales and codes that begin at these bytes of a payload."""
+    scale_offsets, all_scale_nbytes = ALIGNED + _starts(scale_nbytes), int(scale_nbytes.sum())
+    first_code = ALIGNED + int(_aligned(all_scale_nbytes))
+    code_offsets = first_code + _starts(_aligned(code_nbytes))
+    scale_rows = np.stack([scale_offsets, scales, scale_nbytes], 1)
+    code_rows = np.stack([code_offsets, codes, code_nbytes], 1)
     both = np.concatenate([scale_rows, code_rows])
     tables = [both, scale_rows, both[:, [1, 0, 2]], code_rows[:, [1, 0, 2]]]
-    # what reads words may read beyond the last
-    nbytes = behind + int(_aligned(code_nbytes).sum()) + ALIGNED
-    return Packed(ALIGNED, behind, nbytes, *map(_copies, tables))
+    # programs that read whole words may read beyond the last code
+    nbytes = first_code + int(_aligned(code_nbytes).sum()) + ALIGNED
+    return Packed(ALIGNED, first_code, nbytes, *map(_copies, tables))
 
 
 def _copies(rows: NDArray[Any]) -> CopyTable:
@@ -91,17 +93,17 @@ class Plan:
 
     Args:
         table: the segments.
-        bits: of a code; of entropy-coded ones 0.
-        per_group: scales of a group.
-        device: of the tensors.
-        stream_nbytes: of a whole stream of entropy-coded codes, its scale included.
+        bits: bits per code; 0 for entropy-coded codes.
+        per_group: number of scales per group.
+        device: device of the tensors.
+        stream_nbytes: bytes of a whole stream of entropy-coded codes, including its scale.
 
     Attributes:
-        segments: ``(count, len(COLUMNS))``.
-        chunks: ``(chunk_count, 2)``, segment and first element.
-        group_count: scale groups.
-        numel: elements of all segments.
-        packed: how a payload lies on the device.
+        segments: ``(count, len(COLUMNS))`` int64.
+        chunks: ``(chunk_count, 2)`` int64, segment and first element of every chunk.
+        group_count: number of scale groups.
+        numel: number of elements of all segments.
+        packed: layout of the packed payload.
     """
 
     def __init__(
@@ -143,8 +145,8 @@ class Plan:
         self._streams: Tensor | None = None
 
     def blocks(self) -> tuple[Tensor, Spans, Spans, Tensor]:
-        """Return blocks ``(count, 3)`` (first element in the values and in the plane, number), the
-        runs of blocks, the groups of runs, and elements of every group.
+        """Return the blocks, ``(count, 3)`` int64 (first element in the values and in the plane,
+        number of elements), the runs of blocks, the groups of runs, and the elements of each group.
         """
         if self._blocks is None:
             segment, first, numel = self._group_arrays()
@@ -170,7 +172,7 @@ class Plan:
         return self._blocks
 
     def streams(self) -> Tensor:
-        """Return ``(group_count, len(STREAM_COLUMNS))`` of the streams."""
+        """Return the ``(group_count, len(STREAM_COLUMNS))`` int64 table of the streams."""
         if self._streams is None:
             segment, first, numel = self._group_arrays()
             nbytes = self._stream_code_nbytes(numel)
@@ -191,24 +193,28 @@ class Plan:
         return self._streams
 
     def _stream_code_nbytes(self, numel: NDArray[Any]) -> NDArray[Any]:
-        """Return the bytes of the codes of streams (gc_stream_code_nbytes)."""
+        """Return the number of bytes of the codes of each stream (gc_stream_code_nbytes)."""
         whole, nbytes = numel == STREAM_NUMEL, self._stream_nbytes
         return np.where(whole, nbytes - 4, -(-numel * nbytes // STREAM_NUMEL) + 4)
 
     @functools.cached_property
     def block_rows(self) -> NDArray[Any]:
-        """Where in a table of block sums every block's belong."""
+        """Row of every block in the table of block sums."""
         segment, _, numel = self._group_arrays()
         counts = self._by_segment(segment, -(-numel // BLOCK_NUMEL))
         first: NDArray[Any] = np.repeat(self._rows["block"] - _starts(counts), counts)
         return first + np.arange(len(first))
 
     def _by_segment(self, segment: NDArray[Any], numbers: NDArray[Any]) -> NDArray[Any]:
-        """Return the sums of numbers of groups that lie in these segments."""
+        """Return the sum over the groups of each segment.
+
+        Args:
+            segment, numbers: segment and value of every group.
+        """
         return np.bincount(segment, numbers, minlength=len(self._rows)).astype(np.int64)
 
     def _group_arrays(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """Return segment, first element in it, and elements of every group."""
+        """Return the segment of every group, its first element in it, and its elements."""
         segment = np.repeat(np.arange(len(self._rows)), self._groups)
         number = np.arange(len(segment)) - self._first_group[segment]
         size, cut = self._rows["group_numel"][segment], self._cut[segment]
@@ -224,7 +230,7 @@ class Plan:
 
 
 def _starts(counts: NDArray[Any]) -> NDArray[Any]:
-    """Return the sum of what stands before every element."""
+    """Return the exclusive cumulative sum."""
     ends: NDArray[np.int64] = np.cumsum(counts, dtype=np.int64)
     before: NDArray[np.int64] = ends - counts
     return before

@@ -1,14 +1,14 @@
-"""The Triton kernels: the arithmetic of native/src/portable, one rounding an operation.
+"""The Triton kernels: the arithmetic of native/src/portable, with one rounding per operation.
 
-Sums are float64 in the order that gradcomp.h pins: 16 lanes inside a block of 512 elements, a tree
-over the lanes, blocks in runs of 512, runs one after the other. Programs are launched with
-`enable_fp_fusion=False`, so that no product and sum become one rounding.
+Sums are float64 in the order that gradcomp.h defines: 16 lanes inside a block of 512 elements, a
+tree over the lanes, blocks in runs of 512, then the runs in sequence. Programs are launched with
+`enable_fp_fusion=False`, so that a product and a sum are never fused into one rounding.
 
-Sizes and the alignment of values choose no other binary: what was compiled for the self-check is
-what training runs.
+Triton does not specialize on sizes or on the alignment of values, so training runs the binaries
+that the self-check has tested.
 
-A *segment* is a row of `plan.COLUMNS`, a *chunk* (segment, first element) is what one program
-encodes or decodes.
+A *segment* is a row of `plan.COLUMNS`. A *chunk*, (segment, first element), has the elements that
+one program encodes or decodes.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ BLOCK = tl.constexpr(512)
 ABS = tl.constexpr(0x7FFFFFFF)
 INF_BITS = tl.constexpr(0x7F800000)
 NAN_BITS = tl.constexpr(0x7FC00000)
-SMALLEST = tl.constexpr(2.0**-126)  # normal number
+SMALLEST = tl.constexpr(2.0**-126)  # smallest normal number
 LARGEST = tl.constexpr((2 - 2.0**-23) * 2.0**127)
 MAGIC = tl.constexpr(1.5 * 2.0**23)  # adding it rounds 0 <= t < 2^22 to nearest even
 
-# what `add_blocks` adds up
+# terms of the sums of `add_blocks`
 SQUARES = tl.constexpr(0)
 CLASSES = tl.constexpr(1)
 MOMENTS = tl.constexpr(2)
-# how a value becomes a code
+# kinds of encoders
 NEAREST = tl.constexpr(0)
 LEVELS = tl.constexpr(1)
 SIGNS = tl.constexpr(2)
-# how codes become values
+# kinds of decoders
 TERNARY = tl.constexpr(3)
 SHARED = tl.constexpr(4)
 LANE_SUMS = tl.constexpr(5)
@@ -101,8 +101,8 @@ def column(segments, row, number: tl.constexpr):
 
 @triton.jit
 def store_as(pointer, x, mask, OUT: tl.constexpr):
-    """Store float32 as it is (OUT 0), as the bits of bfloat16 (1) or float16 (2), to nearest even;
-    return whether what was stored is not finite.
+    """Store float32 unchanged (OUT 0), or rounded to nearest even as the bits of bfloat16 (1) or
+    float16 (2); return whether the stored value is not finite.
     """
     x = canonical(x)
     bits = bits_of(x)
@@ -144,11 +144,11 @@ def add_blocks(
     HAS_OLD: tl.constexpr,
     B: tl.constexpr,
 ):
-    """Sums of B blocks a program.
+    """Write the sums of B blocks per program.
 
     blocks: ``(count, 3)``: first element in `values`, in `old`, number of elements. sums: ``(2,
-    count)`` float64: of squares, or x of both classes, or x and squares. counts: ``(3, count)``:
-    largest bits of |x| and of |g|, elements with x > 0.
+    count)`` float64: sums of squares, or of x by class, or of x and of squares. counts: ``(3,
+    count)``: largest bits of |x| and of |g|, number of elements with x > 0.
     """
     b = tl.program_id(0) * B + tl.arange(0, B)
     live = b < count
@@ -189,8 +189,8 @@ def add_blocks(
 
 @triton.jit(do_not_specialize=["parts", "count", "most"])
 def add_in_order(sums, counts, parts, spans, count, most, into_sums, into_counts, B: tl.constexpr):
-    """Sums of spans of `parts` sums, each added in order to 0: spans ``(count, 2)`` are first and
-    number, at most `most`.
+    """Write the sums of spans of `parts` sums, added in order. spans: ``(count, 2)``, first entry
+    and length of each, at most `most`.
     """
     b = tl.program_id(0) * B + tl.arange(0, B)
     live = b < count
@@ -234,10 +234,10 @@ def measure_scales(
     HAS_MEANS: tl.constexpr,
     B: tl.constexpr,
 ):
-    """The scale of every group, the two means of SIGNS; flags groups that are not finite.
+    """Write the scale of every group, or the two means of SIGNS; flag groups that are not finite.
 
-    step: one float64, in root mean squares, where OF_SQUARES; zero: what the largest |x| is divided
-    by elsewhere; most: largest scale.
+    step: one float64, the scale in root mean squares if OF_SQUARES; zero: the divisor of the
+    largest |x| otherwise; most: largest scale.
     """
     b = tl.program_id(0) * B + tl.arange(0, B)
     live = b < count
@@ -274,7 +274,7 @@ def measure_scales(
 # ---- encoding ------------------------------------------------------------------------------------
 @triton.jit
 def packed(code, BITS: tl.constexpr, E: tl.constexpr):
-    """``(E,)`` codes as bytes, the first one lowest."""
+    """Pack ``(E,)`` codes into bytes, the first code in the lowest bits."""
     PER: tl.constexpr = 8 // BITS
     if PER == 1:
         return code.to(tl.uint8)
@@ -291,7 +291,7 @@ def store_codes(codes, code, first, numel, BITS: tl.constexpr, E: tl.constexpr):
 
 @triton.jit
 def group_of(segments, row, i):
-    """Numbers of the groups of elements of a segment."""
+    """Return the group numbers of elements of a segment."""
     cut, size = column(segments, row, 4), column(segments, row, 6)
     return column(segments, row, 7) + ((cut + i).to(tl.uint32) // size.to(tl.uint32)).to(tl.int64)
 
@@ -319,7 +319,7 @@ def encode_codes(
     COUNTS: tl.constexpr,
     E: tl.constexpr,
 ):
-    """Codes of a chunk and what they leave."""
+    """Write the codes of a chunk, its new residuals, and the sum of |error|."""
     chunk = tl.program_id(0)
     row, first = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
     numel, plane = column(segments, row, 5), column(segments, row, 1)
@@ -338,7 +338,7 @@ def encode_codes(
         value = tl.load(scales + 2 * group + code, mask=live, other=0.0)
     else:
         scale = tl.load(scales + group, mask=live, other=0.0)
-        known = scale > 0  # neither 0 nor NaN
+        known = scale > 0  # not 0, not NaN
         if KIND == NEAREST:
             half = tl.where(known, scale * 0.5, float("inf"))
             code = 1 + (x > half).to(tl.int32) - (x < -half).to(tl.int32)
@@ -372,8 +372,8 @@ def draw_codes(
     FROM: tl.constexpr,
     E: tl.constexpr,
 ):
-    """Ternary codes that are drawn (Wen et al. 2017, equations 3 and 4). words: int64, seed and
-    rank in one, step, stream.
+    """Write random ternary codes of a chunk (Wen et al. 2017, equations 3 and 4). words: int64,
+    seed and rank in one word, step, stream.
     """
     seed = tl.load(words)
     step, stream = tl.load(words + 1).to(tl.uint32), tl.load(words + 2).to(tl.uint32)
@@ -425,7 +425,7 @@ def encode_values(
     WIDE: tl.constexpr,
     E: tl.constexpr,
 ):
-    """Values as they are, float32 (WIDE) or bfloat16, in words of a payload."""
+    """Write the values of a chunk as float32 (WIDE) or bfloat16 to the words of a payload."""
     chunk = tl.program_id(0)
     row, first = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
     i = first + tl.arange(0, E)
@@ -466,8 +466,8 @@ def decoded(
     KIND: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """Values that one payload gives to elements."""
-    # one return: Triton compiles what stands behind a branch that returns
+    """Return the decoded values of elements from one payload."""
+    # a single return, because Triton also compiles the code after a branch that returns
     codes = payload + place
     table = (payload + scales).to(tl.pointer_type(tl.float32))
     if KIND == PLAIN and BITS == 32:
@@ -511,8 +511,8 @@ def decode_average(
     OUT: tl.constexpr,
     E: tl.constexpr,
 ):
-    """Averages of `count` payloads, `stride` bytes apart, whose scales and codes begin at these
-    bytes. read: codes of streams (`streams.read_streams`), `total` a payload.
+    """Write averages of `count` payloads, `stride` bytes apart, with scales and codes from bytes
+    `scales` and `codes` on. read: codes of streams (`streams.read_streams`), `total` per payload.
     """
     chunk = tl.program_id(0)
     row, first = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)

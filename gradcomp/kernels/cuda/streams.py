@@ -1,8 +1,8 @@
 """Triton kernels of entropy-coded streams: entropy_encode.c and entropy_read.h on a device.
 
-A program encodes one stream: it searches for the step, then adds the bits of all pairs to memory
-that is 0. To decode, every lane reads half a stream, and `programs.decode_average` makes values of
-the codes.
+A program encodes one stream: it searches for the step, then adds the bits of all pairs to zeroed
+memory. To decode, every lane reads half a stream, and `programs.decode_average` converts the codes
+to values.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ZEROS_TABLE = tl.constexpr(7)
 # ---- the step ------------------------------------------------------------------------------------
 @triton.jit
 def rounded(x, inverse):
-    """The code of x: to nearest even."""
+    """Return the code of x, rounded to nearest even."""
     t = x * inverse
     t = tl.where(t > -LARGEST_CODE, t, -1.0 * LARGEST_CODE)
     t = tl.where(t < LARGEST_CODE, t, 1.0 * LARGEST_CODE)
@@ -44,7 +44,7 @@ def rounded(x, inverse):
 
 @triton.jit
 def step_of(rms, j, octave):
-    """Step j: 2^(j / 32 - 4) root mean squares."""
+    """Return step j, 2^(j / 32 - 4) root mean squares."""
     step = rms * tl.load(octave + j % 32)
     step = step * ((1 << (j // 32)).to(tl.float64) / 16)
     return tl.where(step < LARGEST_STEP, step, LARGEST_STEP).to(tl.float32)
@@ -52,8 +52,8 @@ def step_of(rms, j, octave):
 
 @triton.jit
 def choice_at(x, i, numel, rms, j, octave, costs, pair_costs, PART: tl.constexpr):
-    """Step j: its scale, the table that codes the first PART of every 512 codes best, and what they
-    need, in 1/64 bit.
+    """Return the scale of step j, the best table for the first PART of every 512 codes, and the
+    size of these codes in 1/64 bit.
     """
     scale = step_of(rms, j, octave)
     code = tl.abs(rounded(x, tl.div_rn(1.0, scale)))
@@ -72,7 +72,7 @@ def choice_at(x, i, numel, rms, j, octave, costs, pair_costs, PART: tl.constexpr
 
 @triton.jit
 def divided(a, b):
-    """a / b rounded towards 0, b > 0."""
+    """Return a / b rounded towards 0, for b > 0."""
     return tl.where(a < 0, -(-a // b), a // b)
 
 
@@ -80,8 +80,8 @@ def divided(a, b):
 def search(
     x, i, numel, rms, limit, j, octave, costs, pair_costs, WASTE: tl.constexpr, PART: tl.constexpr
 ):
-    """The smallest step whose codes are expected to need at most `limit`, or one a little larger,
-    from step j on (search in entropy_encode.c): step, scale, table, size.
+    """Search from step j for the smallest step whose codes are expected to need at most `limit`, or
+    a slightly larger one (search in entropy_encode.c). Return step, scale, table, size.
     """
     slope = numel // (SAMPLE_EVERY // PART) * 3 // 2
     limit = divided(limit, SAMPLE_EVERY // PART)
@@ -134,14 +134,14 @@ def find_step(x, i, numel, rms, limit, j, octave, costs, pair_costs):
 # ---- pairs ---------------------------------------------------------------------------------------
 @triton.jit
 def bit_length(x):
-    """Bits of 0 <= x < 2^24."""
+    """Return the bit length of 0 <= x < 2^24."""
     exponent = (bits_of(x.to(tl.float32)) >> 23) - 126
     return tl.where(x > 0, exponent, 0)
 
 
 @triton.jit
 def pairs_of(x, i, numel, scale, table, symbols, tops):
-    """Pairs of codes as bits, least significant first, and their numbers."""
+    """Return the bits of pairs of codes, least significant first, and the numbers of bits."""
     code = tl.where(i < numel, rounded(x, tl.div_rn(1.0, scale)), 0)
     a, b = tl.split(tl.reshape(code, (STREAM // 2, 2)))
     far, other = tl.abs(a), tl.abs(b)
@@ -165,7 +165,7 @@ def pairs_of(x, i, numel, scale, table, symbols, tops):
 
 @triton.jit
 def nbytes_of(length, numel):
-    """Bytes of pairs with so many bits: the table's, those of both halves."""
+    """Return the bytes of pairs of `length` bits: one for the table, and those of both halves."""
     ahead = tl.arange(0, STREAM // 2) < ((numel + 1) // 2 + 1) // 2
     head, every = tl.sum(tl.where(ahead, length, 0), axis=0), tl.sum(length, axis=0)
     return 1 + (head + 7) // 8 + (every - head + 7) // 8
@@ -173,15 +173,15 @@ def nbytes_of(length, numel):
 
 @triton.jit
 def put_word(words, at, part, mask):
-    """Add 32 bits to memory that is 0 there."""
+    """Add 32 bits to zeroed memory."""
     part = part.to(tl.uint32).to(tl.int32, bitcast=True)
     tl.atomic_or(words + at, part, mask=mask & (part != 0), sem="relaxed")
 
 
 @triton.jit
 def put_bits(words, place, bits, mask):
-    """Add 64 bits to memory that is 0 there, from bit `place` on; of bits before the memory's first
-    none is set. From a place that is no multiple of 8 on, at most 56 are.
+    """Add 64 bits to zeroed memory from bit `place` on; bits before the start of the memory must be
+    0. If `place` is no multiple of 8, only 56 bits may be set.
     """
     shift = (place % 32 + 32) % 32
     word = (place - shift) // 32
@@ -195,7 +195,7 @@ def put_bits(words, place, bits, mask):
 
 @triton.jit
 def swapped(x):
-    """The bytes of 64-bit words in the other order."""
+    """Return 64-bit words with their bytes in reverse order."""
     x = x.to(tl.uint64, bitcast=True)
     x = ((x & 0x00FF00FF00FF00FF) << 8) | ((x >> 8) & 0x00FF00FF00FF00FF)
     x = ((x & 0x0000FFFF0000FFFF) << 16) | ((x >> 16) & 0x0000FFFF0000FFFF)
@@ -231,9 +231,10 @@ def encode_streams(
     KEEPS: tl.constexpr,
     COUNTS: tl.constexpr,
 ):
-    """One stream: the smallest step whose codes fit, their bits, and what they leave.
+    """Encode one stream with the smallest step whose codes fit; write its new residuals, and the
+    sum of |error|.
 
-    sums, counts: of the groups (`add_in_order`). words: the packed memory, 0 where codes will be.
+    sums, counts: those of the groups (`add_in_order`). words: packed memory, with zeroed codes.
     """
     stream = tl.program_id(0)
     row = streams + stream * STREAM_COLUMN_COUNT
@@ -257,7 +258,7 @@ def encode_streams(
         tl.store(flag, 1)
     table = (numel * 0 + ZEROS_TABLE).to(tl.int32)
     if used:
-        # whole bytes waste seven bits at the most, twice
+        # rounding to whole bytes wastes at most seven bits, in each half
         limit = (8 * (nbytes - 1) - 8) * 64
         j, scale, table, size = find_step(
             x, i, numel, rms, limit, tl.load(row + 6), octave, costs, pair_costs
@@ -309,7 +310,7 @@ def encode_streams(
 # ---- decoding ------------------------------------------------------------------------------------
 @triton.jit
 def escaped_code(word):
-    """A code behind an escape symbol, and its bits."""
+    """Return the code after an escape symbol, and its number of bits."""
     length = (word & 15).to(tl.int32)
     below = (word >> 5).to(tl.int32) & ((1 << tl.maximum(length - 1, 0)) - 1)
     magnitude = tl.where(length > 0, (1 << tl.maximum(length - 1, 0)) | below, 0)
@@ -318,7 +319,9 @@ def escaped_code(word):
 
 @triton.jit
 def next_bytes(codes, at, nbytes, backwards, mask, COUNT: tl.constexpr):
-    """COUNT bytes from byte `at` of both ends on; 0 beyond the stream."""
+    """Return COUNT bytes from byte `at` on, counted from the stream's start, or from its end if
+    `backwards`; 0 beyond the stream.
+    """
     word = at * 0
     for b in tl.static_range(COUNT):
         where = tl.where(backwards, nbytes - 1 - at - b, 1 + at + b)
@@ -331,7 +334,7 @@ def next_bytes(codes, at, nbytes, backwards, mask, COUNT: tl.constexpr):
 def read_streams(
     payloads, stride, streams, count, payload_count, read, total, decode, B: tl.constexpr
 ):
-    """Codes of streams: every lane reads half a stream, pair by pair.
+    """Decode streams to codes: every lane reads half a stream, pair by pair.
 
     read: ``(payload_count, total)`` int16. decode: ``(16, 2048)``, pairs by the next 11 bits.
     """

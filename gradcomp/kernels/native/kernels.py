@@ -1,7 +1,7 @@
-"""The kernel set of the CPU: C kernels through cffi.
+"""The kernel set of the CPU: C kernels called through cffi.
 
-C's names follow a code's: ``gc_NAME_encode(src, dtype, rows, count, [value_dtype, code_bits or
-step,] [residuals, kept, decay, dropped,] [means,] payload, [key,] flag)``,
+C functions are found by the name of a code: ``gc_NAME_encode(src, dtype, rows, count, [value_dtype,
+code_bits or step,] [residuals, kept, decay, dropped,] [means,] payload, [key,] flag)``,
 ``gc_NAME_sum_decode(payloads, payload_count, [option,] rows, count, out, dtype, flags, flag)``. A
 new code needs no function here.
 """
@@ -22,7 +22,7 @@ from gradcomp.kernels.native.threads import run, run_elements
 from gradcomp.kernels.rules import TARGET
 from gradcomp.kernels.tables import BLOCK, DTYPES, Groups, Table
 
-# outputs above this do not stay in a last-level cache: their stores bypass it
+# larger outputs do not fit into a last-level cache, so their stores bypass it
 CACHE_NBYTES = 32 << 20
 _TENSORS = ffi.new("gc_gradients *", {"from": lib.GC_FROM_TENSORS})
 
@@ -45,11 +45,11 @@ def entropy_tables() -> dict[str, NDArray[Any]]:
 
 
 class NativeKernels(Kernels):
-    """Operations on tensors in host memory; methods are documented in `Kernels`.
+    """Operations on tensors in host memory; `Kernels` documents the methods.
 
-    Kernels run without the GIL. A call over a segment table is shared out over at most
-    ``torch.get_num_threads()`` threads; which thread does which row changes no bit of the result.
-    No thread is started before the first call that is worth sharing.
+    Kernels run without the GIL. A call over a segment table runs on at most
+    ``torch.get_num_threads()`` threads; the distribution of rows changes no bit of the result. No
+    thread is started before the first large call.
     """
 
     # ---- memory ----------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ class NativeKernels(Kernels):
     def ternary_scales(
         self, blocks: Tensor, groups: Groups, clip_sigma: float | None, out: Tensor
     ) -> None:
-        """Write the scales of groups whose blocks are summed up (`scales`)."""
+        """Write the scales of groups from their block sums, as part of `scales`."""
         status = lib.gc_ternary_scales(
             pointer(blocks, "gc_block"),
             ffi.from_buffer("uint64_t[]", groups.blocks),
@@ -126,7 +126,7 @@ class NativeKernels(Kernels):
             tail = (tail[0], ffi.new("gc_rng_key *", key)[0], flag)
         if encoder == "onebit":
             tail = (ffi.NULL if code.means is None else ffi.new("float[2]", code.means), *tail)
-        dropped = None  # one number a row
+        dropped = None  # one number per row
         if code.decay is not None:
             counts = residuals.counted is not None and residuals.new is not None and code.decay < 1
             dropped = ffi.new("double[]", table.count) if counts else None
@@ -296,13 +296,13 @@ class NativeKernels(Kernels):
 
 
 def options_of(*options: Any) -> tuple[Any, ...]:
-    """Return the options that a code has, as C takes them."""
+    """Return the options that are not None as arguments for C."""
     given = (option for option in options if option is not None)
-    return tuple(DTYPES[one] if isinstance(one, torch.dtype) else one for one in given)
+    return tuple(DTYPES[each] if isinstance(each, torch.dtype) else each for each in given)
 
 
 class _Prepared(NamedTuple):
-    """Payloads as C takes them: the decoder with its first arguments, and the source of an
+    """Payloads as arguments for C: the decoder with its first arguments, and the gradients for an
     update.
     """
 
@@ -315,10 +315,10 @@ class _Prepared(NamedTuple):
 
 
 def _prepare(payloads: Payloads) -> _Prepared:
-    """Return payloads as C takes them, made at the first call."""
-    made: _Prepared | None = payloads.prepared.get("native")
-    if made is not None:
-        return made
+    """Return payloads as arguments for C, cached at the first call."""
+    cached: _Prepared | None = payloads.prepared.get("native")
+    if cached is not None:
+        return cached
     pointers, count = pointers_of(payloads.tensors), len(payloads.tensors)
     code, source = payloads.code, ffi.new("gc_gradients *")
     source.payloads, source.payload_count = pointers, count
@@ -339,7 +339,7 @@ def _prepare(payloads: Payloads) -> _Prepared:
     if code.kernel == "lanes":
         source.world_size, source.lane_bits = code.world_size, code.bits
         name, head = "gc_lanes_decode", (pointers[0], code.world_size, code.bits)
-    payloads.prepared["native"] = made = _Prepared(
+    payloads.prepared["native"] = prepared = _Prepared(
         name, getattr(lib, name), head, source.dtype, source, pointers
     )
-    return made
+    return prepared

@@ -1,5 +1,5 @@
-"""The compiled library: status -> exception, tensor -> pointer, and which tier of kernels is in
-use.
+"""The compiled library: exceptions for status codes, pointers of tensors, and the tier of kernels
+in use.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 DISABLE_VARIABLE = "GRADCOMP_DISABLE_CPU_FEATURES"
-# What each tier of dispatch.c asks of the CPU.
+# CPU features that each tier of dispatch.c needs
 _AVX2 = frozenset({"avx2", "bmi2", "fma", "f16c", "sse4.2"})
 TIER_FEATURES: dict[str, frozenset[str]] = {
     "portable": frozenset(),
@@ -58,7 +58,12 @@ _CHECKS = {
 
 
 def check(status: int, function: str) -> None:
-    """Raise what a status code stands for: the one place that does."""
+    """Raise the exception for a status code, unless it is GC_OK; only this function raises them.
+
+    Raises:
+        CorruptPayload: a check of a payload failed.
+        NativeError: any other status.
+    """
     if status == lib.GC_OK:
         return
     name = ffi.string(lib.gc_status_name(status)).decode()
@@ -68,24 +73,24 @@ def check(status: int, function: str) -> None:
 
 
 def address(tensor: Tensor | None) -> int:
-    """Return where a tensor's memory begins, 0 for None: the one place that takes addresses."""
+    """Return the address of a tensor's memory, 0 for None; only this function reads addresses."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
 def pointer(tensor: Tensor | None, kind: str = "float") -> Any:
-    """Return a tensor's memory as a C pointer to `kind`, NULL for None; whoever keeps it keeps the
-    tensor.
+    """Return a C pointer of type `kind` to a tensor's memory, NULL for None; the caller must keep
+    the tensor as long as the pointer.
     """
     return ffi.cast(_pointer_type(kind), address(tensor))
 
 
-@functools.cache  # reading the name of a type takes longer than the cast
+@functools.cache  # parsing the name of a type takes longer than the cast
 def _pointer_type(kind: str) -> Any:
     return ffi.typeof(f"{kind} *")
 
 
 def pointers_of(payloads: Sequence[Tensor]) -> Any:
-    """Return ``const uint8_t *[]``; whoever keeps it keeps the tensors, too."""
+    """Return ``const uint8_t *[]``; the caller must keep the tensors as long as the result."""
     return ffi.new("const uint8_t *[]", [pointer(payload, "uint8_t") for payload in payloads])
 
 
@@ -100,10 +105,10 @@ def tier() -> str:
 
 
 def select_tier(name: str) -> None:
-    """Use another tier; not while kernels run.
+    """Use another tier from now on. Do not call this while kernels run.
 
     Raises:
-        ValueError: a name that this machine does not have.
+        ValueError: the name is unknown, or this machine does not support the tier.
     """
     for number in range(lib.gc_tier_count()):
         if _tier_name(number) == name and lib.gc_tier_supported(number):
@@ -117,7 +122,7 @@ def _tier_name(number: int) -> str:
 
 
 def _select_from_environment(value: str) -> None:
-    """Take the best tier that needs none of the comma-separated features in `value`."""
+    """Use the fastest tier that needs none of the comma-separated CPU features in `value`."""
     off = {word.strip().lower() for word in value.split(",") if word.strip()}
     known = frozenset[str]().union(*TIER_FEATURES.values())
     if off - known:

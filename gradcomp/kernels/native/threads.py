@@ -1,5 +1,5 @@
-"""Calls over a segment table, shared out over threads; which thread does which row changes no
-bit of the result.
+"""Parallel calls over a segment table; the distribution of rows over threads changes no bit of the
+result.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from gradcomp.kernels.native.library import check, ffi
 from gradcomp.kernels.tables import Table
 
-THREAD_NUMEL = 1 << 20  # elements a thread: 0.1 to 0.4 ms of work, against 0.06 ms to hand it over
+THREAD_NUMEL = 1 << 20  # elements per thread: 0.1 to 0.4 ms of work, and 0.06 ms to submit it
 
 _pool: ThreadPoolExecutor | None = None
 _pool_size = 0
@@ -25,13 +25,13 @@ _pool_lock = threading.Lock()
 
 
 def thread_count() -> int:
-    """Return how many threads a large call uses."""
+    """Return the number of threads of a large call."""
     return max(1, torch.get_num_threads())
 
 
 def _workers(wanted: int) -> ThreadPoolExecutor:
-    """Return a pool of at least `wanted` threads that belongs to this process (a fork starts
-    without threads).
+    """Return a pool of at least `wanted` threads of this process (a fork has no threads of its
+    parent, and so gets a new pool).
     """
     global _pool, _pool_size, _pool_pid
     with _pool_lock:
@@ -42,10 +42,17 @@ def _workers(wanted: int) -> ThreadPoolExecutor:
 
 
 def run(function: str, table: Table, call: Callable[[Any, int, int], int]) -> None:
-    """Run `call(segments, count, first_row)` over a table, shared out over threads.
+    """Run `call(segments, count, first_row)` over the rows of a table, in parallel.
 
-    Every part runs to its end before the first error is raised, so that no thread touches memory
-    afterwards.
+    All parts finish before the first error is raised, so that no thread accesses memory afterwards.
+
+    Args:
+        function: name of the C function, for errors.
+        table: the rows.
+        call: calls the C function for `count` rows, and returns its status code.
+
+    Raises:
+        CorruptPayload, NativeError: as in `check`, for the first part that failed.
     """
     if not table.count:
         return None
@@ -61,14 +68,16 @@ def run(function: str, table: Table, call: Callable[[Any, int, int], int]) -> No
 
 
 def run_elements(function: str, numel: int, call: Callable[[int, int], int]) -> None:
-    """Run `call(first, count)` over elements, shared out over threads, as `run` does."""
+    """Run `call(first, count)` over `numel` elements, in parallel, as `run` does for rows."""
     parts = min(thread_count(), numel // THREAD_NUMEL) if numel >= 2 * THREAD_NUMEL else 1
     cuts = [numel * part // parts for part in range(parts + 1)]
     return _share(function, [(first, end - first) for first, end in itertools.pairwise(cuts)], call)
 
 
 def _share(function: str, arguments: list[Any], call: Callable[..., int]) -> None:
-    """Make one call on this thread and the others on the pool's, where it takes them."""
+    """Make the first call on this thread, and the others on threads of the pool, unless the
+    interpreter ends.
+    """
     if len(arguments) == 1:
         return check(call(*arguments[0]), function)
     pool, own = _workers(len(arguments) - 1), arguments[:1]
