@@ -66,9 +66,10 @@ def register(
             one reduce-scatter of a module.
 
     Raises:
-        TypeError: not a module, or no module in it is wrapped by `fully_shard`.
-        ValueError: a codec that needs an all_gather; an option of other exchanges; several meshes
-            in a module; `keep_weights` without `weights`.
+        TypeError: not a module, or no module in it is wrapped by `fully_shard`; an option of other
+            exchanges.
+        ValueError: a codec that FSDP cannot use; an option out of its range; several meshes in a
+            module; `keep_weights` without `weights`; the model is registered already.
         UnsupportedTensor: parameters on an unsupported device.
         PeerMismatch: a rank has other parameters, another codec or other options.
         PeerLost: a rank did not answer.
