@@ -319,7 +319,7 @@ class DiLoCo:
                 fragment.arrive()
         self._under_way = deque(one for one in self._under_way if self._fragments[one[0]].sent)
 
-    # ---- what it says ----------------------------------------------------------------------------
+    # ---- reports ---------------------------------------------------------------------------------
 
     @property
     def syncs(self) -> int:
