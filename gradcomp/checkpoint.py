@@ -24,7 +24,7 @@ logger = logging.getLogger("gradcomp")
 SHARED = "shared.pt"
 CALLED = "save or load of its Checkpoints"
 _STEP = re.compile(r"step-(\d+)")
-_MINE = struct.Struct("<q?")  # step and flag that each rank sends
+_MESSAGE = struct.Struct("<q?")  # step and flag that each rank sends
 
 
 class Checkpoints:
@@ -69,7 +69,7 @@ class Checkpoints:
         self._comm = comm or default_or_alone()
         self._timeout_s = timeout_s
         self._writes_shared = every_rank or self._comm.rank == 0
-        self._apart = getattr(state, "own_weights", False)
+        self._has_own_weights = getattr(state, "own_weights", False)
         self._own = f"rank-{self._comm.rank}-of-{self._comm.world_size}.pt"
 
     def save(self, step: int) -> None:
@@ -83,9 +83,9 @@ class Checkpoints:
         """
         own = self._state.state_dict()  # before the model's: it may apply a pending update
         shared = {}
-        if self._writes_shared or self._apart:
+        if self._writes_shared or self._has_own_weights:
             shared = {name: one.state_dict() for name, one in self._shared.items()}
-        folder = self._at(step)
+        folder = self._folder_of(step)
         if self._agree(step, folder.exists()):
             # left by a run that resumed from an earlier step: do not mix the files of two runs
             self._remove(folder)
@@ -93,12 +93,14 @@ class Checkpoints:
         folder.mkdir(parents=True, exist_ok=True)
         if self._writes_shared:
             write_saved(folder / SHARED, shared)
-        write_saved(folder / self._own, {"state": own, SHARED: shared} if self._apart else own)
+        write_saved(
+            folder / self._own, {"state": own, SHARED: shared} if self._has_own_weights else own
+        )
         self._agree(step)
         # another rank may have started to save a later step
         until_now = [one for one in self._steps() if one <= step]
         for old in until_now[self._keep :]:
-            self._remove(self._at(old))
+            self._remove(self._folder_of(old))
 
     def load(self) -> int | None:
         """Load the newest checkpoint that every rank can read. Collective.
@@ -117,7 +119,7 @@ class Checkpoints:
         while True:
             step, found = self._newest(bound, bad)
             everyone = self._gather(step, bool(self._steps()))
-            steps = {theirs for theirs, _ in everyone}
+            steps = {peer_step for peer_step, _ in everyone}
             if len(steps) == 1:
                 break
             bound = min(steps)
@@ -128,14 +130,14 @@ class Checkpoints:
             raise ValueError(f"no checkpoint in {self._folder} can be read by every rank: {why}")
         shared, own = found
         of_others = isinstance(own, list)  # states of all ranks of a run with another world size
-        if self._apart and of_others:
+        if self._has_own_weights and of_others:
             own = [one.get("state", one) for one in own]
-        elif self._apart and SHARED in own:
+        elif self._has_own_weights and SHARED in own:
             own, shared = own["state"], own[SHARED]
         self._state.load_state_dict(own)  # checks everything before it changes anything
         for name, one in self._shared.items():
             one.load_state_dict(shared[name])
-        if self._apart and of_others:
+        if self._has_own_weights and of_others:
             self._state.restore()  # replace rank 0's weights by the anchors
         return step
 
@@ -148,7 +150,7 @@ class Checkpoints:
         for step in self._steps():
             if step not in bad and (bound is None or step <= bound):
                 try:
-                    return step, self._read(self._at(step))
+                    return step, self._read(self._folder_of(step))
                 except (OSError, ValueError) as error:
                     logger.warning("gradcomp: checkpoint of step %d is left out: %s", step, error)
                     bad[step] = str(error)
@@ -187,18 +189,18 @@ class Checkpoints:
         with contextlib.suppress(OSError):  # other ranks' files are still there
             folder.rmdir()
 
-    def _at(self, step: int) -> Path:
+    def _folder_of(self, step: int) -> Path:
         return self._folder / f"step-{step:012d}"
 
     def _agree(self, step: int, flag: bool = False) -> bool:
         """Wait until all ranks save this step; return whether any rank has set the flag."""
         answers = self._gather(step, flag)
-        for rank, (theirs, _) in enumerate(answers):
-            if theirs != step:
-                raise PeerMismatch("step", rank, step, theirs, first=self._comm.rank)
-        return any(theirs for _, theirs in answers)
+        for rank, (peer_step, _) in enumerate(answers):
+            if peer_step != step:
+                raise PeerMismatch("step", rank, step, peer_step, first=self._comm.rank)
+        return any(peer_flag for _, peer_flag in answers)
 
     def _gather(self, step: int, flag: bool) -> list[tuple[int, bool]]:
-        message = _MINE.pack(step, flag)
+        message = _MESSAGE.pack(step, flag)
         everyone = gather(self._comm, message, "checkpoint", self._timeout_s, called=CALLED)
-        return [_MINE.unpack(data) for data in everyone]
+        return [_MESSAGE.unpack(data) for data in everyone]

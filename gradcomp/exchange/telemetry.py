@@ -48,15 +48,15 @@ class Telemetry:
         self._write = _writer(target)
         self._stats, self._quality, self._every, self._prefix = stats, quality, every, prefix
         self._sampled = -1
-        self._since, self._failed = 0, False
+        self._steps_since, self._failed = 0, False
         self._forget()
 
     def step(self, step: int) -> None:
         """Count a step; report if `every` steps have passed. If the target raises, log a warning
         and stop reporting.
         """
-        self._since += 1
-        if self._since >= self._every and not self._failed:
+        self._steps_since += 1
+        if self._steps_since >= self._every and not self._failed:
             named = {f"{self._prefix}/{name}": value for name, value in self.values().items()}
             try:
                 self._write(named, step)
@@ -66,7 +66,7 @@ class Telemetry:
                     exc_info=True,
                 )
                 self._failed = True
-            self._since = 0
+            self._steps_since = 0
             self._forget()
 
     def values(self) -> dict[str, float]:

@@ -76,7 +76,7 @@ class ReduceScatter:
         """Whether `numel` values can be the gradients of all trained parameters of the module."""
         return numel == self._comm.world_size * sum(part.padded_numel for part in self._trained())
 
-    def start(self, output: Tensor, given: Tensor, factor: int) -> Task:
+    def start(self, output: Tensor, grads: Tensor, factor: int) -> Task:
         """Start the reduce-scatter of this module's gradients; return the task that completes it.
 
         `output` is filled with NaN until `finish` writes it: torch puts it into ``.grad`` at once,
@@ -84,17 +84,17 @@ class ReduceScatter:
 
         Args:
             output: ``(k,)``: averages of this rank's chunks, times `factor`.
-            given: ``(N * k,)`` float32, bfloat16 or float16 gradients.
+            grads: ``(N * k,)`` float32, bfloat16 or float16 gradients.
             factor: factor of the averages.
         """
         output.fill_(float("nan"))
-        exchange = self._exchange(given.dtype, given.device, self._trained())
-        staged = None if home(given.device) == given.device else self._staged.like(given)
-        follow(given.device)
-        exchange.begin(given if staged is None else staged.fetch(given), self.steps, 0)
-        self._stats.baseline_bytes += 2 * (given.numel() - output.numel()) * given.element_size()
+        exchange = self._exchange(grads.dtype, grads.device, self._trained())
+        staged = None if home(grads.device) == grads.device else self._staged.like(grads)
+        follow(grads.device)
+        exchange.begin(grads if staged is None else staged.fetch(grads), self.steps, 0)
+        self._stats.baseline_bytes += 2 * (grads.numel() - output.numel()) * grads.element_size()
         self.is_under_way = True
-        encode = partial(self.encode, exchange, staged, given.device)
+        encode = partial(self.encode, exchange, staged, grads.device)
         finish = partial(self.finish, exchange, output, factor)
         # between encode and finish the pipeline encodes the next module
         return Task((encode, *[lambda: None] * (IN_FLIGHT - 1), finish), self._end)

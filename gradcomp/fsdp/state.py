@@ -111,7 +111,7 @@ class FsdpState:
         self._reports: list[Telemetry] = []
         self._hooks: list[Any] = []
         self._backwards = self._calls = 0
-        self._closed = self._is_told = False
+        self._closed = self._has_warned = False
         sharded = _sharded_modules(model)
         self._split = any(one.is_split for one in sharded)
         self._forward = Forward() if keep_weights else None
@@ -125,7 +125,7 @@ class FsdpState:
         self._steps = Steps(watched, lambda: self._calls, self._missed)
         self._hooks += [
             before_any_step(watched, self._before_step),
-            model.register_forward_pre_hook(self._hold),
+            model.register_forward_pre_hook(self._keep_alive),
         ]
         if self._residuals.nbytes > 1e6:
             logger.warning(
@@ -220,7 +220,7 @@ class FsdpState:
             factor = divisor(op, group.size())
             if factor is None or not module.fits(given.numel()):
                 self._pipeline.wait()
-                self._say_plain(
+                self._warn_plain(
                     "is divided by a factor of its own"
                     if factor is None
                     else "lacks that of some parameter"
@@ -315,13 +315,13 @@ class FsdpState:
                 " ...): shard all of them first"
             )
 
-    def _hold(self, *_: Any) -> None:
+    def _keep_alive(self, *_: Any) -> None:
         """Do nothing. As a hook it keeps this state alive as long as the model."""
 
     def _missed(self) -> None:
-        if self._is_told:
+        if self._has_warned:
             return
-        self._is_told = True
+        self._has_warned = True
         warnings.warn(
             f"{NOT_CALLED}: FSDP has reduced these gradients without it, as exactly and as slowly"
             " as ever. Somebody has called set_custom_reduce_scatter after gradcomp.fsdp.register:"
@@ -329,7 +329,7 @@ class FsdpState:
             stacklevel=6,
         )
 
-    def _say_plain(self, why: str) -> None:
+    def _warn_plain(self, why: str) -> None:
         if not self.plain:
             warnings.warn(
                 f"the gradient of an FSDP module {why} in this step: it travels as torch sends it",

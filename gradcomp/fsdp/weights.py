@@ -99,24 +99,24 @@ class AllGather:
         self._gathers: dict[tuple[torch.dtype, torch.device], ShardGather] = {}
         self._failed: GradcompError | None = None
 
-    def fits(self, given: Tensor, ranks: int) -> bool:
-        """Whether `given` can be this rank's chunks of all parameters of the module, and `ranks`
+    def fits(self, shard: Tensor, ranks: int) -> bool:
+        """Whether `shard` can be this rank's chunks of all parameters of the module, and `ranks`
         is the number of ranks that share it.
         """
         return (
-            ranks == self._comm.world_size and given.numel() == self._each and given.dtype in DTYPES
+            ranks == self._comm.world_size and shard.numel() == self._each and shard.dtype in DTYPES
         )
 
-    def start(self, output: Tensor, given: Tensor) -> Callable[[], None]:
+    def start(self, output: Tensor, shard: Tensor) -> Callable[[], None]:
         """Encode this rank's chunks and start the gather; return a function that completes it.
 
         Args:
             output: ``(N * k,)``, the chunks of all ranks, written by the returned function.
-            given: ``(k,)`` weights of this rank's chunks.
+            shard: ``(k,)`` weights of this rank's chunks.
         """
-        there = home(given.device)
-        gather = self._gather(given.dtype, there)
-        self._stats.baseline_bytes += (output.numel() - given.numel()) * given.element_size()
+        there = home(shard.device)
+        gather = self._gather(shard.dtype, there)
+        self._stats.baseline_bytes += (output.numel() - shard.numel()) * shard.element_size()
         in_backward = torch_private.graph_task() >= 0
         if in_backward and self._kept is not None and self._kept[0] is gather:
             buffer, self._kept = self._kept[1], None
@@ -127,7 +127,7 @@ class AllGather:
         if not keep and self._kept is not None:
             self._pool.give(self._kept[1])
             self._kept = None
-        here = given.to(there)
+        here = shard.to(there)
         self._guarded(lambda: gather.start(here, self.count))
         self.count += 1
         self._stats.steps += 1

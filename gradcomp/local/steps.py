@@ -138,7 +138,7 @@ class DiLoCo:
             )
         self._inner = Inner(inner_optimizer, [p for _, p in named])
         parts = cut([p.numel() for _, p in named], fragments)
-        self._start, self._delay, self._alpha = options.warmup_steps, delay, alpha
+        self._warmup_steps, self._delay, self._alpha = options.warmup_steps, delay, alpha
         self._comm = comm if comm is not None else torch_communicator(options.timeout_s)
         self._timeout_s = options.timeout_s or self._comm.timeout_s
         self._fragments: list[Fragment] = []
@@ -150,7 +150,8 @@ class DiLoCo:
         # exchanges in progress: (fragment, inner step at which its averages are applied)
         self._under_way: deque[tuple[int, int]] = deque()
         self._averaged, self.inner_steps = False, 0
-        self._fresh = not options.warmup_steps  # the first inner step must start from the anchors
+        # without a warm-up the first inner step must start from the anchors
+        self._starts_at_anchors = not options.warmup_steps
         outer, transform = outer_optimizer or self._default_outer, None
         try:
             outer_words = options_of(outer([nn.Parameter(torch.zeros(1, device="cpu"))]))
@@ -180,9 +181,9 @@ class DiLoCo:
                 )
             self.check_replicas()
             self._hooks += self._inner.watch()
-            if self._fresh:
-                self._hooks += self._inner.before_step(_first_step_of(self))
-            if self._start:
+            if self._starts_at_anchors:
+                self._hooks += self._inner.before_step(_first_weights_hook(self))
+            if self._warmup_steps:
                 plain = replace(plain, precondition=None)
                 first = options.warmup_codec or Identity()
                 self._gradients = GradientAverager(
@@ -235,23 +236,25 @@ class DiLoCo:
             )
         self.average_gradients()
 
-    def _check_fresh(self) -> None:
+    def _check_first_weights(self) -> None:
         """Raise GradcompError if the weights differ from the anchors before the first inner step.
         The difference would be averaged like a result of training.
         """
-        if self._fresh and not all(fragment.is_at_anchors() for fragment in self._fragments):
+        if self._starts_at_anchors and not all(
+            fragment.is_at_anchors() for fragment in self._fragments
+        ):
             raise GradcompError(
                 f"weights were changed after this {type(self).__name__} was made, from a checkpoint"
                 " perhaps: make it when they are there"
             )
-        self._fresh = False
+        self._starts_at_anchors = False
 
     def _count(self) -> None:
         self.inner_steps += 1
         self._averaged = False
-        if self.inner_steps <= self._start:
-            if self.inner_steps == self._start:
-                self._end_start()
+        if self.inner_steps <= self._warmup_steps:
+            if self.inner_steps == self._warmup_steps:
+                self._end_warmup()
             return
         while self._under_way and self._under_way[0][1] <= self.inner_steps:
             self._apply(self._under_way.popleft()[0])
@@ -276,7 +279,7 @@ class DiLoCo:
         for report in self._reports if number == len(self._fragments) - 1 else []:
             report.step(self.inner_steps)
 
-    def _end_start(self) -> None:
+    def _end_warmup(self) -> None:
         """End the warm-up: set the anchors to the weights, which are equal on all ranks, and close
         the gradient averager.
         """
@@ -350,10 +353,12 @@ class DiLoCo:
         """Return one line of text: H, warm-up, fragments, delay, and the exchange."""
         turns = f", {len(self._fragments)} fragments in turns" if len(self._fragments) > 1 else ""
         late = f", {self._delay} steps late (alpha {self._alpha:g})" if self._delay else ""
-        start = f" after {self._start} steps of averaged gradients" if self._start else ""
+        warmup = (
+            f" after {self._warmup_steps} steps of averaged gradients" if self._warmup_steps else ""
+        )
         name, length = type(self).__name__, self._turns.length(self._turns.round)
         return (
-            f"{name} every {length} inner steps{start}{turns}{late}:"
+            f"{name} every {length} inner steps{warmup}{turns}{late}:"
             f" {self._fragments[0].averager.describe()}"
         )
 
@@ -417,7 +422,7 @@ class DiLoCo:
         list(saved.of_ranks(self._comm.rank, self._comm.world_size))  # averagers have the tensors
         has_gradients, extra = self._gradients is not None, saved.extra
         checks = [fragment.check for fragment in self._fragments]
-        check(saved, self._start, self._turns, checks, has_gradients=has_gradients)
+        check(saved, self._warmup_steps, self._turns, checks, has_gradients=has_gradients)
         given = [one["averager"] for one in extra["fragments"]]
         averagers = [fragment.averager for fragment in self._fragments]
         if self._gradients is not None and extra["gradients"] is not None:
@@ -436,12 +441,12 @@ class DiLoCo:
         if self._gradients is not None and extra["gradients"] is None:
             self._gradients.close()
             self._gradients = None
-        self.inner_steps, self._fresh = saved.step, False
+        self.inner_steps, self._starts_at_anchors = saved.step, False
         self._turns.round, self._turns.done = extra["round"], extra["done"]
         self._under_way = deque((number, at) for number, at in extra["under_way"])
 
     def _origin(self) -> dict[str, object]:
-        return {"kind": type(self).__name__, "warmup_steps": self._start}
+        return {"kind": type(self).__name__, "warmup_steps": self._warmup_steps}
 
     # ---- parts -----------------------------------------------------------------------------------
 
@@ -513,12 +518,12 @@ class LocalSGD(DiLoCo):
     _default_outer = staticmethod(mean)
 
 
-def _first_step_of(local: DiLoCo) -> Callable[..., None]:
+def _first_weights_hook(local: DiLoCo) -> Callable[..., None]:
     """Return a pre-step hook of the inner optimizers, with a weak reference to `local`."""
     me = weakref.ref(local)
 
     def hook(*_: Any) -> None:
         if (mine := me()) is not None:
-            mine._check_fresh()
+            mine._check_first_weights()
 
     return hook
