@@ -5,8 +5,8 @@ One line after ``DistributedDataParallel(...)``::
     state = gradcomp.ddp.register(model, "ternary")
 
 Importing gradcomp starts no thread, no network and no MPI, and changes no environment variable.
-What it has, torch included, is imported when it is first used: the launcher, Ctrl-C and ``--help``
-do not wait for it.
+Submodules and torch are imported on first use, so the launcher, Ctrl-C and ``--help`` respond at
+once.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ __all__ = [
     "server",
 ]
 
-# the modules of the names above that are not modules themselves
+# module of each name above that is not a module itself
 HOMES = {
     "Advanced": "engine.options",
     "Block": "codecs",

@@ -1,4 +1,4 @@
-"""python -m gradcomp: what this installation is and what it can use here."""
+"""python -m gradcomp: print versions, and the features that are usable on this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def report() -> dict[str, Any]:
-    """Return versions, tier, threads and what is usable, without starting MPI or
+    """Return versions, kernel tier, threads and usable features by name, without starting MPI or
     torch.distributed.
     """
     import cffi
@@ -44,7 +44,7 @@ def report() -> dict[str, Any]:
 
 
 def _tier(name: str, names: list[str]) -> str:
-    """Return the tier in use in words, and why it is not a faster one."""
+    """Return a text of the tier in use, with the reason if it is not the fastest one."""
     if name != names[-1]:
         return f"{name} tier ({names[-1]} is switched off by GRADCOMP_DISABLE_CPU_FEATURES)"
     if name == "portable":
@@ -56,24 +56,24 @@ def _tier(name: str, names: list[str]) -> str:
 
 
 def _accelerator() -> str:
-    """Return what becomes of gradients on this machine's accelerator."""
+    """Return a text of how gradients on this machine's accelerator are encoded."""
     import torch
 
     from gradcomp.kernels import CPU, USES_CUDA, home
 
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
         return "none"
-    there = torch.device(found.type, torch.accelerator.current_device_index())
+    there = torch.device(accelerator.type, torch.accelerator.current_device_index())
     how = (
         "copied to the host and encoded there" if home(there) == CPU else f"encoded, {USES_CUDA}=1"
     )
-    return f"{found.type}: gradients are {how} (no GPU has run it)"
+    return f"{accelerator.type}: gradients are {how} (no GPU has run it)"
 
 
 def _mpi() -> str:
-    """Return flavour and thread level, asked in a process of its own: MPI is never started in
-    this one.
+    """Return a text of the MPI library and its thread level, or why MPI is not usable. Runs in
+    another process, so that this one never starts MPI.
     """
     if importlib.util.find_spec("mpi4py") is None:
         return "not usable: mpi4py is not installed (pip install 'gradcomp[mpi]')"
@@ -111,13 +111,13 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     args = parser.parse_args(argv)
-    found = report()
+    values = report()
     if args.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(values, indent=2))
     else:
-        width = max(len(k) for k in found)
-        found["tier"] = _tier(found["tier"], found["tiers"])
-        for key, value in found.items():
+        width = max(len(k) for k in values)
+        values["tier"] = _tier(values["tier"], values["tiers"])
+        for key, value in values.items():
             print(f"{key:<{width}}  {', '.join(value) if isinstance(value, list) else value}")
     return 0
 

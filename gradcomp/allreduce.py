@@ -32,13 +32,16 @@ from gradcomp.payload.rng import check_uint32
 
 __all__ = ["Feedback", "all_reduce", "forget_buffers"]
 
-MOST_EXCHANGES = 16  # kept with their buffers for each (communicator, key)
+MOST_EXCHANGES = 16  # exchanges, with their buffers, to keep per (communicator, key)
 
 
 class _Call:
-    """What `all_reduce` keeps between calls for one (communicator, key): step counter and buffers.
+    """The state of `all_reduce` between calls, for one (communicator, key).
 
-    Each kind of tensor has buffers of its own; those that were used longest ago go first.
+    Attributes:
+        lease: claims the communicator during a call.
+        step: number of calls without an explicit `step`.
+        exchanges: buffers by kind of tensor, the least recently used first.
     """
 
     def __init__(self, comm: Communicator, key: int) -> None:
@@ -47,7 +50,7 @@ class _Call:
         self.exchanges: OrderedDict[Any, BucketExchange] = OrderedDict()
 
     def forget(self, exchange: BucketExchange) -> None:
-        """Let the buffers of an exchange go."""
+        """Drop the buffers of an exchange."""
         self.exchanges = OrderedDict(
             (kind, one) for kind, one in self.exchanges.items() if one is not exchange
         )
@@ -65,33 +68,33 @@ def all_reduce(
     exchange: str = "auto",
     timeout_s: float = 300.0,
 ) -> Tensor:
-    """Average one tensor over all ranks, compressed, in place.
+    """Average one tensor over all ranks in place, with compression.
 
-    Collective: every rank calls it with a tensor of the same shape and dtype and the same other
-    arguments, which are compared first, in a round of 192 bytes. With one rank the tensor stays as
-    it is. Every tensor is compressed, however small.
+    Collective: every rank calls it with a tensor of the same shape and dtype, and with the same
+    other arguments. A collective of 192 bytes compares these first. With one rank the tensor is not
+    changed. Every tensor is compressed, however small.
 
     Args:
-        tensor: any shape, float32, bfloat16 or float16, filling its memory in any order of
-            dimensions; overwritten by the average.
+        tensor: any shape; float32, bfloat16 or float16; dense, with dimensions in any memory order.
+            Overwritten by the average.
         codec: codec or name.
-        comm: the ranks; torch.distributed's default group when None.
-        key: number of the tensor: it takes the place of the parameter's position in random numbers
-            and feedback.
+        comm: communicator; torch.distributed's default group when None.
+        key: number of the tensor, used in place of a parameter's position in random numbers and
+            feedback.
         step: training step for the random numbers; None counts the calls for this (comm, key).
         feedback: residuals of error-feedback codecs, ``Feedback({key: tensor.numel()})``; None: no
-            error feedback. Every call is a step of it: ``feedback.discard()`` undoes the last one.
+            error feedback. Every call is a step; ``feedback.discard()`` undoes the last one.
         exchange: "auto", "all_gather" or "reduce_scatter".
-        timeout_s: seconds after which a silent peer is given up.
+        timeout_s: longest wait for a rank, in seconds.
 
     Returns:
-        `tensor`; all NaN when any rank's held NaN or Inf.
+        `tensor`; all NaN if the tensor of any rank has NaN or Inf.
 
     Raises:
-        UnsupportedTensor: dtype, device or layout.
+        UnsupportedTensor: the dtype, device or layout of `tensor`.
         ValueError: an argument out of its range.
-        GradcompError: the communicator is in use, say by an exchange that
-            `GradientAverager.average_delayed` began.
+        GradcompError: the communicator is in use, for example by an exchange of
+            `GradientAverager.average_delayed`.
         PeerMismatch, PeerLost, CorruptPayload: on every rank.
     """
     order = () if tensor.is_contiguous() else storage_order(tensor.shape, tensor.stride())
@@ -106,15 +109,15 @@ def all_reduce(
     if feedback is not None and not (codec.error_feedback or owners_feed_back(phase, codec)):
         raise ValueError(f"{codec!r} takes no feedback")
     if feedback is not None and feedback.residuals.numels.get(key) != tensor.numel():
-        has = feedback.residuals.numels.get(key)
-        there = f"no residuals of key {key}" if has is None else f"{has} residuals of key {key}"
+        numel = feedback.residuals.numels.get(key)
+        there = f"no residuals of key {key}" if numel is None else f"{numel} residuals of key {key}"
         raise ValueError(f"feedback has {there}, and the tensor {tensor.numel()} elements")
     if (
         feedback is None
         and codec.second_phase is None
         and codec.sum_form(comm.world_size) is not None
     ):
-        # means of 4 bits without residuals would lean to one side at every call
+        # encoding means in 4 bits without residuals would cause a bias
         codec = codec.with_second_phase("exact")
     if exchange not in EXCHANGES:
         raise ValueError(f"exchange must be one of {EXCHANGES}, got {exchange!r}")
@@ -131,13 +134,12 @@ def all_reduce(
     strategy = choose(codec, comm.world_size, exchange)
     if comm.world_size == 1:
         return tensor
-    # residuals in host memory have the tensor copied there
+    # with residuals in host memory the tensor is averaged there, too
     where = home(tensor.device) if feedback is None else feedback.device
     memory = tensor.shape, order, tensor.dtype, tensor.device, where
     what = (*memory, repr(codec), exchange, feedback is not None)
     with call.lease:
-        # at every call: gloo ends the process where another rank sends as many bytes as another
-        # tensor has
+        # at every call: gloo ends the process if ranks send messages of different lengths
         _agree(call.lease, tensor, codec, strategy, key, now, feedback is not None, timeout_s)
         residuals = owned = None
         if feedback is not None:
@@ -145,32 +147,33 @@ def all_reduce(
             if owners_feed_back(strategy.second_phase, codec):
                 owned = feedback.owned(partial(ByElements(comm.world_size).numel, rank=comm.rank))
             feedback.begin_step()
-        found = _exchange(call, what, strategy, tensor, where, codec, key, residuals, owned)
-        found.timeout_s = timeout_s
-        found.state = StateStore(residuals if codec.error_feedback else None, owned)
+        bucket_exchange = _exchange(
+            call, what, strategy, tensor, where, codec, key, residuals, owned
+        )
+        bucket_exchange.timeout_s = timeout_s
+        bucket_exchange.state = StateStore(residuals if codec.error_feedback else None, owned)
         plain = tensor.detach()
         flat = plain.as_strided((tensor.numel(),), (1,)) if order else plain.view(-1)
         try:
-            run_stages(beside(found, flat, where), flat, now)
+            run_stages(beside(bucket_exchange, flat, where), flat, now)
             join(flat.device)
         except BaseException:
-            # a slice behind the one that failed may still be under way into its memory
-            call.forget(found)
+            # other slices may still be in progress and write to the buffers: do not reuse them
+            call.forget(bucket_exchange)
             raise
         finally:
-            found.state = StateStore()  # residuals are the caller's, buffers stay
+            bucket_exchange.state = StateStore()  # keep buffers, but not the caller's residuals
     return tensor
 
 
 def forget_buffers(comm: Communicator | None = None) -> None:
-    """Free the buffers that `all_reduce` keeps with a communicator for tensors like those it has
-    seen; steps go on counting.
+    """Free the buffers that `all_reduce` keeps for a communicator. Step counters are kept.
 
-    No collective. They are kept for the last 16 kinds of tensor (shape, dtype, codec) of each key,
-    and made again as needed.
+    Not collective. `all_reduce` keeps the buffers of the last 16 kinds of tensor (shape, dtype,
+    codec) per key, and allocates new ones as needed.
 
     Args:
-        comm: torch.distributed's default group when None.
+        comm: communicator; torch.distributed's default group when None.
     """
     if comm is None:
         from gradcomp.comm.torchdist import default_communicator
@@ -192,26 +195,26 @@ def _exchange(
     residuals: Planes | None,
     owner_residuals: Planes | None,
 ) -> BucketExchange:
-    """Return the buffers that average tensors like this one, made or kept; residuals are lent to
-    them for a call.
+    """Return the exchange for tensors like this one, a kept one if possible. Residuals are not part
+    of it; the caller sets them for each call.
     """
     offset = residuals.offset(key) if residuals is not None else 0
     owned = {key: owner_residuals.offset(key)} if owner_residuals is not None else None
     kind = (*what, offset, None if owned is None else owned[key])
-    found = call.exchanges.get(kind)
-    if found is None:
+    bucket_exchange = call.exchanges.get(kind)
+    if bucket_exchange is None:
         slot = Slot(key, tensor.numel(), codec.group_numel(storage_shape(tensor)), True, 0, offset)
         comm = call.lease
         plan = BucketPlan(
             codec, [slot], strategy, comm.world_size, comm.rank, owned, slicing=Slicing()
         )
-        found = call.exchanges[kind] = BucketExchange(
+        bucket_exchange = call.exchanges[kind] = BucketExchange(
             plan, comm, tensor.dtype, Stats(), seed=codec.seed, device=where
         )
         if len(call.exchanges) > MOST_EXCHANGES:
             call.exchanges.popitem(last=False)
     call.exchanges.move_to_end(kind)
-    return found
+    return bucket_exchange
 
 
 def _agree(
@@ -224,7 +227,7 @@ def _agree(
     feedback: bool,
     timeout_s: float,
 ) -> None:
-    """Compare what the ranks are about to average; PeerMismatch on every rank if they differ."""
+    """Compare the arguments of all ranks; raise PeerMismatch on every rank if they differ."""
     shape, order = tuple(tensor.shape), storage_order(tensor.shape, tensor.stride())
     values = {
         **codec_fields(codec),

@@ -1,5 +1,5 @@
-"""Command lines of gradcomp's programs: one line for what is wrong, and the word that was
-probably meant. Checks of numbers that functions take.
+"""Command-line parsing for gradcomp's programs, with errors of one line and suggestions for
+misspelled words. Also checks of numeric arguments.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-SIMILAR, VERY_SIMILAR = 0.6, 0.8  # shares of letters in common
+SIMILAR, VERY_SIMILAR = 0.6, 0.8  # least similarity ratios, from 0 to 1
 
 
 def to_write(text: str) -> Path:
-    """Return the path of a file that can be written there, for argparse: it is asked before
-    anything is measured.
+    """Return a path to which a file can be written; a `type` of argparse. So a wrong path is an
+    error before a measurement starts.
     """
     path = Path(text)
     folder = path.absolute().parent
@@ -31,20 +31,29 @@ def to_write(text: str) -> Path:
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """Return "; did you mean ...?" with the most similar known word, or with two that are very
-    similar; "" for none.
+    """Return "; did you mean ...?" with the most similar known word, and a second one if it is very
+    similar; "" if no word is similar.
     """
     asked = word.lower()
-    likeness = {one: difflib.SequenceMatcher(None, asked, one.lower()).ratio() for one in known}
+    likeness = {
+        candidate: difflib.SequenceMatcher(None, asked, candidate.lower()).ratio()
+        for candidate in known
+    }
 
-    def rank(one: str) -> float:  # of words as similar as others those that begin alike are meant
-        return likeness[one] + 0.2 * len(os.path.commonprefix([asked, one.lower()])) / max(
-            1, len(asked)
-        )
+    def rank(candidate: str) -> float:  # prefer words with the same beginning
+        return likeness[candidate] + 0.2 * len(
+            os.path.commonprefix([asked, candidate.lower()])
+        ) / max(1, len(asked))
 
-    near = sorted((one for one in likeness if likeness[one] >= SIMILAR), key=rank, reverse=True)
+    near = sorted(
+        (candidate for candidate in likeness if likeness[candidate] >= SIMILAR),
+        key=rank,
+        reverse=True,
+    )
     chosen = [
-        one for place, one in enumerate(near[:2]) if place == 0 or likeness[one] >= VERY_SIMILAR
+        candidate
+        for place, candidate in enumerate(near[:2])
+        if place == 0 or likeness[candidate] >= VERY_SIMILAR
     ]
     return f"; did you mean {' or '.join(chosen)}?" if chosen else ""
 
@@ -63,11 +72,13 @@ def check_number(
     """Return an argument as a float.
 
     Args:
+        name: name of the argument, for the message.
+        value: the argument.
         low, high: its bounds.
-        ends: which of them it may equal: "[]", "[)", "(]" or "()".
+        ends: which bounds are included: "[]", "[)", "(]" or "()".
 
     Raises:
-        ValueError: it is not a finite number within these bounds.
+        ValueError: it is not a finite number within the bounds.
     """
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if is_number and abs(value) <= sys.float_info.max:
@@ -84,7 +95,7 @@ def count(text: str) -> int:
     """Return a positive integer, a `type` of argparse.
 
     Raises:
-        argparse.ArgumentTypeError: not one.
+        argparse.ArgumentTypeError: the text is not a positive integer.
     """
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
@@ -100,18 +111,18 @@ def words(*known: str) -> Callable[[str], list[str]]:
     """Return a `type` of argparse that reads lists such as "a,b" of known words."""
 
     def read(text: str) -> list[str]:
-        found = [word.strip() for word in text.split(",") if word.strip()]
-        unknown = next((word for word in found if word not in known), "")
-        if unknown or not found:
+        names = [word.strip() for word in text.split(",") if word.strip()]
+        unknown = next((word for word in names if word not in known), "")
+        if unknown or not names:
             choices = f"choose from {', '.join(known)}{suggestion(unknown, known)}"
             raise argparse.ArgumentTypeError(f"unknown name {unknown!r}; {choices}")
-        return found
+        return names
 
     return read
 
 
 class _Help(argparse.HelpFormatter):
-    """Keeps the lines of a description that has several; wraps one that has one line."""
+    """A formatter that keeps the line breaks of multi-line descriptions and wraps the others."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         if "\n" not in text.strip():
@@ -138,14 +149,14 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(f"--{name}", type=kind, default=default, help=help_text)
 
     def add_groups(self, text: str, types: Mapping[str, Callable[[str], Any]]) -> None:
-        """Add the groups of options that a text describes. Options that are not given are None,
-        unless `set_defaults` says otherwise.
+        """Add groups of options from a text. The default of every option is None, unless
+        `set_defaults` changes it.
 
         Args:
-            text: for each group, apart by an empty line, its title and then lines such as
+            text: groups, separated by empty lines: a title, then lines such as
                 ``--wait S: longest wait``. An option without a value is a switch; a value such as
                 ``{auto,mpi}`` lists the choices.
-            types: `type` of argparse for values of these names; others are texts.
+            types: `type` of argparse by name of the value (``S`` above); by default `str`.
         """
         for described in text.split("\n\n"):
             title, *options = re.split(r"\n(?=--)", described)
@@ -163,14 +174,14 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """Return what the words mean; end the program with status 2 where they mean nothing."""
-        found, rest = self.parse_known_args(args, namespace)
+        """Return the parsed arguments; exit with status 2 if an argument is unknown."""
+        parsed, rest = self.parse_known_args(args, namespace)
         if rest:
             word = next((r for r in rest if r.startswith("-")), rest[0]).partition("=")[0]
             what = "option" if word.startswith("-") else "argument"
             self.error(f"unknown {what} {word}{suggestion(word, self._option_string_actions)}")
-        return found
+        return parsed
 
     def error(self, message: str) -> NoReturn:
-        """Print the message and end the program with status 2."""
+        """Print the message in one line and exit with status 2."""
         self.exit(2, f"{self.prog}: {message} (--help lists all options)\n")

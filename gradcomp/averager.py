@@ -1,6 +1,4 @@
-"""Average gradients without DistributedDataParallel: one tensor with `all_reduce`, a model with
-`GradientAverager`.
-"""
+"""`GradientAverager`: average the gradients of a model without DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -41,8 +39,8 @@ logger = logging.getLogger("gradcomp")
 class GradientAverager(Controls):
     """Averages the gradients of a model that is not wrapped in DDP, over any communicator.
 
-    Gradients are fused into buckets, whose exchanges overlap each other. Use it after
-    ``loss.backward()`` and before ``optimizer.step()``::
+    Gradients are copied to buckets, whose exchanges overlap. Use it after ``loss.backward()`` and
+    before ``optimizer.step()``::
 
         averager = gradcomp.GradientAverager(model.named_parameters(), "ternary")
         ...
@@ -51,20 +49,20 @@ class GradientAverager(Controls):
         optimizer.step()
 
     Args:
-        named_parameters: a model, or (name, parameter) pairs as its ``named_parameters()`` gives
-            them, the same on every rank; the first exchange compares the bits of those that are
-            trained. Of a DTensor the local shard is averaged: `comm` then has the ranks that hold
-            the same shards.
-        codec: codec or name; "auto": as of `gradcomp.ddp.register`.
-        optimizer: the optimizer of these parameters: "auto" chooses by its kind, a codec that is
-            known to lose with it is warned of, and `scale_lr` is about its steps.
-        comm: the ranks; torch.distributed's default group when None. Closed with the averager.
-        bucket_cap_mb: a bucket that has reached so many MiB is closed, as in DDP.
-        common, advanced: as of `gradcomp.ddp.register`.
+        named_parameters: a model, or (name, parameter) pairs from its ``named_parameters()``, the
+            same on every rank. The first exchange compares the bits of trained parameters. The
+            local shard of a DTensor is averaged: then `comm` must have the ranks with the same
+            shards.
+        codec: codec or name; for "auto" see `gradcomp.ddp.register`.
+        optimizer: the optimizer of these parameters. "auto" chooses by its kind, a codec that is
+            known to lose with it causes a warning, and `scale_lr` changes its learning rate.
+        comm: communicator; torch.distributed's default group when None. Closed with the averager.
+        bucket_cap_mb: size in MiB at which a bucket is closed, as in DDP.
+        common, advanced: see `gradcomp.ddp.register`.
 
     Raises:
-        ValueError, UnsupportedTensor: as `gradcomp.ddp.register`.
-        TypeError: an optimizer's class or name in place of an optimizer.
+        ValueError, UnsupportedTensor: see `gradcomp.ddp.register`.
+        TypeError: `optimizer` is a class or a name.
     """
 
     @takes(CommonOptions)
@@ -112,7 +110,7 @@ class GradientAverager(Controls):
         self._bucket_cap_mb = bucket_cap_mb
         self._buckets = fuse(self._sources, bucket_cap_mb)
         self._delayed: DelayedAverages | None = None
-        # the parameters, with those of the other ranks
+        # whether parameters were compared over the ranks
         self._compared = self._engine.comm.world_size == 1
 
     def average(self) -> None:
@@ -120,17 +118,16 @@ class GradientAverager(Controls):
         zero.
 
         Raises:
-            PeerMismatch, PeerLost, CorruptPayload: on every rank, and again at every later call.
+            PeerMismatch, PeerLost, CorruptPayload: on every rank, and again in every later call.
             UnsupportedTensor: a sparse gradient, or one of another dtype than its parameter's.
-            GradcompError: an exchange that `average_delayed` began is under way; nothing is changed
-                then.
+            GradcompError: an exchange of `average_delayed` is in progress; nothing is changed then.
             After any other error every ``p.grad`` is NaN.
         """
         self._refuse_pending("average()")
         self._end(self._begin())
 
     def _begin(self) -> Step:
-        """Start averaging what stands in ``p.grad``."""
+        """Start to average every ``p.grad``; return the step."""
         with self._poisoned_on_failure():
             self._check_gradients()
             self._compare_parameters()
@@ -152,23 +149,22 @@ class GradientAverager(Controls):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{more}")
 
     def average_delayed(self) -> bool:
-        """Start averaging what stands in ``p.grad``, and put the averages of the call before in its
-        place.
+        """Start to average every ``p.grad``, and replace it by the average of the previous call.
 
-        The exchange goes on while the next gradients are computed (double buffering); a second set
-        of buckets is made at the first call. A missing gradient counts as zero. Collective, as
-        `average` is: every rank calls it as often.
+        The exchange continues while the next gradients are computed (double buffering). The first
+        call allocates a second set of buckets. A missing gradient counts as zero. Collective like
+        `average`: all ranks must call it equally often.
 
         Returns:
-            Whether ``p.grad`` holds averages now. If not, as in the first call and after `flush`,
+            Whether ``p.grad`` has averages now. If not, as in the first call and after `flush`,
             every ``p.grad`` is None.
 
         Raises:
-            PeerMismatch, PeerLost, CorruptPayload: of this or an earlier exchange, and again at
-                every later call.
-            UnsupportedTensor: as `average`.
-            GradcompError: a `grad_scaler` was given: averages would come back under another loss
-                scale than they left; nothing is changed then.
+            PeerMismatch, PeerLost, CorruptPayload: this or an earlier exchange failed; raised again
+                in every later call.
+            UnsupportedTensor: see `average`.
+            GradcompError: a `grad_scaler` was given: its loss scale may change before the averages
+                are returned. Nothing is changed then.
             After any other error every ``p.grad`` is NaN.
         """
         if self._scaled:
@@ -186,48 +182,47 @@ class GradientAverager(Controls):
             return self._delayed.average()
 
     def flush(self) -> bool:
-        """Wait for what `average_delayed` has begun and put the averages into ``p.grad``; return
-        whether there was any.
+        """Wait for an exchange of `average_delayed` and put the averages into ``p.grad``; return
+        whether there was one.
 
-        No collective: the bytes are under way already, so a rank may call it when the others do
-        not.
+        Not collective: the exchange has already started, so a rank may call it alone.
 
         Raises:
-            PeerMismatch, PeerLost, CorruptPayload: as `average_delayed`.
+            PeerMismatch, PeerLost, CorruptPayload: see `average_delayed`.
         """
         with self._poisoned_on_failure():
             return self._delayed is not None and self._delayed.flush()
 
     @property
     def delayed(self) -> DelayedSeconds | None:
-        """Seconds of the exchanges that `average_delayed` began; None before its first call."""
+        """Seconds of the exchanges of `average_delayed`; None before its first call."""
         return None if self._delayed is None else self._delayed.seconds
 
     def state_dict(self) -> dict[str, Any]:
-        """As `Controls.state_dict`; GradcompError while an exchange that `average_delayed` began is
-        under way.
+        """See `Controls.state_dict`; raises GradcompError while an exchange of `average_delayed` is
+        in progress.
         """
         self._refuse_pending("state_dict()")
         return super().state_dict()
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
-        """As `Controls.load_state_dict`; averages that wait to be handed back are dropped."""
+        """See `Controls.load_state_dict`; averages of `average_delayed` are dropped."""
         self._take(self._engine.accept(state))
 
     def _take(self, accepted: Accepted) -> None:
-        """Go on from a state that the engine has accepted."""
+        """Load a state that the engine has accepted."""
         if self._delayed is not None:
             self._delayed.drop()
         self._engine.take(accepted)
 
     def reset(self) -> None:
-        """As `Controls.reset`."""
+        """See `Controls.reset`; averages of `average_delayed` are dropped."""
         self._delayed = None
         super().reset()
 
     def discard_step(self) -> None:
-        """As `Controls.discard_step`; GradcompError while an exchange that `average_delayed` began
-        is under way.
+        """See `Controls.discard_step`; raises GradcompError while an exchange of `average_delayed`
+        is in progress.
         """
         self._refuse_pending("discard_step()")
         super().discard_step()
@@ -240,12 +235,12 @@ class GradientAverager(Controls):
             )
 
     def _expected_ranks(self, comm: Communicator | None) -> int:
-        """Return how many ranks "auto" chooses for."""
+        """Return the number of ranks for which "auto" chooses a codec."""
         return _world_size(comm)
 
     def _warn_if_alone(self) -> None:
-        """Warn of one rank that averages with nobody, though torch.distributed has several:
-        usually the wrong communicator.
+        """Warn if the communicator has one rank but torch.distributed has several: usually the
+        wrong communicator was given.
         """
         if self._engine.comm.world_size > 1:
             return
@@ -260,8 +255,8 @@ class GradientAverager(Controls):
             )
 
     def _advise(self, chosen: str, optimizer: Any) -> None:
-        """Log what was chosen, and a codec that is known to lose with the optimizer; rank 0
-        speaks for all.
+        """On rank 0, log what "auto" has chosen, and warn of a codec that is known to lose with the
+        optimizer.
         """
         if self._engine.comm.rank != 0:
             return
@@ -277,7 +272,7 @@ class GradientAverager(Controls):
 
     @contextlib.contextmanager
     def _poisoned_on_failure(self) -> Iterator[None]:
-        """Leave no local gradient that a step could take for an average."""
+        """If the block raises, fill all gradients with NaN, so that no optimizer can use them."""
         try:
             yield
         except BaseException:
@@ -285,7 +280,7 @@ class GradientAverager(Controls):
             raise
 
     def _compare_parameters(self) -> None:
-        """Compare the bits of trained parameters over the ranks, once."""
+        """Compare the bits of trained parameters over the ranks, in the first call only."""
         if not self._compared and self._engine.error is None:
             self._compared = True
             self._engine.compare_sources("average()")
@@ -320,11 +315,11 @@ def torch_communicator(timeout_s: float | None) -> Communicator:
 
 
 def _pairs(named_parameters: Any) -> list[tuple[str, nn.Parameter]]:
-    """Return (name, parameter) pairs of a model, or as they are given.
+    """Return the (name, parameter) pairs of a model, or the given pairs.
 
     Raises:
-        TypeError: anything else.
-        ValueError: two of one name.
+        TypeError: a DDP model, or neither a module nor such pairs.
+        ValueError: two pairs with the same name.
     """
     if isinstance(named_parameters, nn.parallel.DistributedDataParallel):
         raise TypeError(

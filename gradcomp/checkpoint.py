@@ -1,7 +1,7 @@
-"""Checkpoints of all ranks of a run, of which the last good one stays.
+"""Checkpoints of all ranks of a run, written so that a complete one is always left.
 
-One folder a step, in which every rank has a file of its own, written beside its place, brought to
-the disk and renamed. A run that is killed while it saves resumes from the step before.
+There is one folder per step and one file per rank. A file is written under a temporary name, synced
+to disk and renamed. A run that is killed while saving resumes from the previous step.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ logger = logging.getLogger("gradcomp")
 SHARED = "shared.pt"
 CALLED = "save or load of its Checkpoints"
 _STEP = re.compile(r"step-(\d+)")
-_MINE = struct.Struct("<q?")  # a step and a flag of each rank
+_MESSAGE = struct.Struct("<q?")  # step and flag that each rank sends
 
 
 class Checkpoints:
-    """Save and resume a run; every rank makes one, and calls its methods with the others.
+    """Saves and resumes a run. Every rank creates one; `save` and `load` are collective.
 
     Args:
-        folder: the same one for all ranks, or one on each machine with `every_rank`.
-        state: of gradcomp: what `register` returned, a `GradientAverager`, a `DiLoCo`; each rank
-            saves its own.
-        keep: steps that stay, the newest ones.
-        every_rank: every rank writes `shared`, too, because ranks do not see one folder.
-        comm: to agree with the other ranks; when None one of torch.distributed's default group, or
-            of this rank alone where that is not in use.
-        timeout_s: seconds to wait for the other ranks.
-        shared: what else the run needs, by name: model, optimizer, scheduler, whatever has
-            `state_dict` and `load_state_dict`. Rank 0 writes it; with a `DiLoCo`, between whose
-            syncs ranks have weights of their own, every rank writes its own, too.
+        folder: folder of the checkpoints: shared by all ranks, or local with `every_rank`.
+        state: gradcomp's state: the result of `register`, a `GradientAverager` or a `DiLoCo`. Each
+            rank saves its own.
+        keep: number of checkpoints to keep, the newest ones.
+        every_rank: every rank writes `shared`, because the folder is not shared by all ranks.
+        comm: communicator of all ranks. None: torch.distributed's default group, or a single rank
+            if torch.distributed is not in use.
+        timeout_s: longest wait for the other ranks, in seconds.
+        shared: other objects with `state_dict` and `load_state_dict` by name: model, optimizer,
+            scheduler. Rank 0 saves them. With a `DiLoCo`, whose ranks have different weights
+            between syncs, every rank saves its own, too.
 
     Raises:
-        ValueError: `keep` below 1.
-        TypeError: an object without these two methods.
+        ValueError: `keep` is below 1.
+        TypeError: an object lacks one of these two methods.
     """
 
     def __init__(
@@ -69,52 +69,57 @@ class Checkpoints:
         self._comm = comm or default_or_alone()
         self._timeout_s = timeout_s
         self._writes_shared = every_rank or self._comm.rank == 0
-        self._apart = getattr(state, "own_weights", False)
+        self._has_own_weights = getattr(state, "own_weights", False)
         self._own = f"rank-{self._comm.rank}-of-{self._comm.world_size}.pt"
 
     def save(self, step: int) -> None:
-        """Save all of it as `step`, and remove steps that are not kept once every rank has saved.
+        """Save a checkpoint for `step`. Once every rank has saved, remove the oldest ones beyond
+        `keep`. Collective.
 
         Raises:
             PeerMismatch: another rank saves another step; nothing was written.
-            PeerLost: a rank does not save; the checkpoints of before are as they were.
-            OSError: it cannot be written; the checkpoints of before are as they were.
+            PeerLost: a rank does not save; earlier checkpoints are unchanged.
+            OSError: a file cannot be written; earlier checkpoints are unchanged.
         """
-        own = self._state.state_dict()  # first: it may apply an update that is under way
+        own = self._state.state_dict()  # before the model's: it may apply a pending update
         shared = {}
-        if self._writes_shared or self._apart:
+        if self._writes_shared or self._has_own_weights:
             shared = {name: one.state_dict() for name, one in self._shared.items()}
-        folder = self._at(step)
+        folder = self._folder_of(step)
         if self._agree(step, folder.exists()):
-            # of a run that went on from an earlier step: files of two must not make a checkpoint
+            # left by a run that resumed from an earlier step: do not mix the files of two runs
             self._remove(folder)
             self._agree(step)
         folder.mkdir(parents=True, exist_ok=True)
         if self._writes_shared:
             write_saved(folder / SHARED, shared)
-        write_saved(folder / self._own, {"state": own, SHARED: shared} if self._apart else own)
+        write_saved(
+            folder / self._own, {"state": own, SHARED: shared} if self._has_own_weights else own
+        )
         self._agree(step)
-        # another rank may have begun to save the next one
+        # another rank may have started to save a later step
         until_now = [one for one in self._steps() if one <= step]
         for old in until_now[self._keep :]:
-            self._remove(self._at(old))
+            self._remove(self._folder_of(old))
 
     def load(self) -> int | None:
-        """Load the newest step that every rank can read, and return it; None: there is none, and
-        nothing has changed.
+        """Load the newest checkpoint that every rank can read. Collective.
 
-        A step with another number of ranks is read where all its files are in the folder.
+        A checkpoint of another number of ranks can be read if all its files are in the folder.
+
+        Returns:
+            The step, or None if there is no checkpoint; then nothing has changed.
 
         Raises:
-            ValueError: there are checkpoints, but none that every rank can read; a state of another
-                codec or model.
+            ValueError: there are checkpoints, but none that every rank can read; or a state of
+                another codec or model.
             PeerLost: a rank does not load.
         """
         bound, bad = None, dict[int, str]()
         while True:
             step, found = self._newest(bound, bad)
             everyone = self._gather(step, bool(self._steps()))
-            steps = {theirs for theirs, _ in everyone}
+            steps = {peer_step for peer_step, _ in everyone}
             if len(steps) == 1:
                 break
             bound = min(steps)
@@ -124,28 +129,28 @@ class Checkpoints:
             why = "; ".join(bad.values()) or "another rank has none, or cannot read its own"
             raise ValueError(f"no checkpoint in {self._folder} can be read by every rank: {why}")
         shared, own = found
-        of_others = isinstance(own, list)  # of another number of ranks
-        if self._apart and of_others:
+        of_others = isinstance(own, list)  # states of all ranks of a run with another world size
+        if self._has_own_weights and of_others:
             own = [one.get("state", one) for one in own]
-        elif self._apart and SHARED in own:
+        elif self._has_own_weights and SHARED in own:
             own, shared = own["state"], own[SHARED]
-        self._state.load_state_dict(own)  # which looks before it changes anything
+        self._state.load_state_dict(own)  # checks everything before it changes anything
         for name, one in self._shared.items():
             one.load_state_dict(shared[name])
-        if self._apart and of_others:
-            self._state.restore()  # from rank 0's weights to those that all ranks agreed on
+        if self._has_own_weights and of_others:
+            self._state.restore()  # replace rank 0's weights by the anchors
         return step
 
     # ---- parts -----------------------------------------------------------------------------------
 
     def _newest(self, bound: int | None, bad: dict[int, str]) -> tuple[int, tuple[Any, Any] | None]:
-        """Return the newest step, of at most `bound`, that this rank can read, and what is in it;
-        (-1, None) for none. Why steps cannot be read is added to `bad`.
+        """Return the newest step up to `bound` that this rank can read, with its contents; (-1,
+        None) if there is none. Adds unreadable steps to `bad`, with the reason.
         """
         for step in self._steps():
             if step not in bad and (bound is None or step <= bound):
                 try:
-                    return step, self._read(self._at(step))
+                    return step, self._read(self._folder_of(step))
                 except (OSError, ValueError) as error:
                     logger.warning("gradcomp: checkpoint of step %d is left out: %s", step, error)
                     bad[step] = str(error)
@@ -166,16 +171,16 @@ class Checkpoints:
         raise ValueError(f"{folder} is incomplete: it has no {own.name}")
 
     def _steps(self) -> list[int]:
-        """Return the steps in the folder, the newest first."""
+        """Return the steps in the folder, newest first."""
         with contextlib.suppress(FileNotFoundError):
             found = (_STEP.fullmatch(one.name) for one in self._folder.iterdir())
             return sorted((int(one[1]) for one in found if one), reverse=True)
         return []
 
     def _remove(self, folder: Path) -> None:
-        """Remove what this rank has written, or on rank 0 a run of another size."""
+        """Remove this rank's files of a step; rank 0 removes those of runs of other sizes, too."""
         own = [self._own, *([SHARED] if self._writes_shared else [])]
-        unwanted = [file for name in own for file in folder.glob(f"{name}*")]  # .part, too
+        unwanted = [file for name in own for file in folder.glob(f"{name}*")]  # includes .part
         if self._comm.rank == 0:
             others = of_ranks(folder, "rank").items()
             unwanted += [f for world, fs in others if world != self._comm.world_size for f in fs]
@@ -184,18 +189,18 @@ class Checkpoints:
         with contextlib.suppress(OSError):  # other ranks' files are still there
             folder.rmdir()
 
-    def _at(self, step: int) -> Path:
+    def _folder_of(self, step: int) -> Path:
         return self._folder / f"step-{step:012d}"
 
     def _agree(self, step: int, flag: bool = False) -> bool:
-        """Wait for the other ranks to save this step, too; return whether any has the flag."""
-        everyone = self._gather(step, flag)
-        for rank, (theirs, _) in enumerate(everyone):
-            if theirs != step:
-                raise PeerMismatch("step", rank, step, theirs, first=self._comm.rank)
-        return any(theirs for _, theirs in everyone)
+        """Wait until all ranks save this step; return whether any rank has set the flag."""
+        answers = self._gather(step, flag)
+        for rank, (peer_step, _) in enumerate(answers):
+            if peer_step != step:
+                raise PeerMismatch("step", rank, step, peer_step, first=self._comm.rank)
+        return any(peer_flag for _, peer_flag in answers)
 
     def _gather(self, step: int, flag: bool) -> list[tuple[int, bool]]:
-        mine = _MINE.pack(step, flag)
-        everyone = gather(self._comm, mine, "checkpoint", self._timeout_s, called=CALLED)
-        return [_MINE.unpack(theirs) for theirs in everyone]
+        message = _MESSAGE.pack(step, flag)
+        everyone = gather(self._comm, message, "checkpoint", self._timeout_s, called=CALLED)
+        return [_MESSAGE.unpack(data) for data in everyone]

@@ -1,7 +1,7 @@
 """Communication hook for DistributedDataParallel: one line after `DistributedDataParallel(...)`."""
 
-# Annotations here are real classes, since DDP inspects those of a hook: no postponed evaluation in
-# this file.
+# DDP inspects the annotations of a hook, which must be classes: no postponed evaluation in this
+# file.
 
 import functools
 import logging
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("gradcomp")
 _ONCE = "DDP keeps its first hook for good; wrap the module in a new DistributedDataParallel"
-# what gloo and the store say of a peer that is gone or silent
+# parts of the error messages of gloo and the store about a lost or silent rank
 LOST_SIGNS = (
     "onnection closed",
     "onnection reset",
@@ -45,7 +45,7 @@ LOST_SIGNS = (
 
 
 class _Detached:
-    """What a state of a copied model has in place of its engine: every use says what it is."""
+    """Stands in for the engine in the state of a copied model; every use raises GradcompError."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -58,15 +58,15 @@ class _Detached:
 
 
 class CompressionState(Controls):
-    """What the hook of one model keeps: codec, residuals, pipeline, statistics.
+    """State of one model's communication hook: codec, residuals, pipeline, statistics.
 
-    `register` makes one and registers it; by hand it is
-    ``model.register_comm_hook(CompressionState(model, "ternary"), compression_hook)``.
-    Arguments and errors are those of `register`. One state serves one model.
+    `register` creates and registers it. Without `register` use
+    ``model.register_comm_hook(CompressionState(model, "ternary"), compression_hook)``. Arguments
+    and errors are those of `register`. A state belongs to one model.
     """
 
     _detached = False
-    _task = -1  # the backward whose step is open
+    _task = -1  # number of the backward pass whose step has not finished; -1: none
 
     @takes(CommonOptions)
     def __init__(
@@ -103,7 +103,7 @@ class CompressionState(Controls):
         self._known = {
             id(p): (position, p.numel(), p.stride()) for position, (_, p) in enumerate(named)
         }
-        self._places: set[Members] = set()  # bucket layouts that have been looked at
+        self._places: set[Members] = set()  # bucket layouts whose memory order was checked
         if optimizer is not None:
             check_optimizer(optimizer, [p for _, p in named])
         own_comm = (
@@ -117,7 +117,7 @@ class CompressionState(Controls):
             )
             self._engine = Engine(sources, codec, own_comm, options, chosen, guarded=guarded)
             self._engine.scale_lr_of(optimizer)
-            self._step = Step(self._engine)  # nothing has been submitted
+            self._step = Step(self._engine)  # an empty step
             self._fused = self._fuse(optimizer, has_scaler=options.grad_scaler is not None)
         except BaseException:
             if "_engine" in vars(self):
@@ -140,8 +140,8 @@ class CompressionState(Controls):
                 logger.warning(lossy)
 
     def _fuse(self, optimizer: Any, *, has_scaler: bool) -> FusedGradients | None:
-        """Have a split optimizer take its gradients from payloads, where it can; its state must
-        be alike on all ranks.
+        """Let a split optimizer update weights from payloads, if possible; otherwise return None.
+        Raises PeerMismatch unless the optimizer's state is the same on all ranks.
         """
         engine = self._engine
         self._not_fused = (
@@ -156,8 +156,8 @@ class CompressionState(Controls):
         return FusedGradients(engine, optimizer) if packed else None
 
     def describe(self) -> str:
-        """Return one line: what is compressed, what is not, the exchange, the expected ratio,
-        what updates are fused.
+        """Return one line of text: what is compressed, what is not, the exchange, the expected
+        ratio, and whether updates are fused.
         """
         line = self._engine.describe()
         if self._fused is not None:
@@ -165,26 +165,26 @@ class CompressionState(Controls):
         return f"{line}; updates are not fused: {self._not_fused}" if self._not_fused else line
 
     def materialize_gradients(self) -> None:
-        """Write the averaged gradients of the last backward to every `p.grad` where they are still
-        packed.
+        """Decode the averaged gradients of the last backward into every `p.grad`, unless that has
+        been done.
 
-        For what needs to see or change them before ``optimizer.step()``: a mask, a loss scaler. The
-        step then takes them from there. Nothing happens where they are there already.
+        For code that reads or changes gradients before ``optimizer.step()``, such as a mask or a
+        loss scaler. The step then uses `p.grad`.
         """
         if self._fused is not None:
             self._fused.materialize()
 
     def clip_grad_norm_(self, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
-        """Clip the L2 norm of the model's gradients, as `torch.nn.utils.clip_grad_norm_` does,
-        whether they are packed or not.
+        """Clip the L2 norm of the model's gradients, packed or not, like
+        `torch.nn.utils.clip_grad_norm_`.
 
         Packed gradients stay packed: their norm is computed from the payloads, and
         ``optimizer.step()`` multiplies them by ``max_norm / (norm + 1e-6)`` in float32 if that is
-        below 1. The norm is the same on every rank, to the last bit.
+        below 1. The norm is bitwise equal on all ranks.
 
         Args:
             max_norm: largest norm, not negative.
-            error_if_nonfinite: raise if the norm is NaN or Inf, and change nothing.
+            error_if_nonfinite: if the norm is NaN or Inf, raise and change nothing.
 
         Returns:
             The norm before clipping, a float32 scalar.
@@ -203,14 +203,14 @@ class CompressionState(Controls):
         return nn.utils.clip_grad_norm_(trained, limit, error_if_nonfinite=error_if_nonfinite)
 
     def check_replicas(self) -> tuple[int, ...]:
-        """As `Controls.check_replicas`; return the ranks that were asked, as the default process
-        group numbers them.
+        """See `Controls.check_replicas`; return the ranks that were compared, by their numbers in
+        the default process group.
         """
         super().check_replicas()
         return self._ranks
 
     def close(self) -> None:
-        """Stop the threads and give the process groups back; the model cannot train on after it."""
+        """Stop the threads and release the process groups. The model cannot be trained after it."""
         if not self._detached:
             self._give_back(keep_comm=False)
 
@@ -229,18 +229,18 @@ class CompressionState(Controls):
     # ---- the hook --------------------------------------------------------------------------------
 
     def handle(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
-        """Average a bucket in its own memory; the future completes when that is done."""
+        """Average a bucket in place; return a future that completes with it."""
         buffer = bucket.buffer()
         # DDP's stream waits for what has been queued when the future completes
         devices = [] if buffer.is_cpu else [buffer.device]
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         engine, task = self._engine, torch_private.graph_task()
         in_backward = task != -1
-        # in the first backward of a static graph every bucket has index 0, and there is no last one
+        # in the first backward of a static graph every bucket has index 0, and none is the last
         is_more = in_backward and bucket.index() == 0 and task == self._task
         is_second = is_more and len(self._step.buckets) == 1
         try:
-            # DDP launches buckets in order, also from the inner backwards of checkpointing
+            # DDP launches buckets in order, also in inner backward passes of checkpointing
             if bucket.index() == 0 and not is_more:
                 self._task = task
                 self._step = engine.begin()
@@ -253,7 +253,7 @@ class CompressionState(Controls):
                 future.set_result(buffer)
         if (bucket.is_last() or is_second) and in_backward:
             torch_private.after_backward(self._finish)
-        elif bucket.is_last():  # join(): this rank has run out of data and plays along
+        elif bucket.is_last():  # join(): this rank has no more data and shadows the others
             self._step.finish()
             self._step.unpack()
         return (
@@ -284,7 +284,7 @@ class CompressionState(Controls):
         raise error
 
     def _leave_no_gradients(self) -> None:
-        """Leave none that a step could take for an average."""
+        """Fill all gradients with NaN, so that no optimizer can use them as averages."""
         poison(p for _, p in self._engine.named)
         if self._fused is not None:
             self._fused.fail()
@@ -313,10 +313,10 @@ class CompressionState(Controls):
         return members
 
     def _check_orders(self, buffer: Tensor, members: Members) -> None:
-        """Raise GradcompError where gradients lie in DDP's bucket otherwise than parameters lie in
-        memory.
+        """Raise GradcompError if a gradient in DDP's bucket has another memory order than its
+        parameter.
 
-        Its first buckets are laid out when it is made, and it does not say how.
+        DDP chooses the order of its first buckets at construction, and has no API to query it.
         """
         for position, offset in members:
             parameter = self._engine.named[position][1]
@@ -337,7 +337,7 @@ class CompressionState(Controls):
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         if self._detached:
             return
-        self._handled = sys.exc_info()[1]  # of a caller that goes on in an except block
+        self._handled = sys.exc_info()[1]  # not None if the caller is in an except block
         if self._engine.error is not None:
             raise self._engine.error
         if not torch.is_grad_enabled():
@@ -359,11 +359,11 @@ class CompressionState(Controls):
             self._fused.before_forward()
 
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Take note where torch's own collectives (buffers, bucket rebuilds) have lost a peer:
-        the state is lost, too.
+        """Fail the engine if torch's own collectives in forward (buffers, bucket rebuilds) have
+        lost a rank.
         """
         error = sys.exc_info()[1]
-        if output is not None or error is self._handled:  # it has not failed
+        if output is not None or error is self._handled:  # forward has not failed
             return
         if self._detached or not isinstance(error, RuntimeError) or self._engine.error is not None:
             return
@@ -378,8 +378,8 @@ class CompressionState(Controls):
             self._engine.fail(lost)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles of a model (weight averaging, ``torch.save``) get a state that does
-        nothing.
+        """Return a state that does nothing, for copies and pickles of a model (weight averaging,
+        ``torch.save``).
         """
         return _detached, ()
 
@@ -403,7 +403,7 @@ def compression_hook(
     state: CompressionState,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average one DDP bucket compressed; for ``model.register_comm_hook(state,
+    """Average one DDP bucket with compression; for ``model.register_comm_hook(state,
     compression_hook)``.
     """
     return state.handle(bucket)
@@ -428,39 +428,39 @@ def register(
         model: wrapped in DistributedDataParallel; float32, bfloat16 or float16 parameters. Buckets
             on an accelerator are averaged in host memory.
         codec: `Ternary(...)`, `TernGrad(...)`, `OneBit(...)`, `Block(...)`, `Identity()`, or a name
-            ("ternary", "onebit"). "auto": codec and options for the kind of `optimizer`, by what
-            was measured (`gradcomp.plan.accuracy`); options that are given count.
-        optimizer: the optimizer of this model, checked to update these parameters; "auto" chooses
-            by it, and takes `Block(4)` without one, which is safe for all. A split optimizer
-            (`gradcomp.optim`) of all trained parameters then updates weights straight from the
+            ("ternary", "onebit"). "auto": codec and options for the kind of `optimizer`, chosen by
+            measured accuracy (`gradcomp.plan.accuracy`); explicit options win.
+        optimizer: the optimizer of this model, checked to update these parameters. "auto" chooses
+            by it; without one it takes `Block(4)`, which is safe for all. A split optimizer
+            (`gradcomp.optim`) of all trained parameters then updates weights directly from the
             payloads: no averaged gradient is written, and `p.grad` is a NaN placeholder after
             backward (see `CompressionState.materialize_gradients`).
-        comm: moves the bytes; by default gloo groups made from the model's process group. Closed
-            with the state.
-        min_numel: tensors with fewer elements travel as fp32. None: those with fewer than 1024, and
-            vectors (norms, biases) of any size.
-        exclude: what else travels as fp32, one entry or a sequence: names, patterns (``"*.bias"``),
-            "norm", "embedding", "head" (by what libraries call such layers), functions of name and
-            shape.
+        comm: communicator; by default gloo groups with the ranks of the model's process group.
+            Closed with the state.
+        min_numel: tensors with fewer elements are sent in fp32. None: those with fewer than 1024,
+            and vectors (norms, biases) of any size.
+        exclude: further parameters to send in fp32, one entry or a sequence: names, patterns
+            (``"*.bias"``), "norm", "embedding", "head" (by the usual names of such layers), or
+            functions of name and shape.
         exchange: "auto" (fewer bytes), "all_gather", "reduce_scatter", or "hierarchical": fp32
             inside a node, compressed between nodes.
-        warmup_steps: the first so many steps are averaged in fp32, or packed by `warmup_codec`.
-        warmup_codec: codec or name for the warm-up: `Block(4)`, say, which loses nothing and takes
-            an eighth of the bytes; its groups are those of the codec. None: fp32.
+        warmup_steps: number of first steps that are averaged in fp32, or with `warmup_codec`.
+        warmup_codec: codec or name for the warm-up, for example `Block(4)`, which loses nothing and
+            takes an eighth of the bytes. Its scale groups are those of `codec`. None: fp32.
         precondition: encode gradients in units of the root of their second moment, which all ranks
-            know from the averages: for Adam and its like with codecs of 1 and 2 bits. True, or
-            `Precondition` for other settings than its defaults.
-        scale_lr: multiply the rate of Adam and its like, during each step, by what the noise of
-            codes takes from the length of their steps (1.08 for ``EntropyCoded(2.2)``): noise
-            enlarges the squares that they divide by. Weight decay stays as it is. None: with
-            `precondition` and such an `optimizer`, but for `OneBit`, which lost more with it.
-        grad_scaler: a `torch.amp.GradScaler` or the like: residuals follow its scale and commit a
-            whole step at a time. A step is one backward: to accumulate several, run all but the
-            last under ``no_sync()``.
-        atomic_steps: commit residuals only if no bucket of the step held NaN or Inf and every rank
-            has ended the step (a round of 16 bytes); on by default with `grad_scaler`.
-        timeout_s: seconds after which a silent peer is given up; by default the communicator's own,
-            which is that of its process group over torch.distributed and 300 otherwise.
+            compute from the averages. For Adam and similar optimizers with codecs of 1 and 2 bits.
+            True, or `Precondition` for other settings than its defaults.
+        scale_lr: during each step multiply the learning rate of Adam and similar optimizers by a
+            factor (1.08 for ``EntropyCoded(2.2)``). It makes up for the noise of codes, which
+            enlarges the second moments that they divide by. Weight decay does not change. None: on
+            with `precondition` and such an `optimizer`, except for `OneBit`, which lost more.
+        grad_scaler: a `torch.amp.GradScaler` or similar: residuals follow its scale, and are
+            committed for a whole step at a time. A step is one backward: to accumulate several, run
+            all but the last under ``no_sync()``.
+        atomic_steps: commit residuals only if no bucket of the step has NaN or Inf and every rank
+            has finished the step (a collective of 16 bytes); on by default with `grad_scaler`.
+        timeout_s: longest wait for a rank, in seconds. By default the communicator's timeout: that
+            of its process group over torch.distributed, otherwise 300.
         advanced: rare options, see `gradcomp.Advanced`.
 
     Returns:
@@ -468,15 +468,15 @@ def register(
         `materialize_gradients` and `close`.
 
     Raises:
-        TypeError: `model` is not wrapped in DDP; an option that there is not; `optimizer` is a
-            class or a name.
-        UnsupportedTensor: a parameter's dtype, device or layout.
-        ValueError: an option out of its range, a second hook, a model of which nothing is trained;
-            the message has the value.
+        TypeError: `model` is not wrapped in DDP; an unknown option; `optimizer` is a class or a
+            name.
+        UnsupportedTensor: the dtype, device or layout of a parameter.
+        ValueError: an option out of its range, a second hook, or a model without trained
+            parameters; the message has the value.
         PeerMismatch: (split optimizers) "optimizer": its state, trails included, is not the same on
             every rank.
 
-    Later, out of ``loss.backward()`` on every rank: PeerMismatch, PeerLost, CorruptPayload,
+    Later ``loss.backward()`` may raise on every rank: PeerMismatch, PeerLost, CorruptPayload,
     UnsupportedTensor.
     """
     state = CompressionState(
@@ -496,7 +496,7 @@ def register(
 
 
 def _kind_of(model: object) -> str:
-    """Return what a model that DDP has not wrapped is, and what compresses its gradients."""
+    """Return a text of the kind of a model without DDP, and of the entry point to use for it."""
     if isinstance(getattr(model, "_orig_mod", None), nn.parallel.DistributedDataParallel):
         return (
             "a compiled one; register on the DistributedDataParallel inside, before torch.compile"
@@ -520,14 +520,14 @@ def _kind_of(model: object) -> str:
 
 
 def _averaged(model: nn.parallel.DistributedDataParallel) -> list[tuple[str, nn.Parameter]]:
-    """Return the named parameters but for those that DDP was told to ignore."""
+    """Return (name, parameter) pairs, except for parameters that DDP ignores."""
     ignored = model.parameters_to_ignore
     return [(name, p) for name, p in model.module.named_parameters() if name not in ignored]
 
 
 def _check_dtypes(model: nn.parallel.DistributedDataParallel) -> None:
-    """Raise ValueError if parameters changed their dtype after DDP was made: it would not see
-    their gradients.
+    """Raise ValueError if a parameter's dtype changed after DDP was constructed: DDP would miss its
+    gradients.
     """
     names = {torch.float32: "float", torch.bfloat16: "c10::BFloat16", torch.float16: "c10::Half"}
     seen = torch_private.bucket_dtypes(model)

@@ -1,6 +1,4 @@
-"""The errors gradcomp raises by name. Wrong arguments are plain ValueError with the value in the
-message.
-"""
+"""gradcomp's exceptions. Wrong arguments raise a plain ValueError or TypeError with the value."""
 
 from __future__ import annotations
 
@@ -11,15 +9,15 @@ from gradcomp.waits import waiting
 
 
 class GradcompError(Exception):
-    """Base of every error that gradcomp raises by name."""
+    """Base class of gradcomp's exceptions."""
 
 
 class CorruptPayload(GradcompError, ValueError):
-    """A payload that cannot be what an encoder wrote.
+    """A payload that no encoder can have written.
 
     Attributes:
-        check: name of the check that failed (docs/reference/wire-format.md lists them all).
-        detail: what was found.
+        check: name of the check that failed (docs/reference/wire-format.md lists all checks).
+        detail: the wrong value and its place.
     """
 
     def __init__(self, check: str, detail: str) -> None:
@@ -32,11 +30,11 @@ class CorruptPayload(GradcompError, ValueError):
 
 
 class NotFinite(GradcompError, ArithmeticError):
-    """A sync of local steps in which some rank's weights were NaN or Inf; nothing of it was
-    committed, on any rank.
+    """A sync of local steps in which the weights of some rank have NaN or Inf. It was not committed
+    on any rank.
 
     Attributes:
-        names: parameters of this rank that are not finite; none where it was another rank.
+        names: names of this rank's non-finite parameters; empty if only other ranks have some.
     """
 
     def __init__(self, names: list[str]) -> None:
@@ -56,14 +54,14 @@ class NotFinite(GradcompError, ArithmeticError):
 
 
 class PeerMismatch(GradcompError):
-    """Two ranks that run gradcomp with different settings, models or steps.
+    """Different settings, models or steps on two ranks.
 
     Attributes:
         field: name of the first setting that differs.
         rank: the first rank that differs from rank ``first``.
         expected: the value on rank ``first``.
         got: the value on ``rank``.
-        first: rank 0, or this rank for a payload header; None: this rank, whichever it is.
+        first: rank 0, or this rank for a payload header; None: this rank, whatever its number.
     """
 
     def __init__(
@@ -88,13 +86,13 @@ class PeerLost(GradcompError):
     """A rank that died or stayed silent longer than ``timeout_s``.
 
     Attributes:
-        phase: what was waited for ("scale_round", "first_phase", "second_phase", "fingerprint",
-            ...).
-        bucket: number of the bucket in its step, -1 when there is none.
+        phase: the collective that was waited for ("scale_round", "first_phase", "second_phase",
+            "fingerprint", ...).
+        bucket: number of the bucket in its step; -1 outside of buckets.
         waited_s: seconds waited.
-        detail: what is known of the reason.
-        rank: the rank that was lost, where that is known; a survivor that gave up before this one
-            because of another rank counts as lost where nothing else is known.
+        detail: the reason, as far as it is known.
+        rank: the lost rank, or None if it is unknown. It may be a rank that gave up before this one
+            because of a third rank, if nothing else is known.
     """
 
     def __init__(
@@ -123,11 +121,12 @@ def _place(phase: str, bucket: int) -> str:
 
 @contextlib.contextmanager
 def peers_answer(phase: str, bucket: int = -1, *, called: str = "") -> Iterator[None]:
-    """Within it, silence and a lost connection become PeerLost of this phase and bucket.
+    """Context manager that turns timeouts and lost connections in its block into PeerLost.
 
     Args:
-        called: what every rank has to call, for the message: a silent peer is often one that does
-            something else.
+        phase, bucket: attributes of the PeerLost.
+        called: the function that every rank has to call, for the message: a rank that does not
+            answer has often called another one.
     """
     with waiting(phase, _place(phase, bucket)) as wait:
         try:
@@ -143,14 +142,14 @@ def peers_answer(phase: str, bucket: int = -1, *, called: str = "") -> Iterator[
 
 
 class UnsupportedTensor(GradcompError, TypeError):
-    """A tensor that gradcomp cannot take: its dtype, device, or layout is named in the message."""
+    """A tensor with an unsupported dtype, device or layout, which the message names."""
 
 
 class NativeError(GradcompError, RuntimeError):
-    """A C kernel refused its arguments; a bug in gradcomp unless memory was corrupted.
+    """An error status of a C kernel. It is a bug in gradcomp, unless memory was corrupted.
 
     Attributes:
-        status: name of the status code, for instance "GC_INVALID_ARGUMENT".
+        status: name of the status code, such as "GC_INVALID_ARGUMENT".
         function: name of the C function.
     """
 

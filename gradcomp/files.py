@@ -1,4 +1,4 @@
-"""Files that are complete or not there, checked before they are used, and one for each rank."""
+"""Atomically written files with checksums, and names of files that belong to ranks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any, BinaryIO
 
 @contextlib.contextmanager
 def replaced(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Within it, write a file that takes the place of `path` once it is complete and on the disk;
-    after an error everything is as before.
+    """Context manager that yields a file to write, which replaces `path` once it is complete and
+    synced to disk. After an error `path` is unchanged.
     """
     path = Path(path)
     beside = path.with_name(f"{path.name}.{os.getpid()}.part")
@@ -30,7 +30,7 @@ def replaced(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def _sync(folder: Path) -> None:
-    """Bring the names in a folder to the disk, where its file system can."""
+    """Sync a folder's entries to disk, if its file system supports that."""
     with contextlib.suppress(OSError):
         number = os.open(folder, os.O_RDONLY)
         try:
@@ -40,7 +40,7 @@ def _sync(folder: Path) -> None:
 
 
 def write_saved(path: str | os.PathLike[str], values: Any) -> None:
-    """Write what `read_saved` reads, as `replaced` does."""
+    """Write values atomically with ``torch.save``, for `read_saved`."""
     import torch
 
     with replaced(path) as file:
@@ -48,12 +48,11 @@ def write_saved(path: str | os.PathLike[str], values: Any) -> None:
 
 
 def read_saved(path: str | os.PathLike[str]) -> Any:
-    """Return what ``torch.save`` has written, in host memory, after a look at every byte's
-    checksum.
+    """Return the values of a ``torch.save`` file, in host memory, after checking all checksums.
 
     Raises:
-        ValueError: damaged, cut off, or something else.
-        OSError: it cannot be read.
+        ValueError: the file is damaged, truncated, or of another kind.
+        OSError: the file cannot be read.
     """
     import torch
 
@@ -70,10 +69,10 @@ def read_saved(path: str | os.PathLike[str]) -> Any:
 
 
 def of_ranks(folder: Path, name: str) -> dict[int, list[Path]]:
-    """Return the files NAME-RANK-of-RANKS.pt in a folder, by the number of ranks of their run."""
+    """Return the files NAME-RANK-of-RANKS.pt in a folder, by number of ranks (RANKS)."""
     out: dict[int, list[Path]] = {}
     for file in sorted(folder.glob(f"{name}-*-of-*.pt")):
-        found = re.fullmatch(rf"{name}-\d+-of-(\d+)\.pt", file.name)
-        if found:
-            out.setdefault(int(found[1]), []).append(file)
+        match = re.fullmatch(rf"{name}-\d+-of-(\d+)\.pt", file.name)
+        if match:
+            out.setdefault(int(match[1]), []).append(file)
     return out

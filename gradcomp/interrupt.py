@@ -1,8 +1,8 @@
 """Ctrl-C ends ``python -m gradcomp.bench`` and ``python -m gradcomp.plan`` with one line and status
 130, without a traceback.
 
-Python imports a program's package before the program's own first line. That takes seconds where
-torch is imported, too, so `begin` is the first thing that these packages do.
+Python imports a program's package before it runs the program. That takes seconds if torch is
+imported, too, so these packages call `begin` first.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _PROGRAMS = ("gradcomp.bench", "gradcomp.plan")
 
 
 def begin() -> None:
-    """Let Ctrl-C end the process at once if it is one of these programs and still imports; else
-    change nothing.
+    """Let Ctrl-C end the process at once while one of these programs is being imported; in other
+    processes do nothing.
     """
-    if sys.argv[:1] != ["-m"]:  # Python has found the program's file, or there is none
+    if sys.argv[:1] != ["-m"]:  # no program, or its imports are done
         return
     words = sys.orig_argv
     named = "-m" in words and words[words.index("-m") + 1] in _PROGRAMS
@@ -41,7 +41,7 @@ def run(program: str, module: str, argv: list[str]) -> int:
             raise
         print(f"{program} needs {error.name}: pip install 'gradcomp[bench]'", file=sys.stderr)
         return 2
-    # from here on there may be something to clean up
+    # Ctrl-C raises KeyboardInterrupt again, so that the program can clean up
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -52,8 +52,8 @@ def run(program: str, module: str, argv: list[str]) -> int:
 
 
 def leave(status: int) -> NoReturn:
-    """End the program, after Ctrl-C without collecting torch's objects, which takes seconds on a
-    busy machine.
+    """Exit with a status. After Ctrl-C, skip the garbage collection of torch's objects, which takes
+    seconds on a busy machine.
     """
     if status == STATUS:
         atexit._run_exitfuncs()
@@ -64,7 +64,7 @@ def leave(status: int) -> NoReturn:
 
 
 def _report() -> int:
-    """Print that the program was interrupted; return its exit status."""
+    """Print "interrupted" to stderr; return the exit status."""
     os.write(2, b"interrupted\n")
     return STATUS
 

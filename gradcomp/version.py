@@ -1,6 +1,4 @@
-"""The package's version, from the installed metadata, and the versions of torch that it was
-tried with.
-"""
+"""The package's version, from the installed metadata, and the tested range of torch versions."""
 
 from __future__ import annotations
 
@@ -13,20 +11,19 @@ try:
 except PackageNotFoundError:  # imported from a source tree that was never installed
     __version__ = "0+unknown"
 
-# oldest and newest release; docs/reference/torch-versions.md has the results
+# oldest and newest tested release; docs/reference/torch-versions.md has the results
 TRIED_TORCH = ((2, 8), (2, 15))
 
 
 def warn_about_torch(torch_version: str) -> None:
-    """Warn, once a process, of a torch that is older or newer than those that gradcomp was tried
-    with.
+    """Warn, once per process, if a torch version is outside the tested range.
 
     Args:
-        torch_version: as ``torch.__version__`` has it.
+        torch_version: ``torch.__version__``.
     """
-    found = re.match(r"(\d+)\.(\d+)", torch_version)
+    match = re.match(r"(\d+)\.(\d+)", torch_version)
     oldest, newest = TRIED_TORCH
-    if found and oldest <= (int(found[1]), int(found[2])) <= newest:
+    if match and oldest <= (int(match[1]), int(match[2])) <= newest:
         return
     tried = f"{oldest[0]}.{oldest[1]} to {newest[0]}.{newest[1]}"
     warnings.warn(

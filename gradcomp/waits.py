@@ -1,8 +1,8 @@
-"""What this process waits for from other ranks, for a log line when it takes long, and for
+"""A table of this process's waits for other ranks, for log lines about long waits and for
 ``python -m gradcomp.doctor --attach PID``.
 
-The waits of a process stand in a page of memory that has a name in /proc/PID/fd (Linux). Who looks
-from outside needs no thread and no signal of the process, whatever its threads are stuck in.
+The table is a memory page with a name in /proc/PID/fd (Linux). Other processes can read it without
+a thread or a signal in this process, even if all its threads are blocked.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 NAME = "gradcomp-waits"
-WATCH_S = 10.0  # a shorter wait is no news
-USUAL = 3.0  # nor is one of up to so many times the longest of its kind that ended well
-_SLOT = struct.Struct("<d120s")  # when it began on time.monotonic's clock, 0 for none; for what
+WATCH_S = 10.0  # seconds; shorter waits are never long
+USUAL = 3.0  # a long wait takes more than this times the longest successful one of its kind
+_SLOT = struct.Struct("<d120s")  # start by time.monotonic() in seconds, 0: free; text
 _SLOTS = mmap.PAGESIZE // _SLOT.size
 _RANK = re.compile(rb"\0(?:RANK|OMPI_COMM_WORLD_RANK|PMI_RANK|SLURM_PROCID)=(\d+)")
 
 
 class Wait:
-    """A wait under way.
+    """A wait in progress.
 
     Attributes:
-        what: is waited for, such as "first_phase of bucket 2".
-        noted: the other ranks can read of it.
-        told: it has been logged.
+        kind: kind of the wait, such as "first_phase".
+        what: text, such as "first_phase of bucket 2".
+        outer: the wait of this thread that contains this one, or None.
+        noted: whether it was published to the other ranks.
+        told: whether it was logged.
     """
 
     def __init__(self, kind: str, what: str, outer: Wait | None) -> None:
@@ -42,22 +44,27 @@ class Wait:
         self._slot = self._table.take(self._begun, what)
 
     def seconds(self) -> float:
-        """Return how long it has taken until now."""
+        """Return the seconds since it started."""
         return time.monotonic() - self._begun
 
     def is_long(self) -> bool:
-        """Return whether it takes much longer than usual."""
+        """Return whether it takes much longer than usual (`WATCH_S`, `USUAL`)."""
         return self.seconds() > max(WATCH_S, USUAL * _longest.get(self.kind, 0.0))
 
     def end(self, *, well: bool) -> None:
-        """Take it out of the table; one that ended well says what is usual."""
+        """Remove it from the table. If it ended `well`, its duration counts as usual."""
         self._table.give_back(self._slot)
         if well and self.seconds() > WATCH_S:
             _longest[self.kind] = max(self.seconds(), _longest.get(self.kind, 0.0))
 
 
 class Seen(NamedTuple):
-    """What a process waits for, seen from outside: (what, seconds) of each wait."""
+    """The waits of another process.
+
+    Attributes:
+        rank: its rank, or None if it is unknown.
+        waits: (text, seconds) of each wait, longest first.
+    """
 
     rank: int | None
     waits: list[tuple[str, float]]
@@ -65,10 +72,11 @@ class Seen(NamedTuple):
 
 @contextlib.contextmanager
 def waiting(kind: str, what: str) -> Iterator[Wait]:
-    """Within it, this thread waits for other ranks.
+    """Context manager that puts a wait of this thread for other ranks into the table.
 
     Args:
-        kind: waits of one kind usually take as long, such as those for one phase.
+        kind: waits of the same kind usually take a similar time, such as those for one phase.
+        what: text of the wait.
     """
     _mine.wait = wait = Wait(kind, what, current())
     well = False
@@ -86,30 +94,32 @@ def current() -> Wait | None:
 
 
 def look(pid: int) -> Seen | None:
-    """Return what a process of this machine waits for; None: it has not exchanged anything yet, or
+    """Return the waits of a process on this machine; None if it has not exchanged anything yet, or
     does not run gradcomp.
 
     Raises:
-        OSError: there is no such process, or it is another user's.
+        OSError: there is no such process, or it belongs to another user.
     """
     folder, seen = Path("/proc", str(pid)), None
     for file in (folder / "fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
             if NAME in os.readlink(file):
-                found = _RANK.search(b"\0" + (folder / "environ").read_bytes())
-                seen = Seen(int(found[1]) if found else None, _read(file.read_bytes()))
+                match = _RANK.search(b"\0" + (folder / "environ").read_bytes())
+                seen = Seen(int(match[1]) if match else None, _read(file.read_bytes()))
     return seen
 
 
 def _read(page: bytes) -> list[tuple[str, float]]:
     now = time.monotonic()
     slots = _SLOT.iter_unpack(page[: _SLOTS * _SLOT.size])
-    found = [(text.rstrip(b"\0").decode(errors="replace"), now - at) for at, text in slots if at]
-    return sorted(found, key=lambda one: -one[1])
+    waits = [(text.rstrip(b"\0").decode(errors="replace"), now - at) for at, text in slots if at]
+    return sorted(waits, key=lambda one: -one[1])
 
 
 class _Table:
-    """The page; without one where the system has no memory with a name, or no descriptor left."""
+    """The memory page with the table. It does nothing if the system has no memfd, or no file
+    descriptor left.
+    """
 
     def __init__(self) -> None:
         self._free = list(range(_SLOTS))
@@ -124,7 +134,7 @@ class _Table:
             return None
         try:
             slot = self._free.pop()
-        except IndexError:  # more at once than anybody would read
+        except IndexError:  # table is full
             return None
         _SLOT.pack_into(self._page, slot * _SLOT.size, begun, what.encode()[:120])
         return slot
@@ -142,8 +152,8 @@ class _Table:
 
 
 _mine = threading.local()
-_longest: dict[str, float] = {}  # seconds, by kind
-_made: list[_Table] = []  # this process's, at its first wait
+_longest: dict[str, float] = {}  # seconds of the longest successful wait, by kind
+_made: list[_Table] = []  # the table of this process, once it has waited
 _making = threading.Lock()
 
 
@@ -156,7 +166,7 @@ def _table() -> _Table:
 
 
 def _forget() -> None:
-    """Leave the parent's page alone, in a child."""
+    """In a forked child, close the parent's table and start without one."""
     global _making
     _making = threading.Lock()
     for table in _made:

@@ -1,1 +1,1 @@
-"""One bucket's way: its plan, its stages, its routes over ranks, its averages."""
+"""The exchange of one bucket: its plan, stages, routes over ranks, and averages."""

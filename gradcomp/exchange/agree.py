@@ -1,10 +1,10 @@
-"""How ranks compare settings and tensors, before they exchange gradients or beside it.
+"""Comparison of settings and tensors over the ranks, before or during training.
 
-`agree` compares a record of `NBYTES` bytes, one u64 a field: small integers as they are, everything
-else by a 64-bit hash of its repr. Values stay on their rank; only after a difference ranks send
-them, as text for the error. `agree_on_tensors` compares tensors by digests, `gather` collects a few
-bytes of each rank. All of them send `NBYTES` first, since gloo ends the process where lengths
-differ: ranks that have called different things get a PeerMismatch ("call").
+`agree` all-gathers a record of `NBYTES` bytes with one u64 per field: an integer as it is, any
+other value as a 64-bit hash of its repr. The values themselves are sent only after a difference, as
+text for the error message. `agree_on_tensors` compares digests of tensors, `gather` all-gathers a
+few bytes. All three start with a message of `NBYTES` bytes, since gloo ends the process if message
+lengths differ. So ranks that have called different functions get a PeerMismatch ("call").
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from gradcomp.comm.base import Channel, Communicator
 from gradcomp.errors import PeerMismatch, peers_answer
 from gradcomp.payload import wire
 
-# of every record that may meet a bucket's, in the order in which differences are reported
+# fields of every record that a bucket's fingerprint may be compared with, in order of reporting
 EXCHANGE_FIELDS = (
     "wire_version",
     "call",
-    "optimizer",  # of a call to register
+    "optimizer",  # only in a call to register
     "codec",
     "codec_options",
     "transform",
@@ -53,31 +53,31 @@ EXCHANGE_FIELDS = (
 SLOTS = 24
 _RECORD = struct.Struct(f"<{SLOTS}Q")
 NBYTES = _RECORD.size
-_VERSIONS = range(1, 256)  # wire versions; anything else is bytes of another collective
-_HEAD_NBYTES = 8  # of what `gather` sends: which phase it is
+_VERSIONS = range(1, 256)  # wire versions; any other number is from another collective
+_HEAD_NBYTES = 8  # hash of the phase, at the start of each message of `gather`
 DIGEST_NBYTES = 16
-WORDS_NBYTES = 4096  # of a value as text, from each rank, after a mismatch
-WORDS_S = 10.0  # longest wait for the texts: the mismatch is certain without them
+WORDS_NBYTES = 4096  # size of a value as text, sent by each rank after a mismatch
+WORDS_S = 10.0  # longest wait for these texts, in seconds; the error is raised without them, too
 _WORD_NUMEL = 200  # characters of a value in an error message, about
-_BEFORE_NUMEL = 40  # of them, characters before the first difference of two long ones
-# name, and a tensor or a value that its repr tells from others
+_BEFORE_NUMEL = 40  # characters of these before the first difference between two long values
+# (name, value) pairs; a value is a tensor or has a repr that identifies it
 Named = Sequence[tuple[str, object]]
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A value to compare whose text in an error message is not its repr.
+    """A value to compare, with a text of its own for error messages.
 
     Attributes:
-        value: what is compared.
-        text: what a message shows of it, or a function that returns that.
+        value: the value that is compared.
+        text: text for the error message in place of the repr, or a function that returns it.
     """
 
     value: object
     text: str | Callable[[], str]
 
 
-UNSET = Shown(0, "None")  # of a field without a value
+UNSET = Shown(0, "None")  # value of a field that is not given
 _NOT_CALLED = {"call": Shown(0, "an exchange of gradients"), "optimizer": Shown(0, "none")}
 
 
@@ -93,25 +93,26 @@ def agree(
     bucket: int = -1,
     channel: Channel = Channel.SCALE,
 ) -> list[tuple[int, ...]]:
-    """Compare values over the ranks; return the records of all. Collective.
+    """Compare values over the ranks; return the records of all ranks. Collective.
 
     Args:
-        values: by field, `Shown` where a message should show something else than the repr; a text
-            is shown without quotes.
-        called: what every rank has to call: for the message when a rank does not answer, and
-            compared where `fields` are not given.
-        fields: `EXCHANGE_FIELDS` where the record may meet one of a bucket; otherwise `values` are
-            arguments of `called`, the same names in the same order on every rank.
+        values: values by field; `Shown` to put a text other than the repr into error messages.
+            Strings are shown without quotes.
+        timeout_s: longest wait for a rank, in seconds.
+        called: the function that every rank has to call. Named in the error if a rank does not
+            answer; compared if `fields` is empty.
+        fields: `EXCHANGE_FIELDS` if another rank may send a bucket's record at the same time.
+            Otherwise `values` are arguments of `called`: same names and order on every rank.
         ignored: a field that may differ.
-        phase, bucket: for the message when a rank does not answer.
-        channel: SCALE for who has claimed the channels of exchanges; CONTROL where an exchange may
-            be under way: from the main thread, in the same order on every rank.
+        phase, bucket: named in the error if a rank does not answer.
+        channel: SCALE if the caller has claimed the channels of exchanges. CONTROL if an exchange
+            may be in progress: only from the main thread, in the same order on every rank.
 
     Raises:
-        PeerMismatch: on every rank, naming the first field and rank that differ, and what both
-            have; "call" where ranks have called different things.
-        PeerLost: `phase`; a rank did not answer within `timeout_s` seconds, or is gone.
-        ValueError: more fields than slots, or one that is not in `fields`.
+        PeerMismatch: on every rank, with the first field and rank that differ, and both values;
+            "call" if ranks have called different functions.
+        PeerLost: in `phase`; a rank did not answer within `timeout_s`, or is gone.
+        ValueError: too many fields, or a value whose field is not in `fields`.
     """
     names = tuple(fields) or ("wire_version", "call", *values)
     if len(names) > SLOTS or not values.keys() <= set(names):
@@ -119,31 +120,34 @@ def agree(
             f"fields {sorted(values.keys() - set(names))} are unknown, or more than {SLOTS}:"
             f" {names}"
         )
-    mine = dict.fromkeys(names, UNSET) | {
+    own_values = dict.fromkeys(names, UNSET) | {
         "wire_version": wire.VERSION,
         **(_NOT_CALLED if fields else {"call": Shown((called, names), called)}),
         **values,
     }
-    numbers = [_number(value) for value in mine.values()]
+    numbers = [_number(value) for value in own_values.values()]
     packed = _RECORD.pack(*numbers, *[0] * (SLOTS - len(numbers)))
     with peers_answer(phase, bucket, called=called):
-        everyone = [
+        records = [
             _RECORD.unpack(record) for record in comm.all_gather_bytes(packed, timeout_s, channel)
         ]
-    for rank, theirs in enumerate(everyone):
-        if theirs[0] not in _VERSIONS:  # it may be in another collective, and would not answer
-            raise PeerMismatch("call", rank, _text(mine["call"]), "another call", first=comm.rank)
-    for name, column in zip(names, zip(*everyone, strict=True), strict=False):
+    for rank, peer_record in enumerate(records):
+        # a rank in another collective would not answer `_mismatch`
+        if peer_record[0] not in _VERSIONS:
+            raise PeerMismatch(
+                "call", rank, _text(own_values["call"]), "another call", first=comm.rank
+            )
+    for name, column in zip(names, zip(*records, strict=True), strict=False):
         others = [rank for rank, number in enumerate(column) if number != column[0]]
         if others and name == "wire_version":
             raise PeerMismatch(name, others[0], column[0], column[others[0]])
         if others and name != ignored:
-            raise _mismatch(comm, name, others[0], _text(mine[name]), timeout_s, channel)
-    return everyone
+            raise _mismatch(comm, name, others[0], _text(own_values[name]), timeout_s, channel)
+    return records
 
 
 def codec_fields(codec: Codec) -> dict[str, object]:
-    """Return what to compare of a codec: its name, and its options."""
+    """Return the fields of `agree` that describe a codec: its name and its options."""
     return {
         "codec": Shown(codec.name, lambda: repr(codec)),
         "codec_options": Shown(codec.options(), lambda: repr(codec)),
@@ -161,43 +165,49 @@ def agree_on_tensors(
     settings: Mapping[str, object] | None = None,
     shards: Sequence[object] = (),
 ) -> None:
-    """Raise PeerMismatch unless ranks hold the same names, shapes and bits. Collective.
+    """Raise PeerMismatch unless all ranks have the same names, shapes and bits. Collective.
 
-    One record goes round first; digests of each tensor follow only where it shows that bits differ.
+    Ranks compare one record first. They exchange a digest per value only if the record shows
+    different bits.
 
     Args:
-        called, phase, channel: see `agree`.
-        settings: what must not differ either, by name.
-        shards: which part of each value a rank holds, where it holds a part.
+        named: (name, tensor or other value) pairs to compare.
+        timeout_s, called, phase, channel: see `agree`.
+        settings: further values to compare, by name.
+        shards: for each value the part that this rank has; None: all of it.
 
     Raises:
-        PeerMismatch: a field of `settings`; "layout"; the name of the first value that differs from
-            rank 0's.
+        PeerMismatch: a field of `settings`; "layout"; or the name of the first value that differs
+            from rank 0's.
         PeerLost: a rank did not answer.
     """
-    mine = digests(named)
+    own_digests = digests(named)
     layout = "; ".join(f"{name} {_kind(value)}" for name, value in named)
     layout += f"; shards {list(shards)}" if any(shard is not None for shard in shards) else ""
-    values = {**(settings or {}), "layout": layout, "bits": mine}
+    values = {**(settings or {}), "layout": layout, "bits": own_digests}
     try:
         agree(comm, values, timeout_s, called=called, phase=phase, channel=channel)
         return
-    except PeerMismatch as found:
-        if found.field != "bits":
+    except PeerMismatch as error:
+        if error.field != "bits":
             raise
-    # names and shapes are alike: as many bytes on every rank
+    # names and shapes are equal, so digests have the same size on every rank
     with peers_answer(phase, called=called):
-        everyone = comm.all_gather_bytes(mine, timeout_s, channel)
+        all_digests = comm.all_gather_bytes(own_digests, timeout_s, channel)
     for number, (name, value) in enumerate(named):
         part = slice(DIGEST_NBYTES * number, DIGEST_NBYTES * (number + 1))
-        others = [rank for rank, its in enumerate(everyone) if its[part] != everyone[0][part]]
+        others = [
+            rank
+            for rank, peer_digests in enumerate(all_digests)
+            if peer_digests[part] != all_digests[0][part]
+        ]
         if others:
             raise _mismatch(comm, name, others[0], _describe(value), timeout_s, channel)
 
 
 def digests(named: Named) -> bytes:
-    """Return DIGEST_NBYTES for each value: of a tensor of the bytes of its elements in order,
-    else of its repr.
+    """Return a digest of DIGEST_NBYTES bytes per value, concatenated. A tensor is hashed by the
+    bytes of its elements in order, any other value by its repr.
     """
     out = b""
     for _, value in named:
@@ -218,26 +228,27 @@ def gather(
     *,
     called: str,
 ) -> list[bytes]:
-    """Return every rank's `data`, of the same length on every rank that calls this for the same
-    `phase`. Collective.
+    """Return the `data` of every rank, by rank. Collective.
 
     Args:
-        phase: compared too: a rank that gathers for another one, or is in `agree`, is a mismatch.
+        data: this rank's bytes; the same length on every rank that gathers for `phase`.
+        phase: compared over the ranks: a rank in another phase, or in `agree`, is a mismatch.
+        timeout_s: longest wait for a rank, in seconds.
         channel: see `agree`.
-        called: what every rank has to call, for messages.
+        called: the function that every rank has to call, for error messages.
 
     Raises:
         PeerMismatch: "call"; on every rank.
-        PeerLost: `phase`; a rank did not answer within `timeout_s` seconds, or is gone.
+        PeerLost: in `phase`; a rank did not answer within `timeout_s`, or is gone.
     """
     head = hashlib.blake2b(phase.encode(), digest_size=_HEAD_NBYTES).digest()
     framed = (head + data).ljust(NBYTES, b"\0")
     with peers_answer(phase, called=called):
-        everyone = comm.all_gather_bytes(framed, timeout_s, channel)
-    for rank, theirs in enumerate(everyone):
-        if theirs[:_HEAD_NBYTES] != head:
+        messages = comm.all_gather_bytes(framed, timeout_s, channel)
+    for rank, message in enumerate(messages):
+        if message[:_HEAD_NBYTES] != head:
             raise PeerMismatch("call", rank, called, "another call", first=comm.rank)
-    return [theirs[_HEAD_NBYTES : _HEAD_NBYTES + len(data)] for theirs in everyone]
+    return [message[_HEAD_NBYTES : _HEAD_NBYTES + len(data)] for message in messages]
 
 
 # ---- texts of an error message -------------------------------------------------------------------
@@ -246,17 +257,18 @@ def gather(
 def _mismatch(
     comm: Communicator, field: str, rank: int, text: str, timeout_s: float, channel: Channel
 ) -> PeerMismatch:
-    """Return the error for a field in which `rank` is the first to differ from rank 0; `text` is
-    of this rank's value. Collective; the other texts are left out where a rank is silent.
+    """Return the error for a field in which `rank` is the first that differs from rank 0.
+    Collective: ranks exchange their values as text. If one does not answer, the error shows only
+    `text`, which is this rank's value.
     """
     data = text.encode()[:WORDS_NBYTES].ljust(WORDS_NBYTES, b"\0")
     try:
-        everyone = comm.all_gather_bytes(data, min(timeout_s, WORDS_S), channel)
+        texts = comm.all_gather_bytes(data, min(timeout_s, WORDS_S), channel)
     except (TimeoutError, ConnectionError):
         if comm.rank == rank:
             return PeerMismatch(field, rank, "something else", text)
         return PeerMismatch(field, rank, text, "something else", first=comm.rank)
-    one, other = (everyone[n].rstrip(b"\0").decode(errors="ignore") for n in (0, rank))
+    one, other = (texts[n].rstrip(b"\0").decode(errors="ignore") for n in (0, rank))
     expected, got = _shorten(one, other)
     if expected == got:
         got += " (the difference does not show in this text)"
@@ -265,7 +277,7 @@ def _mismatch(
 
 def _number(value: object) -> int:
     value = value.value if isinstance(value, Shown) else value
-    if type(value) is int and 0 <= value < 2**64:  # True is not 1: their texts differ
+    if type(value) is int and 0 <= value < 2**64:  # True is hashed: its text differs from 1's
         return value
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "little")
 
@@ -277,7 +289,7 @@ def _text(value: object) -> str:
 
 
 def _shorten(one: str, other: str) -> tuple[str, str]:
-    """Return two texts, cut to the part where they differ if they are long."""
+    """Return both texts; long ones are cut to the part around their first difference."""
     if max(len(one), len(other)) <= _WORD_NUMEL:
         return one, other
     same = next(
@@ -294,7 +306,9 @@ def _cut(text: str, first: int) -> str:
 
 
 def _describe(value: object) -> str:
-    """Return a text that tells a value from others."""
+    """Return a text that identifies a value: its repr, or a tensor's shape, dtype, sum and first
+    three values.
+    """
     if not isinstance(value, Tensor):
         return repr(value)
     flat = value.detach().cpu().double().reshape(-1)

@@ -1,5 +1,5 @@
-"""The averages of one bucket as they arrive: checked payloads, which are decoded into a tensor
-or applied to weights.
+"""The averages of one bucket in received payloads: decoded into a tensor, or applied to weights
+without decoding.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from gradcomp.exchange.sizing import BucketPlan
 from gradcomp.kernels import Kernels
 from gradcomp.payload.layout import joined_rows
 
-# A sum below this cannot overflow: rounding at each of up to 32767 additions makes it larger by
-# less than 1.002, and both float32 and bfloat16 reach almost 2**128.
+# A sum below this cannot overflow. Rounding in up to 32767 additions enlarges it by a factor below
+# 1.002, and the largest float32 and bfloat16 numbers are just below 2**128.
 SAFE_SUM = 2.0**127
 
 
 class Averages:
-    """What an exchange receives of one bucket; made once, used at every step.
+    """The received averages of one bucket; created once and used at every step.
 
     Args:
-        kernels: of the bucket's device.
-        plan: of the exchange.
-        phases: of every slice that brings averages: those in which ranks' payloads arrive, which
-            are added up, or owners' payloads, which are decoded as if they were one. Whoever keeps
-            this object must keep their memory as it is.
-        dtype: of the bucket.
+        kernels: kernel set of the bucket's device.
+        plan: plan of the exchange.
+        phases: for every slice with averages, the phase that receives them. In an all_gather these
+            are all ranks' payloads, which are summed; in a reduce_scatter the owners' payloads,
+            which are decoded side by side. Their memory is read, not copied: the payloads must not
+            be overwritten while this object is in use.
+        dtype: dtype of the bucket.
     """
 
     def __init__(
@@ -51,47 +52,58 @@ class Averages:
         return MixedPayloads([phase.recv], plan.second_phase.code, self._dtype, rows)
 
     def decode(self, out: Tensor, phase: Phase | None = None) -> bool:
-        """Write the averages, of all slices or of one, to `out`, in bucket order; return True if
-        one is not finite.
+        """Write averages to `out`; return True if one is not finite.
+
+        Args:
+            out: ``(numel,)``, in bucket order.
+            phase: phase of the slice to decode; all slices by default.
 
         Raises:
-            CorruptPayload: one is not, because of a payload whose flag says that its values are.
+            CorruptPayload: a value is not finite, but its payload has no non-finite flag.
         """
         bad = False
-        for one in self._parts if phase is None else (phase,):
-            if self._parts[one].decode(self._kernels, out, self._numel):
-                one.refuse_unflagged()
+        for received in self._parts if phase is None else (phase,):
+            if self._parts[received].decode(self._kernels, out, self._numel):
+                received.refuse_unflagged()
                 bad = True
         return bad
 
     def update(self, targets: NDArray[Any], rules: NDArray[Any]) -> None:
-        """Apply the averages, rounded to the bucket's dtype, to weights: `Kernels.update` with
-        targets by parameter.
+        """Apply the averages, rounded to the bucket's dtype, to weights.
+
+        Args:
+            targets: from `Kernels.targets`, one per parameter position.
+            rules: see `Kernels.update`.
         """
-        for one in self._parts.values():
-            for payloads, table in one.parts:
+        for received in self._parts.values():
+            for payloads, table in received.parts:
                 self._kernels.update(table, targets, rules, payloads)
 
     def squares(self, targets: NDArray[Any], rules: NDArray[Any]) -> float:
-        """Return the sum of the squares of the averages, as `update` sees them: `rules` are
-        `Kind.SQUARES`. The same on every rank, to the last bit.
+        """Return the sum of squares of the averages as rounded by `update`. It is bitwise equal on
+        all ranks.
+
+        Args:
+            targets, rules: see `Kernels.update`; rules of `Kind.SQUARES`.
         """
-        found: list[float] = []
-        for one in self._parts.values():
-            for payloads, table in one.parts:
+        sums: list[float] = []
+        for received in self._parts.values():
+            for payloads, table in received.parts:
                 norms = np.zeros(2 * len(table))
                 self._kernels.update(table, targets, rules, payloads, norms)
-                found.extend(norms)
-        return math.fsum(found)
+                sums.extend(norms)
+        return math.fsum(sums)
 
     def are_safe(self) -> bool:
-        """Tell, from scales and plain values alone, that averages are finite and their sums
-        cannot overflow the bucket's dtype.
+        """Whether all averages are certainly finite in the bucket's dtype. Decided from scales and
+        fp32 values, without decoding; always False for float16.
         """
         if self._dtype == torch.float16:
             return False
         for phase in self._parts:
-            found = list(map(magnitude, phase.tensors, phase.layouts))
-            if not (sum(found) < SAFE_SUM if self._added else all(one < SAFE_SUM for one in found)):
+            bounds = list(map(magnitude, phase.tensors, phase.layouts))
+            if not (
+                sum(bounds) < SAFE_SUM if self._added else all(bound < SAFE_SUM for bound in bounds)
+            ):
                 return False
         return True

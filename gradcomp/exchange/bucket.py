@@ -1,9 +1,9 @@
-"""One bucket at a time, averaged by an all_gather, or by a reduce_scatter and an all_gather.
+"""The exchange of one bucket: an all_gather, or a reduce_scatter followed by an all_gather.
 
-`BucketExchange` runs each slice of a `BucketPlan` in four steps (measure, encode, own, finish),
-each of which waits for at most one collective and starts at most one, on a channel of its own. The
-pipeline runs the steps of many slices and buckets overlapped, a thread for each of the four; what a
-step of a later slice needs of an earlier one's was done by the same thread.
+`BucketExchange` runs each slice of a `BucketPlan` in four steps: measure, encode, own, finish. A
+step waits for at most one collective and starts at most one, on a channel of its own. The pipeline
+has one thread per step and overlaps slices and buckets. A step may use results of the same step for
+earlier slices, since the same thread has computed them.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ from gradcomp.payload.rng import STREAM_FIRST, STREAM_SECOND, RngKey
 
 
 class BucketExchange:
-    """The buffers of one bucket's exchange, used again at every step, and its four steps.
+    """The exchange of one bucket layout: its four steps, and buffers that every step reuses.
 
     Args:
-        plan: where every byte goes.
-        comm: moves the bytes.
-        dtype: of the bucket.
+        plan: layout of every payload.
+        comm: communicator.
+        dtype: dtype of the bucket.
         stats: counts bytes and seconds.
-        state: residuals, a transform and second moments, as far as this exchange uses them. Values
-            in fp32 are not encoded in units of second moments, which only observe them.
-        seed: of the random numbers.
-        draw_rank: rank of the random numbers; the communicator's by default.
-        timeout_s: longest wait for a peer.
-        keeps_packed: leave averages packed where none can overflow.
-        observes: whether second moments take in these averages, which needs whole tensors.
-        probe: samples what is encoded, now and then.
-        device: of the bucket.
-        module: number of the FSDP module, for headers; 0 elsewhere.
+        state: residuals, a transform and second moments, each None if not used. With fp32 payloads
+            second moments are updated, but values are not divided by them.
+        seed: seed of the random numbers.
+        draw_rank: rank in the key of the random numbers; the communicator's rank by default.
+        timeout_s: longest wait for a rank, in seconds.
+        keeps_packed: keep averages packed if none of them can overflow.
+        observes: update second moments from these averages; needs whole tensors.
+        probe: samples the quality of codes every so many steps.
+        device: device of the bucket.
+        module: number of the FSDP module in headers; 0 without FSDP.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class BucketExchange:
         self._buffers = Buffers(plan, self._kernels, comm, stats, DTYPES[dtype], module)
         self._stages = _stages(plan, self._kernels, dtype, seed, self.state, observes)
         self._packs = keeps_packed and not any(stage.needs_averages for stage in self._stages)
-        # averages of the last step, where they are kept packed, and where those of any step arrive
+        # packed averages of the last step, None if they were decoded; `_arriving` is reused
         self.averages: Averages | None = None
         arriving = [one.averages for one in self._buffers.slices if one.averages is not None]
         decoded = torch.float32 if any(stage.takes_residuals for stage in self._stages) else dtype
@@ -91,14 +91,12 @@ class BucketExchange:
 
     @property
     def shard(self) -> Tensor:
-        """Means that this rank owns, ``(n,)`` float32."""
+        """Means that this rank owns: ``(shard_numel,)`` float32."""
         return self._buffers.shard
 
     @property
     def flagged(self) -> bool:
-        """Whether some rank's bucket, or the average, is not finite, as far as this rank knows
-        yet.
-        """
+        """Whether a rank's bucket or the average is known to be non-finite so far."""
         job = self._job
         return job.arrived_bad or job.owned_bad or job.averages_bad
 
@@ -110,18 +108,21 @@ class BucketExchange:
         return tuple(tuple(partial(step, n) for step in steps) for n in range(count))
 
     def begin(self, buffer: Tensor, step: int, bucket: int, *, flagged: bool = False) -> None:
-        """Take the bucket to average: ``(numel,)`` of the exchange's dtype, overwritten by
-        `finish`.
+        """Set the bucket to average in this step.
 
-        With `flagged` its values do not count, and every rank is to learn that.
+        Args:
+            buffer: ``(numel,)`` of the exchange's dtype, overwritten by `finish`.
+            step: training step.
+            bucket: number of the bucket in the step.
+            flagged: treat the values as non-finite and flag them to all ranks.
         """
         self._job = Job(buffer, step % 2**32, bucket, None, buffer, buffer, unencodable=flagged)
         self.averages = None
         self.stats.add_bytes(self.plan.sent_nbytes, self.plan.received_nbytes)
 
     def measure(self, number: int = 0) -> None:
-        """Run the stages, measure the scales and, where ranks share them, start the round that
-        finds the largest: all of it with the first slice.
+        """Run the stages; if ranks share scales, measure them and start the collective that finds
+        the largest ones. Runs once per bucket, with its first slice.
         """
         if number:
             return
@@ -139,109 +140,113 @@ class BucketExchange:
             job.scale_round = self.comm.start_max(scales, Channel.SCALE)
 
     def encode(self, number: int = 0) -> None:
-        """Encode a slice, start its first phase; with the first slice, wait for the scales."""
+        """Encode a slice and start its first phase. The first slice places the scales, too."""
         job, slices = self._job, self._buffers.slices
-        here = slices[number]
+        buffers = slices[number]
         if not number:
             self._place_scales()
         with self.stats.timed("encode"):
             sampled = self._probe is not None and self._probe.due(job.step)
             if not sampled:
-                self._encode(here.plan.encoded, last=here is slices[-1])
-            elif not number:  # the whole bucket, before averages of a slice replace gradients
+                self._encode(buffers.plan.encoded, last=buffers is slices[-1])
+            elif not number:  # encode the whole bucket before averages overwrite its gradients
                 self._encode(self.plan.local, last=True)
-            here.first.seal(job.step, job.number, nonfinite=job.unencodable)
-        here.first.start()
+            buffers.first.seal(job.step, job.number, nonfinite=job.unencodable)
+        buffers.first.start()
 
     def own(self, number: int = 0) -> None:
-        """Wait for a slice's first phase; as owner, average and encode again, start the second
-        phase.
+        """Wait for a slice's first phase. In a reduce_scatter, average the owned pieces, encode
+        the means and start the second phase.
         """
-        here = self._receive(number)
-        # every rank has seen the same flags, so all of them skip it
-        if here.owned is None or here.flagged:
+        buffers = self._receive(number)
+        # every rank has received the same flags, so all ranks skip the second phase
+        if buffers.owned is None or buffers.flagged:
             return
         with self.stats.timed("owner"):
-            self._job.owned_bad |= self._average(here, here.owned)
-            if here.second is not None:
-                self._job.owned_bad |= self._encode_owned(number, here.owned)
-        if here.second is not None:
-            self._publish(here.second)
+            self._job.owned_bad |= self._average(buffers, buffers.owned)
+            if buffers.second is not None:
+                self._job.owned_bad |= self._encode_owned(number, buffers.owned)
+        if buffers.second is not None:
+            self._publish(buffers.second)
 
     def forget(self) -> None:
-        """Let go of the bucket that `encode` has read, where averages stay in `shard`."""
+        """Drop the references to the bucket after `encode`; only where means stay in `shard`."""
         self._job.bucket = self._job.values = self._job.target = self.shard
 
     def average_shard(self, out: Tensor | None = None) -> None:
-        """Wait for the first phase and average what this rank owns (for an exchange among owners,
-        in one slice).
+        """Wait for the first phase and average the owned pieces, but start no second phase. Only
+        for plans of one slice.
 
-        The averages are written to `shard`, or, where they stay, to `out`, ``(n,)`` float32 as
-        `shard` is.
+        Args:
+            out: ``(shard_numel,)`` float32, written in place of `shard`; only for plans that keep
+                means with their owners.
         """
-        here = self._receive(0)
-        if here.flagged or here.owned is None:
+        buffers = self._receive(0)
+        if buffers.flagged or buffers.owned is None:
             return
-        owned = here.owned if out is None else replace(here.owned, shard=out)
+        owned = buffers.owned if out is None else replace(buffers.owned, shard=out)
         with self.stats.timed("owner"):
-            self._job.owned_bad = self._average(here, owned)
+            self._job.owned_bad = self._average(buffers, owned)
             if self.plan.stays:
                 for stage in self._stages:
                     stage.after_owned_average(owned.shard)
 
     def publish_shard(self, *, flagged: bool) -> None:
-        """Encode what is now in `shard`, start the second phase (which a flagged first phase does
-        without).
+        """Encode the values in `shard` and start the second phase, unless the first phase was
+        flagged.
+
+        Args:
+            flagged: flag the second payload as non-finite.
         """
-        here = self._buffers.slices[0]
-        if here.flagged or here.owned is None or here.second is None:
+        buffers = self._buffers.slices[0]
+        if buffers.flagged or buffers.owned is None or buffers.second is None:
             return
         with self.stats.timed("owner"):
-            self._job.owned_bad = self._encode_owned(0, here.owned) or flagged
-        self._publish(here.second)
+            self._job.owned_bad = self._encode_owned(0, buffers.owned) or flagged
+        self._publish(buffers.second)
 
     def finish(self, number: int = 0) -> None:
-        """Wait for a slice's second phase and write its averages into the bucket, or with the
-        last slice keep them packed in `averages`.
+        """Wait for a slice's second phase and write its averages into the bucket. Averages that
+        stay packed are kept in `averages`, with the last slice. A flagged bucket becomes NaN.
         """
-        job, here = self._job, self._buffers.slices[number]
-        last = here is self._buffers.slices[-1]
-        second = here.second if not here.flagged else None
+        job, buffers = self._job, self._buffers.slices[number]
+        last = buffers is self._buffers.slices[-1]
+        second = buffers.second if not buffers.flagged else None
         if second is not None:
             second.wait(self.timeout_s)
         with self.stats.timed("decode"):
-            job.averages_bad |= here.flagged
+            job.averages_bad |= buffers.flagged
             if second is not None:
                 job.averages_bad |= second.accept()
-            if not job.averages_bad and here.averages is not None:
-                self._decode(here, last=last)
+            if not job.averages_bad and buffers.averages is not None:
+                self._decode(buffers, last=last)
         if last and self.flagged:
             job.bucket.fill_(float("nan"))
             self.stats.nonfinite_buckets += 1
 
     def unpack(self) -> None:
-        """Write averages that are kept packed into the bucket after all."""
+        """Decode packed averages into the bucket, if there are any."""
         if self.averages is not None:
             self.averages.decode(self._job.bucket)
             self.averages = None
 
     def commit(self) -> None:
-        """Make the residuals and states that this step has written current."""
+        """Commit the residuals and states of this step."""
         self._job.commit()
 
     # ---- parts -----------------------------------------------------------------------------------
 
     def _measure(self) -> None:
-        job, own = self._job, self._buffers
-        if own.scratch is not None:
+        job, buffers = self._job, self._buffers
+        if buffers.scratch is not None:
             with self.stats.timed("statistics"):
                 job.unencodable |= self.plan.codec.measure(
-                    self._kernels, job.values, self.plan.local, own.scratch, own.scales
+                    self._kernels, job.values, self.plan.local, buffers.scratch, buffers.scales
                 )
 
     def _place_scales(self) -> None:
-        """Write the scales of the whole bucket to its payload: those that this rank measures, or
-        the largest of all ranks.
+        """Write the scales of the whole bucket to its payload: this rank's, which are measured
+        here, or the largest over all ranks, which are waited for.
         """
         job, scales = self._job, self._buffers.scales
         if self.plan.shares_scale:
@@ -250,7 +255,7 @@ class BucketExchange:
                 with peers_answer("scale_round", job.number):
                     work.wait(self.timeout_s)
             self.stats.add_seconds("scale_round", time.perf_counter() - begun)
-            # some rank's values were not
+            # a shared scale is not finite if a value on any rank is not
             job.unencodable |= not host.are_finite(scales)
         else:
             self._measure()
@@ -258,7 +263,7 @@ class BucketExchange:
             self.plan.codec.place_scales(self.plan.local, scales, self._buffers.local)
 
     def _encode(self, rows: Rows | PayloadLayout, *, last: bool) -> None:
-        """Encode rows of the bucket; with the last ones, bring residuals to units of the
+        """Encode rows of the bucket. After the last ones, convert residuals to units of the
         gradient and take a sample if one is due.
         """
         job, local = self._job, self._buffers.local
@@ -286,29 +291,29 @@ class BucketExchange:
             )
 
     def _receive(self, number: int) -> SliceBuffers:
-        """Wait for a slice's first phase and check it."""
-        job, here = self._job, self._buffers.slices[number]
-        here.first.wait(self.timeout_s)
+        """Wait for a slice's first phase, check its payloads and return its buffers."""
+        job, buffers = self._job, self._buffers.slices[number]
+        buffers.first.wait(self.timeout_s)
         with self.stats.timed("owner"):
-            job.arrived_bad |= here.first.accept()
+            job.arrived_bad |= buffers.first.accept()
             if self.plan.shares_scale and not job.arrived_bad:
-                here.first.check_shared_scales()
-        here.flagged = job.arrived_bad
-        return here
+                buffers.first.check_shared_scales()
+        buffers.flagged = job.arrived_bad
+        return buffers
 
-    def _average(self, here: SliceBuffers, owned: Owned) -> bool:
-        """Average what this rank owns of a slice; return True if an average is not finite."""
+    def _average(self, buffers: SliceBuffers, owned: Owned) -> bool:
+        """Average this rank's pieces of a slice; return True if an average is not finite."""
         bad = self.plan.second_phase.average(self._kernels, owned)
         if bad:
-            here.first.refuse_unflagged()
+            buffers.first.refuse_unflagged()
         return bad
 
     def _encode_owned(self, number: int, owned: Owned) -> bool:
-        """Write the body of a second payload; return True if a value is not finite."""
-        job, kept, bad = self._job, self.state.owner_residuals, False
-        if kept is not None:
-            job.owner_residuals = kept.tensors(self.plan.owned_compressed)
-            job.written[kept] = self.plan.owned_compressed
+        """Encode the body of a slice's second payload; return True if a value is not finite."""
+        job, planes, bad = self._job, self.state.owner_residuals, False
+        if planes is not None:
+            job.owner_residuals = planes.tensors(self.plan.owned_compressed)
+            job.written[planes] = self.plan.owned_compressed
         for stage in self._stages:
             bad |= stage.before_owner_encode(job, number, self.shard)
         residuals = self._residuals(job.owner_residuals)
@@ -321,22 +326,24 @@ class BucketExchange:
         return bad
 
     def _publish(self, second: Phase) -> None:
-        """Start a second phase; the verdict is taken from all owners' headers."""
+        """Seal and start a second phase; its header flags non-finite means to all ranks."""
         job = self._job
         second.seal(job.step, job.number, nonfinite=job.owned_bad)
         second.start()
 
     def _residuals(self, planes: tuple[Tensor, Tensor] | None) -> Residuals:
-        """Return the planes that a codec reads and writes; none to read where a stage has added
-        residuals already.
+        """Return the planes that the codec reads and writes. It reads none if a stage has already
+        added residuals to the values.
         """
         if planes is None:
             return NO_RESIDUALS
         added = any(stage.takes_residuals for stage in self._stages)
         return Residuals(None if added else planes[0], planes[1], self.stats.add_dropped)
 
-    def _decode(self, here: SliceBuffers, *, last: bool) -> None:
-        """Write the averages of a slice; those that may stay packed all at once, with the last."""
+    def _decode(self, buffers: SliceBuffers, *, last: bool) -> None:
+        """Decode the averages of a slice. If averages may stay packed, all slices are handled with
+        the last one: kept packed, or decoded if one could overflow.
+        """
         job = self._job
         if self._packs:
             if last and self._arriving.are_safe():
@@ -345,7 +352,7 @@ class BucketExchange:
                 job.averages_bad |= self._arriving.decode(job.bucket)
             return
         out = next((s.averages for s in self._stages if s.averages is not None), job.bucket)
-        job.averages_bad |= self._arriving.decode(out, here.averages)
+        job.averages_bad |= self._arriving.decode(out, buffers.averages)
         for stage in reversed(self._stages) if last else ():
             if not job.averages_bad:
                 job.averages_bad |= stage.after_decode(job)
@@ -362,7 +369,7 @@ def _stages(
     state: StateStore,
     observes: bool,
 ) -> list[Stage]:
-    """Return the stages of one bucket layout, in the order in which values pass them."""
+    """Return the stages of one bucket layout, in the order in which they run."""
     stages: list[Stage] = []
     transform, moments = state.transform, state.moments
     if transform is not None and transform.transform.place == "local":

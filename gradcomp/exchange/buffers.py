@@ -1,4 +1,4 @@
-"""The memory of one bucket's exchange, which is used again at every step."""
+"""The buffers of one bucket's exchange, allocated once and reused at every step."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from gradcomp.kernels import Kernels, host
 
 @dataclass(eq=False)
 class SliceBuffers:
-    """One slice.
+    """The phases and buffers of one slice.
 
     Attributes:
-        plan: what travels.
-        first: phase in which ranks' gradients travel.
-        owned: (reduce_scatter) what this rank averages.
-        second: (reduce_scatter) phase in which averages travel; None: with a later slice, or not
-            at all.
-        flagged: some rank's values in this slice, or in one before it, are not finite.
+        plan: layouts of the slice.
+        first: first phase, which sends gradients.
+        owned: (reduce_scatter) pieces that this rank averages.
+        second: (reduce_scatter) second phase, which sends means; None if a later slice sends them,
+            or no slice does.
+        flagged: a value of some rank in this slice, or in an earlier one, is not finite.
     """
 
     plan: Slice
@@ -38,24 +38,26 @@ class SliceBuffers:
 
     @property
     def averages(self) -> Phase | None:
-        """The phase whose payloads averages are made of; None: that of a later slice."""
+        """The phase that receives the averages; None if a later slice does."""
         return self.first if self.owned is None else self.second
 
 
 class Buffers:
-    """A bucket's buffers.
+    """The buffers of one bucket.
 
     Args:
-        plan: where every byte goes.
-        kernels: of the bucket's device.
-        comm, stats: of the phases.
-        dtype, module: numbers in headers.
+        plan: layout of every payload.
+        kernels: kernel set of the bucket's device.
+        comm, stats: communicator and counters of the phases.
+        dtype, module: numbers of the bucket's dtype and of the FSDP module, for headers.
 
     Attributes:
-        local: uint8: the whole bucket, encoded.
-        scales, scratch: for statistics, which are done before anything arrives.
-        shard: ``(n,)`` float32: means that this rank owns.
-        slices: in order.
+        local: ``(plan.local.nbytes,)`` uint8: payload of the whole bucket.
+        scales: ``(groups,)`` float32 scales; empty if the codec does not measure any.
+        scratch: memory for measuring scales, or None. It may share memory with the receive buffer,
+            which is free until the first phase starts.
+        shard: ``(shard_numel,)`` float32: means that this rank owns.
+        slices: buffers of every slice, in order.
     """
 
     def __init__(
@@ -73,18 +75,22 @@ class Buffers:
         groups = plan.local.group_count if plan.codec.measures else 0
         self.scales = host.empty(groups, torch.float32)
         self.shard = kernels.empty(plan.shard_numel if plan.scatters else 0)
-        arriving = [one.messages[plan.rank if plan.scatters else 0] for one in plan.slices]
-        nbytes = [n * layout.nbytes for layout in arriving]
+        incoming = [
+            plan_slice.messages[plan.rank if plan.scatters else 0] for plan_slice in plan.slices
+        ]
+        nbytes = [n * layout.nbytes for layout in incoming]
         recv = host.empty(sum(nbytes))
         self.scratch = plan.codec.scratch(kernels, plan.local, free=recv)
         self.slices = []
-        for one, layout, part in zip(plan.slices, arriving, torch.split(recv, nbytes), strict=True):
+        for plan_slice, layout, part in zip(
+            plan.slices, incoming, torch.split(recv, nbytes), strict=True
+        ):
             first = Phase(
                 FIRST,
                 comm,
                 stats,
                 self.local,
-                one.messages,
+                plan_slice.messages,
                 part,
                 [layout] * n,
                 plan.codec.validate_packed,
@@ -92,33 +98,39 @@ class Buffers:
                 dtype=dtype,
                 module=module,
             )
-            here = SliceBuffers(one, first)
+            buffers = SliceBuffers(plan_slice, first)
             if plan.scatters:
-                # once the last slice has been decoded, all that has arrived may be overwritten
-                here.owned = self._owned(one, first, recv if one is plan.slices[-1] else part)
-                here.second = self._second(one, here.owned) if one.second else None
-            self.slices.append(here)
+                # the last slice is averaged last: then the whole receive buffer may be overwritten
+                buffers.owned = self._owned(
+                    plan_slice, first, recv if plan_slice is plan.slices[-1] else part
+                )
+                buffers.second = (
+                    self._second(plan_slice, buffers.owned) if plan_slice.second else None
+                )
+            self.slices.append(buffers)
 
-    def _owned(self, one: Slice, first: Phase, free: Tensor) -> Owned:
-        """Return what a slice needs at its owner.
+    def _owned(self, plan_slice: Slice, first: Phase, free: Tensor) -> Owned:
+        """Return the owned pieces of a slice, with buffers for their means and second payload.
 
         Args:
-            free: uint8 memory that statistics of second payloads may use.
+            one: the slice.
+            first: its first phase.
+            free: ``(n,)`` uint8 memory that may serve to measure scales of the second payload.
         """
-        plan, layout = self._plan, one.own_second
-        assert one.own_first is not None  # every slice of a reduce_scatter has it
+        plan, layout = self._plan, plan_slice.own_second
+        assert plan_slice.own_first is not None  # set in every slice of a reduce_scatter
         groups = layout.group_count if layout is not None and layout.scale_count else 0
         return Owned(
-            MixedPayloads(first.tensors, plan.codec.code, torch.float32, one.own_first),
-            one.own_first,
-            one.own_first if layout is None else layout,
+            MixedPayloads(first.tensors, plan.codec.code, torch.float32, plan_slice.own_first),
+            plan_slice.own_first,
+            plan_slice.own_first if layout is None else layout,
             self.shard,
-            host.empty(one.second_nbytes).zero_(),
+            host.empty(plan_slice.second_nbytes).zero_(),
             host.empty(groups, torch.float32),
             plan.second_phase.scratch(self._kernels, layout, free) if layout is not None else None,
         )
 
-    def _second(self, one: Slice, owned: Owned) -> Phase:
+    def _second(self, plan_slice: Slice, owned: Owned) -> Phase:
         plan, n = self._plan, self._plan.world_size
         return Phase(
             SECOND,
@@ -126,9 +138,9 @@ class Buffers:
             self._stats,
             owned.payload,
             [owned.second],
-            host.empty(n * one.second_nbytes),
-            one.second,
+            host.empty(n * plan_slice.second_nbytes),
+            plan_slice.second,
             plan.second_phase.validate,
-            stride=one.second_nbytes,
+            stride=plan_slice.second_nbytes,
             module=self._module,
         )

@@ -1,4 +1,4 @@
-"""An all_gather of values of which every rank holds a part, packed: FSDP2's weights."""
+"""All-gather of a sharded tensor in encoded form, for FSDP2's weights."""
 
 from __future__ import annotations
 
@@ -21,43 +21,44 @@ from gradcomp.payload.rng import STREAM_SECOND, RngKey
 
 
 class BufferPool:
-    """Memory for what is under way, used again: as many buffers as are needed at a time."""
+    """A pool of reusable buffers; it grows to the number that is in use at the same time."""
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
 
     def take(self, nbytes: int, allocate: Callable[[int], Tensor] = host.empty) -> Tensor:
-        """Return ``(nbytes,)`` uint8 or more of it: the smallest buffer that is large enough.
+        """Return the smallest free buffer of at least `nbytes` bytes, ``(n,)`` uint8.
 
         Args:
-            allocate: makes so many bytes where there is none; by default for payloads.
+            nbytes: bytes needed.
+            allocate: allocates a buffer if none is large enough; by default in host memory.
         """
         self._free.sort(key=Tensor.numel)
         for n, buffer in enumerate(self._free):
             if buffer.numel() >= nbytes:
                 return self._free.pop(n)
         if self._free:
-            self._free.pop(0)  # too small: replaced by what is made now
+            self._free.pop(0)  # free the smallest buffer; the new one replaces it
         return allocate(nbytes)
 
     def give(self, buffer: Tensor) -> None:
-        """Take memory back."""
+        """Return a buffer to the pool."""
         self._free.append(buffer)
 
 
 class ShardGather:
-    """Flat values of which every rank holds a part, gathered by all as payloads of a codec. Every
-    rank decodes every payload, including its own.
+    """All-gather of a flat sharded tensor, as payloads of a codec. Every rank decodes every
+    payload, its own included, so that all ranks get the same bits.
 
     Args:
-        codec: without residuals, and without statistics that are measured beforehand.
-        slots: what each rank holds, with its places in the whole.
-        first: this rank's values begin there in the whole.
-        comm: moves the bytes.
+        codec: a codec without residuals and without scales that `measure` computes.
+        slots: for each rank the slots of its shard, with offsets in the whole tensor.
+        first: offset of this rank's shard in the whole tensor, in elements.
+        comm: communicator.
         stats: counts bytes and seconds.
-        pool: lends the memory for payloads.
+        pool: lends the buffers of payloads.
         dtype, device: of the values.
-        timeout_s: longest wait for a peer.
+        timeout_s: longest wait for a rank, in seconds.
         module: number of the FSDP module, for headers.
     """
 
@@ -82,23 +83,27 @@ class ShardGather:
             PayloadLayout(codec.form, whole_pieces(one), whole_groups=codec.whole_groups)
             for one in slots
         ]
-        mine = [
+        own_pieces = [
             Piece(p.slot, p.start, p.numel, p.data - first, 0)
             for p in whole_pieces(slots[comm.rank])
         ]
-        self._own = PayloadLayout(codec.form, mine, whole_groups=codec.whole_groups)
+        self._own = PayloadLayout(codec.form, own_pieces, whole_groups=codec.whole_groups)
         self._stride = max(layout.nbytes for layout in self._layouts)
         self._rows = joined_rows(self._layouts, self._stride)
-        self._pending: tuple[Phase, Tensor] | None = None  # with its memory
+        self._pending: tuple[Phase, Tensor] | None = None  # with its buffer from the pool
 
     @property
     def sent_nbytes(self) -> int:
-        """Bytes to other ranks in one gather."""
+        """Bytes that this rank sends in one gather."""
         return (self._comm.world_size - 1) * self._stride
 
     def start(self, values: Tensor, step: int) -> None:
-        """Encode this rank's ``(k,)`` values and begin to gather; what is still under way is
-        waited for and dropped.
+        """Encode this rank's shard and start the gather. A gather that is still in progress is
+        waited for first, and its result is dropped.
+
+        Args:
+            values: ``(k,)`` values of this rank's shard.
+            step: training step, for random numbers and headers.
         """
         if self._pending is not None:
             self._pool.give(self._wait()[1])
@@ -125,12 +130,14 @@ class ShardGather:
         self._stats.add_bytes(self.sent_nbytes, self.sent_nbytes)
 
     def finish(self, out: Tensor, *, keep: bool = False) -> Tensor | None:
-        """Wait for all payloads and write the whole to ``(n,)``; NaN if some rank's values are not
-        finite.
+        """Wait for all payloads and decode them.
+
+        Args:
+            out: ``(n,)``: the whole tensor, all NaN if a value of any rank is not finite.
+            keep: keep the payloads for one call of `again`.
 
         Returns:
-            With `keep` the payloads, for one more `again`; None without, and where some value is
-            not finite.
+            The payloads if `keep` is set and all values are finite, otherwise None.
         """
         phase, buffer = self._wait()
         with self._stats.timed("decode"):
@@ -139,7 +146,7 @@ class ShardGather:
                 self._stats.nonfinite_buckets += 1
             elif self._decode(buffer, out):
                 phase.refuse_unflagged("weights")
-                bad = True  # values that the dtype cannot hold
+                bad = True  # values overflow the dtype
             if bad:
                 out.fill_(float("nan"))
         if keep and not bad:
@@ -148,7 +155,7 @@ class ShardGather:
         return None
 
     def again(self, buffer: Tensor, out: Tensor) -> None:
-        """Write the whole once more, from payloads that `finish` has kept."""
+        """Decode payloads that `finish` has kept into `out`, and return them to the pool."""
         with self._stats.timed("decode"):
             self._decode(buffer, out)
         self._pool.give(buffer)

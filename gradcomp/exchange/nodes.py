@@ -1,5 +1,5 @@
-"""Hierarchical exchanges: which ranks share a host, the communicators inside a node and across
-nodes, and the exchange of a bucket over both.
+"""Hierarchical exchange: the search for nodes, communicators inside a node and across nodes, and
+the exchange of a bucket over both.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ def find_nodes(
     timeout_s: float,
     codec: Codec | None = None,
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of every node: `nodes`, or those with equal GRADCOMP_HOST_ID or else equal
-    host name.
+    """Return the ranks of every node. Collective.
 
-    Collective. What goes round is a fingerprint, so that a rank that does something else meanwhile
-    is a mismatch.
+    Ranks compare a fingerprint, so a rank that calls another function is a mismatch.
 
     Args:
-        codec: must not differ either.
+        comm: communicator of all ranks.
+        nodes: the ranks of every node. None: ranks with equal GRADCOMP_HOST_ID, or with equal host
+            names if that is not set, form a node.
+        timeout_s: longest wait for a rank, in seconds.
+        codec: compared over the ranks, if given.
 
     Raises:
-        ValueError: nodes that are not all of one size, or `nodes` that are not a partition of the
-            ranks.
-        PeerMismatch: other `nodes` or settings on some rank, or another exchange.
+        ValueError: nodes of different sizes, or `nodes` that are not a partition of the ranks.
+        PeerMismatch: a rank has other `nodes` or settings, or uses another exchange.
         PeerLost: a rank did not answer.
     """
-    given = (
+    wanted = (
         None
         if nodes is None
         else tuple(sorted(tuple(sorted(int(rank) for rank in node)) for node in nodes))
@@ -51,13 +52,13 @@ def find_nodes(
     values = {
         **(codec_fields(codec) if codec is not None else {}),
         "exchange": "hierarchical",
-        "layout": Shown(given, repr(nodes)),
+        "layout": Shown(wanted, repr(nodes)),
         "world_size": comm.world_size,
         "bucket": host,
     }
     try:
-        with comm.lease("the search for nodes") as lease:  # on the channel of all fingerprints
-            everyone = agree(
+        with comm.lease("the search for nodes") as lease:  # fingerprints share one channel
+            records = agree(
                 lease,
                 values,
                 timeout_s,
@@ -70,43 +71,47 @@ def find_nodes(
         if error.field != "layout":
             raise
         raise PeerMismatch("nodes", error.rank, error.expected, error.got, error.first) from None
-    if given is None:  # records are alike but for the host
-        found = tuple(
-            tuple(r for r, theirs in enumerate(everyone) if theirs == one)
-            for one in dict.fromkeys(everyone)
+    if wanted is None:  # equal records are from one node: only the host may differ
+        result = tuple(
+            tuple(r for r, record in enumerate(records) if record == one)
+            for one in dict.fromkeys(records)
         )
     else:
-        found = given
-    if sorted(rank for node in found for rank in node) != list(range(comm.world_size)):
+        result = wanted
+    if sorted(rank for node in result for rank in node) != list(range(comm.world_size)):
         raise ValueError(f"nodes must hold every rank below {comm.world_size} once, got {nodes!r}")
-    if len({len(node) for node in found}) > 1:
+    if len({len(node) for node in result}) > 1:
         raise ValueError(
             "a hierarchical exchange needs nodes with equally many ranks, got"
-            f" {[len(node) for node in found]} ({found}); give nodes=, set {HOST_VARIABLE}, or take"
-            " another exchange"
+            f" {[len(node) for node in result]} ({result}); give nodes=, set {HOST_VARIABLE}, or"
+            " take another exchange"
         )
-    return found
+    return result
 
 
 def join_nodes(
-    comm: Communicator, found: tuple[tuple[int, ...], ...], timeout_s: float
+    comm: Communicator, nodes: tuple[tuple[int, ...], ...], timeout_s: float
 ) -> tuple[Communicator, Communicator]:
-    """Return the communicators of this rank's node, and of the ranks that have its position on
-    their nodes. Collective.
+    """Return two communicators: one of this rank's node, and one across nodes, of the ranks with
+    the same position on their nodes. Collective.
     """
-    home = next(node for node in found if comm.rank in node)
-    position = home.index(comm.rank)
-    inside = comm.node_subset(home, timeout_s)
+    own_node = next(node for node in nodes if comm.rank in node)
+    position = own_node.index(comm.rank)
+    inside = comm.node_subset(own_node, timeout_s)
     try:
-        return inside, comm.subset([node[position] for node in found], timeout_s)
+        return inside, comm.subset([node[position] for node in nodes], timeout_s)
     except BaseException:
         inside.close()
         raise
 
 
 class HierarchicalExchange:
-    """One bucket's exchange inside the node and, between its two phases, that of the owned means
-    across nodes.
+    """The hierarchical exchange of one bucket. Between the two phases of the exchange inside the
+    node, owners exchange their means across nodes.
+
+    Args:
+        inside: exchange of the bucket inside the node.
+        across: exchange of this rank's shard across nodes.
     """
 
     def __init__(self, inside: BucketExchange, across: BucketExchange) -> None:
@@ -114,18 +119,18 @@ class HierarchicalExchange:
 
     @property
     def flagged(self) -> bool:
-        """Whether some rank's bucket, or the average, is not finite."""
+        """Whether a rank's bucket or the average is not finite."""
         return self._inside.flagged
 
     @property
     def averages(self) -> Averages | None:
-        """The averages, where they are kept packed."""
+        """The averages if they are kept packed, otherwise None."""
         return self._inside.averages
 
     @property
     def slices(self) -> tuple[tuple[Callable[[], None], ...], ...]:
-        """The steps of every slice that goes across nodes; the exchange inside begins with the
-        first and ends with the last.
+        """The steps of every slice of the exchange across nodes. The exchange inside the node
+        starts with the first slice and ends with the last.
         """
         across = self._across.slices
         steps = [[_nothing, _nothing, *rest, _nothing] for _, *rest in across]
@@ -134,16 +139,16 @@ class HierarchicalExchange:
         return tuple(tuple(one) for one in steps)
 
     def begin(self, buffer: Tensor, step: int, bucket: int) -> None:
-        """Take the bucket to average."""
+        """Set the bucket to average in this step; see `Exchange.begin`."""
         self._step, self._bucket = step, bucket
         self._inside.begin(buffer, step, bucket)
 
     def unpack(self) -> None:
-        """Write averages that are kept packed into the bucket after all."""
+        """Decode packed averages into the bucket, if there are any."""
         self._inside.unpack()
 
     def commit(self) -> None:
-        """Make the residuals and moments that this step wrote current."""
+        """Commit the residuals and second moments of this step."""
         self._across.commit()
         self._inside.commit()
 
@@ -155,12 +160,12 @@ class HierarchicalExchange:
         self._across.measure()
 
     def _end_across(self, last: int) -> None:
-        """Every node learns of a value that is not finite; on the node where it arose nobody
-        waits for a second phase.
+        """End the exchange across nodes and start the second phase inside the node. All nodes get
+        the non-finite flag; the node whose values are not finite skips its second phase.
         """
         self._across.finish(last)
         self._inside.publish_shard(flagged=self._across.flagged)
 
 
 def _nothing() -> None:
-    """A step of a slice in which nothing is left to do."""
+    """Do nothing; a placeholder step of a slice."""

@@ -1,8 +1,8 @@
-"""One collective of an exchange: the payloads that a rank sends and those that it receives.
+"""One collective of an exchange: the payloads that a rank sends and receives.
 
-A phase knows bytes, not values: it cuts an encoded bucket into messages, seals them, starts the
-collective, waits for it, and accepts what has arrived if it is whole, of this step and layout, and
-encoded with the common scales.
+A phase handles bytes, not values. It cuts an encoded bucket into messages, writes their headers,
+starts the collective and waits for it. Then it checks that every received payload is complete, of
+this step and layout, and encoded with the shared scales.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _Validate = Callable[[Tensor, PayloadLayout], None]
 
 @dataclass(frozen=True)
 class Kind:
-    """What tells the two phases of an exchange apart.
+    """Constants of the first or the second phase.
 
     Attributes:
-        name: in statistics and errors.
-        channel: of the collective.
-        stream: number in headers.
+        name: name in statistics and errors.
+        channel: channel of the collective.
+        stream: number of the random stream, in headers.
     """
 
     name: str
@@ -48,28 +48,28 @@ SECOND = Kind("second_phase", Channel.SECOND, STREAM_SECOND)
 
 
 class Phase:
-    """The payloads of all ranks in one collective; their memory is used again at every step.
+    """The payloads of all ranks in one collective. Every step reuses their buffers.
 
     Args:
         kind: `FIRST` or `SECOND`.
-        comm: moves the bytes.
+        comm: communicator.
         stats: counts the seconds of waiting.
-        send: uint8, what this rank sends: its payloads, one after the other.
-        outgoing: layouts of these: one payload that goes to every rank (all_gather), or one for
-            each (all_to_all).
-        whole: layout of `send`, where it is one payload and `outgoing` are parts of it.
-        recv: ``(world_size * stride,)`` uint8, what the collective fills.
-        incoming: layout of every rank's payload.
-        stride: bytes from one rank's payload in `recv` to the next one's; by default the size of
-            the first.
-        validate: raises CorruptPayload for the body of a payload that no encoder writes.
-        dtype: number of the values' dtype, for headers; 0: none.
-        module: number of the FSDP module, for headers; 0 elsewhere.
+        send: ``(n,)`` uint8: the payloads that this rank sends, concatenated.
+        outgoing: layouts of these payloads: one for all ranks (all_gather), or one per rank
+            (all_to_all).
+        recv: ``(world_size * stride,)`` uint8 receive buffer.
+        incoming: layout of the payload from every rank.
+        validate: raises CorruptPayload for a payload body that no encoder writes.
+        whole: layout of `send` if it is one payload that is cut into the `outgoing` messages.
+        stride: bytes from one rank's payload in `recv` to the next; by default the size of the
+            first payload.
+        dtype: number of the values' dtype in headers; 0: none.
+        module: number of the FSDP module in headers; 0 without FSDP.
 
     Attributes:
-        tensors: every rank's payload, views of `recv`.
-        layouts: theirs.
-        recv, stride: as given.
+        tensors: the payload from every rank, ``(nbytes,)`` uint8 views of `recv`.
+        layouts: their layouts.
+        recv, stride: the arguments.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Phase:
             self._send = host.empty(ends[-1])
             self._cut = send, message_copies(whole, outgoing, [0, *ends[:-1]])
         bytes_sent = self._send.numpy()
-        bytes_sent[ends[-1] :] = 0  # what is sent depends on the values alone
+        bytes_sent[ends[-1] :] = 0  # messages depend on the values alone, padding included
         self._messages = [
             (bytes_sent[end - one.nbytes : end], one)
             for end, one in zip(ends, outgoing, strict=True)
@@ -111,12 +111,12 @@ class Phase:
         self._work: Work | None = None
 
     def seal(self, step: int, bucket: int, *, nonfinite: bool) -> None:
-        """Cut the payload into messages, where these are parts of it, and write their headers.
+        """Write the headers of all messages, after cutting the payload into them if necessary.
 
         Args:
-            step: of training, modulo 2**32.
-            bucket: number, for errors.
-            nonfinite: the values encoded here are not finite, which every rank is to learn.
+            step: training step, modulo 2**32.
+            bucket: number of the bucket, for errors.
+            nonfinite: set the non-finite flag, since a value on this rank is not finite.
         """
         self._origin = self._origin._replace(step=step)
         self._bucket, self._nonfinite = bucket, nonfinite
@@ -137,10 +137,10 @@ class Phase:
                 self._work = comm.start_all_to_all(self._send, sent, self.recv, received, channel)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until every rank's payload has arrived.
+        """Wait for the collective.
 
         Raises:
-            PeerLost: a rank is gone, or silent for `timeout_s` seconds.
+            PeerLost: a rank is gone, or did not send for `timeout_s` seconds.
         """
         work, self._work = self._work, None
         assert work is not None  # it was started
@@ -150,12 +150,12 @@ class Phase:
         self._stats.add_seconds(self._kind.name, time.perf_counter() - begun)
 
     def accept(self) -> bool:
-        """Check every peer's payload; return True when the values of some rank, this one
-        included, are not finite.
+        """Check the payloads of all other ranks; return True if the values of any rank, this one
+        included, are flagged as non-finite.
 
         Raises:
-            CorruptPayload: bytes that no encoder writes, and from which rank.
-            PeerMismatch: a header of something else.
+            CorruptPayload: bytes that no encoder writes; the message has the rank.
+            PeerMismatch: a header of another step, codec or layout.
         """
         nonfinite, own = self._nonfinite, self._comm.rank
         for rank, (payload, layout) in enumerate(zip(self.tensors, self.layouts, strict=True)):
@@ -173,28 +173,28 @@ class Phase:
         return nonfinite
 
     def check_shared_scales(self) -> None:
-        """Raise PeerMismatch unless all ranks have encoded with the scales they agreed on:
-        otherwise sums of codes mean nothing.
+        """Raise PeerMismatch unless the payloads of all ranks have the same scales. Sums of codes
+        with different scales would be meaningless.
         """
         scales = [
             payload.numpy()[HEADER_NBYTES : HEADER_NBYTES + 4 * layout.scale_count]
             for payload, layout in zip(self.tensors, self.layouts, strict=True)
         ]
         first = scales[0].tobytes()
-        for rank, theirs in enumerate(scales):
-            if theirs.tobytes() != first:
-                mine, other = scales[0].view("<f4"), theirs.view("<f4")
-                at = int((scales[0].view("<u4") != theirs.view("<u4")).argmax())
+        for rank, peer_scales in enumerate(scales):
+            if peer_scales.tobytes() != first:
+                expected, got = scales[0].view("<f4"), peer_scales.view("<f4")
+                at = int((scales[0].view("<u4") != peer_scales.view("<u4")).argmax())
                 raise PeerMismatch(
-                    "scale", rank, f"{mine[at]:.9g} as number {at}", f"{other[at]:.9g}"
+                    "scale", rank, f"{expected[at]:.9g} as number {at}", f"{got[at]:.9g}"
                 )
 
     def refuse_unflagged(self, where: str = "") -> None:
-        """Raise CorruptPayload if averages of these payloads are not finite because of a payload
-        without the non-finite flag.
+        """Raise CorruptPayload if a payload without the non-finite flag makes the averages
+        non-finite.
 
         Args:
-            where: for the message, in place of the bucket's number.
+            where: place for the error message; the bucket's number by default.
         """
         refuse_unflagged(self.tensors, self.layouts, f", {where or f'bucket {self._bucket}'}")
 
@@ -207,8 +207,8 @@ class Phase:
         )
 
     def _check_header(self, header: wire.Header, rank: int) -> None:
-        """Raise PeerMismatch unless a peer's header is the one that this rank would have written,
-        flags aside.
+        """Raise PeerMismatch unless a header, except for its flags, equals the one that this rank
+        would have written for that payload.
         """
         wanted = self._header(self.layouts[rank])
         if header == wanted:

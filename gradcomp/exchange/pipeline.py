@@ -1,9 +1,9 @@
-"""FIFO stages that keep overlapped exchanges in bucket order.
+"""A pipeline of FIFO stages that overlaps exchanges and keeps them in bucket order.
 
-Each stage is a thread with a queue of its own, and each stage starts collectives on one channel
-only; so every channel sees its collectives in bucket order on every rank, and no callback ever
-blocks a thread that another collective needs. (Chaining collectives in `Future.then` deadlocks on
-gloo: its callbacks occupy the threads that would run the next one.)
+Each stage is a thread with a queue, and starts collectives on one channel only. So every channel
+has its collectives in bucket order on every rank, and no callback blocks a thread that another
+collective needs. (Chaining collectives in `Future.then` deadlocks on gloo: its callbacks occupy the
+threads that would run the next collective.)
 """
 
 from __future__ import annotations
@@ -20,26 +20,25 @@ from dataclasses import dataclass, field
 
 logger = logging.getLogger("gradcomp")
 
-# after a failure, longest wait for stages that are at work: an abort ends their collectives within
-# a second
+# longest wait for busy stages after a failure, in seconds: an abort ends their collectives within 1
 QUIET_S = 1.5
-# Python runs signal handlers between waits: a Ctrl-C that another thread received is seen this late
+# longest uninterrupted wait, in seconds: Python runs signal handlers (Ctrl-C) between waits only
 LOOK_S = 0.25
 
 
 @dataclass(eq=False)
 class Task:
-    """One bucket's way through the stages.
+    """The work of one slice or bucket in all stages of a pipeline.
 
     Attributes:
-        stages: what to do in each stage, in order.
-        done: called once at the end, with the error that ended it or None.
+        stages: one function per stage, in order.
+        done: called once when the task ends, with the error that ended it or None.
     """
 
     stages: Sequence[Callable[[], None]]
     done: Callable[[BaseException | None], None]
     _finished: bool = field(default=False, repr=False)
-    _stages_run: int = field(default=0, repr=False)  # by an `InlinePipeline`
+    _stages_run: int = field(default=0, repr=False)  # used by `InlinePipeline`
 
 
 Inbox = queue.SimpleQueue["Task | None"]
@@ -47,30 +46,30 @@ _running: weakref.WeakSet[Pipeline] = weakref.WeakSet()
 
 
 def _close_all() -> None:
-    """Stop the threads of every pipeline before the interpreter goes: one that comes back from
-    C++ later would abort it.
+    """Stop the threads of every pipeline before the interpreter shuts down: a thread that returns
+    from C++ afterwards would abort the process.
     """
     for pipeline in list(_running):
-        # peers that wait hear of the exception that nobody caught
+        # pass an uncaught exception on to waiting ranks
         pipeline.close(error=getattr(sys, "last_value", None))
 
 
 class Pipeline:
-    """Runs tasks through `stage_count` stages, each task after the one before it.
+    """Runs tasks through `stage_count` stages, in the order in which they are submitted.
 
-    The first exception of any stage ends every pending task with it and refuses all later ones:
-    nothing hangs, nothing continues silently. A task ends when no stage works on it any more, or
-    QUIET_S after the failure. Threads start with the first task; they end with `close`, with the
-    pipeline, and with the interpreter.
+    The first exception of any stage ends all pending tasks and all later ones with that error. A
+    pending task ends once no stage is busy, or QUIET_S seconds after the failure. Threads start
+    with the first task. They end with `close`, when the pipeline is garbage-collected, or when the
+    interpreter exits.
 
     Args:
-        stage_count: threads, one a stage.
-        name: of the threads.
-        on_failure: called at every failure with the first error in words, before tasks are ended;
-            it should make waits of other stages end soon.
+        stage_count: number of stages, each with a thread.
+        name: prefix of the threads' names.
+        on_failure: called at every failure with a text of the first error, before tasks are ended.
+            It should make the waits of other stages return soon.
 
     Attributes:
-        error: the first that there was.
+        error: the first error, or None.
         closed: whether `close` was called.
     """
 
@@ -85,14 +84,12 @@ class Pipeline:
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()
         self._pending: list[Task] = []
-        self._busy: set[int] = set()  # stages at work
+        self._busy: set[int] = set()  # stages that are running a task
         self.error: BaseException | None = None
         self.closed = False
 
     def submit(self, *tasks: Task) -> None:
-        """Send tasks on their way, one after the other; all of them end at once if the pipeline
-        has failed.
-        """
+        """Queue tasks in order. If the pipeline has failed, end them at once with its error."""
         with self._changed:
             failed = self.error
             if failed is None:
@@ -106,11 +103,11 @@ class Pipeline:
                 self._finish(task, failed)
 
     def wait(self) -> None:
-        """Block until no task is pending and, after a failure, no stage is at work (for QUIET_S at
-        most).
+        """Wait until no task is pending; after a failure, until no stage is busy, for at most
+        QUIET_S seconds.
 
         Raises:
-            BaseException: what made a stage fail; every later call raises it again.
+            BaseException: the error of the stage that failed, in every later call, too.
         """
         with self._changed:
             while self._pending and self.error is None:
@@ -121,18 +118,18 @@ class Pipeline:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no task is under way."""
+        """Whether no task is pending."""
         return not self._pending
 
     def rest(self) -> None:
-        """Block until no stage is at work, for QUIET_S at most: after a failure nothing is
-        written any more.
+        """Wait until no stage is busy, for at most QUIET_S seconds. After a failure no stage writes
+        to any buffer then.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._busy, QUIET_S)
 
     def fail(self, error: BaseException) -> None:
-        """End every pending task with `error`, now and for good. The first error stays."""
+        """End every pending task, and all later ones, with `error` or with an earlier error."""
         with self._changed:
             if self.error is None:
                 self.error = error
@@ -141,7 +138,7 @@ class Pipeline:
             self._on_failure(f"{type(self.error).__name__}: {self.error}")
         except Exception:
             logger.exception("the peers could not be notified of a failure")
-        # a stage that works on a task ends it: nobody touches its buffers before that
+        # wait for busy stages first: their buffers are in use until they return
         with self._changed:
             self._changed.wait_for(lambda: not self._busy, QUIET_S)
             pending = list(self._pending)
@@ -149,8 +146,12 @@ class Pipeline:
             self._finish(task, self.error)
 
     def close(self, timeout_s: float = 5.0, error: BaseException | None = None) -> None:
-        """End what is pending, with `error` if there is one, and stop the threads; one that is
-        stuck in a collective is left behind (it is a daemon).
+        """End pending tasks and stop the threads.
+
+        Args:
+            timeout_s: longest wait for the threads, in seconds. A daemon thread that is blocked in
+                a collective after that is left running.
+            error: error of the pending tasks; by default a RuntimeError.
         """
         _running.discard(self)
         self.closed = True
@@ -171,25 +172,25 @@ class Pipeline:
             atexit.unregister(_close_all)
             atexit.register(_close_all)
         _running.add(self)
-        me = weakref.ref(self)
+        self_ref = weakref.ref(self)
         weakref.finalize(self, _stop, self._inboxes).atexit = False
         for number, inbox in enumerate(self._inboxes):
             name = f"{self._name}-{number}"
             thread = threading.Thread(
-                target=_serve, args=(me, number, inbox), name=name, daemon=True
+                target=_serve, args=(self_ref, number, inbox), name=name, daemon=True
             )
             self._threads.append(thread)
             thread.start()
 
     def _work(self, number: int, task: Task) -> None:
-        """Run one stage of a task and send it on, or end it."""
+        """Run one stage of a task, then queue the task for the next stage or end it."""
         with self._changed:
-            works = self.error is None
-            if works:
+            is_running = self.error is None
+            if is_running:
                 self._busy.add(number)
         error: BaseException | None = None
         try:
-            if works:
+            if is_running:
                 task.stages[number]()
         except BaseException as failure:
             logger.debug("stage %d failed", number, exc_info=True)
@@ -200,8 +201,7 @@ class Pipeline:
         if error is not None:
             self.fail(error)
         elif self.error is not None:
-            # `fail` ends all tasks together, since another stage may be at work on a slice of the
-            # same bucket
+            # `fail` ends all tasks, since another stage may be busy with a slice of the same bucket
             return
         elif number == len(self._inboxes) - 1:
             self._finish(task, None)
@@ -225,18 +225,18 @@ class Pipeline:
 
 
 class InlinePipeline(Pipeline):
-    """Runs tasks on the calling thread, and has no threads of its own: each `submit` runs the next
-    stage of every task under way, the oldest first, then the first stage of the new one.
+    """A pipeline without threads: each `submit` runs the next stage of every pending task, the
+    oldest first, and then the first stage of the new task, on the calling thread.
 
-    So n - 1 tasks of n stages are under way between calls; a task of one stage ends in `submit`.
-    What a stage raises ends all tasks, as in any `Pipeline`; `wait` raises it.
+    So up to n - 1 tasks of n stages are pending between calls; a task of one stage ends in
+    `submit`. An error of a stage ends all tasks, and `wait` raises it, as in `Pipeline`.
     """
 
     def __init__(self) -> None:
         super().__init__(stage_count=0)
 
     def submit(self, *tasks: Task) -> None:
-        """Run one stage of every task under way and of these."""
+        """For each new task run the next stage of every pending task, then its first stage."""
         for task in tasks:
             self._run_stages()
             if self.error is None:
@@ -246,7 +246,7 @@ class InlinePipeline(Pipeline):
                 self._finish(task, self.error)
 
     def wait(self) -> None:
-        """Run the tasks under way to their ends; raise what made a stage fail."""
+        """Run all pending tasks to their ends; raise the error of a stage that failed."""
         while self._pending:
             self._run_stages()
         super().wait()
@@ -269,8 +269,8 @@ class InlinePipeline(Pipeline):
 
 
 def _serve(pipeline: weakref.ref[Pipeline], number: int, inbox: Inbox) -> None:
-    """Run one stage until None comes. Between tasks a thread holds nothing: a pipeline that
-    nobody uses can go.
+    """Run one stage until the queue returns None. Between tasks the thread has only a weak
+    reference, so an unused pipeline can be garbage-collected.
     """
     while (task := inbox.get()) is not None:
         owner = pipeline()

@@ -1,9 +1,9 @@
-"""What codes make of gradients, measured while training: errors, directions, residuals, by
-parameter, every so many steps.
+"""Quality of compression during training: error, cosine and residual of every parameter, sampled
+every so many steps.
 
-A rank looks at its own gradients alone; nothing is sent and nothing waits. What is measured is what
-the exchange has: the gradient, what was encoded (gradient + residual, in units of moments where it
-is preconditioned), what its codes decode to.
+A rank measures its own gradients only; nothing is sent. A sample compares three tensors of the
+exchange: the gradient, the encoded values (gradient + residual, in units of second moments with
+`precondition`), and the decoded values.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from gradcomp.payload.form import HEADER_NBYTES
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.pieces import Slot, whole_pieces
 
-GROWING = 4  # samples in a row in which residuals have grown, before that is called a divergence
-GROWTH = 1.2  # from one of them to the next
-LARGE = 10.0  # residual over gradient; below this nothing is called a divergence
+GROWING = 4  # growing residuals in so many consecutive samples count as divergence
+GROWTH = 1.2  # least growth factor from one sample to the next
+LARGE = 10.0  # least residual / gradient that counts as divergence
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,15 @@ class Measured:
     """One parameter at one step, on this rank.
 
     Attributes:
-        name: of the parameter.
-        step: of the sample.
-        numel: elements.
-        error: norm of what the codes leave out / norm of what is encoded.
-        cosine: between the decoded and the exact gradient; NaN where one of them is zero.
-        residual: norm of the new residual / norm of the gradient; 0 without error feedback, NaN for
-            a gradient of zero.
-        clipped: share of values beyond the outermost level of their group; NaN for codecs that have
-            none.
+        name: name of the parameter.
+        step: step of the sample.
+        numel: number of elements.
+        error: norm of (encoded values - decoded values) / norm of the encoded values.
+        cosine: cosine of the decoded and the exact gradient; NaN if one of them is zero.
+        residual: norm of the new residual / norm of the gradient; 0 without error feedback, NaN if
+            the gradient is zero.
+        clipped: fraction of values beyond the outermost level of their scale group; NaN for codecs
+            without one.
     """
 
     name: str
@@ -59,32 +59,32 @@ class Quality:
     """The latest sample of every compressed parameter.
 
     Attributes:
-        rows: by name, in the order of ``named_parameters()``.
+        rows: samples by parameter name, in the order of ``named_parameters()``.
     """
 
     def __init__(self, rows: Mapping[str, Measured]) -> None:
         self.rows = dict(rows)
 
     def worst(self, count: int = 10) -> list[Measured]:
-        """Return the parameters whose decoded gradient points elsewhere most, worst first."""
+        """Return the samples with the lowest cosine, at most `count`, lowest first."""
         known = [row for row in self.rows.values() if not math.isnan(row.cosine)]
         return sorted(known, key=lambda row: (row.cosine, row.name))[:count]
 
     def __str__(self) -> str:
-        """Return the ten worst as a table; "-" is a number that there is not, as `clipped` of 1
-        bit.
+        """Return the ten worst samples as a table; "-" stands for NaN, such as `clipped` of a 1-bit
+        codec.
         """
-        found = self.worst()
-        if not found:
+        rows = self.worst()
+        if not rows:
             return "no sample yet: one is taken every `quality_every` steps"
-        wide = max(len("parameter"), *(len(row.name) for row in found))
+        wide = max(len("parameter"), *(len(row.name) for row in rows))
         lines = [
             (
                 f"{'parameter':{wide}}  {'step':>6}  {'cosine':>7}  {'error':>7}  {'residual':>8} "
                 f" {'clipped':>7}"
             )
         ]
-        for row in found:
+        for row in rows:
             columns = (
                 (row.cosine, "7.3f"),
                 (row.error, "7.3f"),
@@ -99,15 +99,18 @@ class Quality:
         return "\n".join(lines)
 
     def plot(self, file: str | Path) -> None:
-        """Draw the ten worst: cosine, error and residual (PNG, SVG or PDF, by the name).
+        """Plot cosine, error and residual of the ten worst samples.
+
+        Args:
+            file: path of the image; its suffix chooses PNG, SVG or PDF.
 
         Raises:
             ImportError: matplotlib is not installed (``pip install gradcomp[bench]``).
         """
         from matplotlib.figure import Figure
 
-        found = self.worst()[::-1]
-        figure = Figure(figsize=(10, 1.5 + 0.3 * len(found)), layout="constrained")
+        rows = self.worst()[::-1]
+        figure = Figure(figsize=(10, 1.5 + 0.3 * len(rows)), layout="constrained")
         titles = (
             ("cosine", "cosine of decoded and exact"),
             ("error", "error / encoded"),
@@ -116,7 +119,7 @@ class Quality:
         for number, (name, title) in enumerate(titles):
             axes = figure.add_subplot(1, 3, number + 1)
             axes.barh(
-                [row.name for row in found], [getattr(row, name) for row in found], color="#0072b2"
+                [row.name for row in rows], [getattr(row, name) for row in rows], color="#0072b2"
             )
             axes.set_title(title, fontsize=10)
             axes.grid(axis="x", alpha=0.3)
@@ -125,11 +128,11 @@ class Quality:
 
 
 class Probe:
-    """Takes the samples of one model.
+    """Samples the quality of one model's exchanges. Threads of the pipeline may use it.
 
     Args:
-        every: a sample at each step that is a multiple of it; 0: none.
-        names: of the parameters, by position; all positions of one name are one parameter.
+        every: sample the steps that are multiples of this number; 0: none.
+        names: parameter names by position; positions with the same name are one parameter.
     """
 
     def __init__(self, every: int, names: Mapping[int, str]) -> None:
@@ -140,7 +143,7 @@ class Probe:
         self._lock = threading.Lock()
 
     def due(self, step: int) -> bool:
-        """Whether this step is to be sampled."""
+        """Whether to sample this step."""
         return self._every > 0 and step % self._every == 0
 
     def take(
@@ -160,12 +163,15 @@ class Probe:
         """Measure one bucket that this rank has encoded.
 
         Args:
-            slots: the parameters of the bucket.
-            layout, payload: of the whole bucket.
-            encoded: ``(n,)``, what was encoded but for residuals that the codec has added itself.
-            gradient: ``(n,)``.
-            units: ``(n,)``, by which decoded values are multiplied; None: 1.
-            residual: the plane after this step.
+            kernels: kernel set of the bucket's device.
+            codec: codec of the payload.
+            slots: slots of the bucket's parameters.
+            layout, payload: layout and bytes of the bucket's payload.
+            step: training step.
+            encoded: ``(n,)`` encoded values, without residuals that the codec itself has added.
+            gradient: ``(n,)`` gradients.
+            units: ``(n,)`` float32 factors of the decoded values; None: 1.
+            residual: float32 residual plane after this step; None without error feedback.
         """
         decoded, reach = kernels.empty(gradient.numel()).zero_(), codec.reach
         scales = (
@@ -179,7 +185,7 @@ class Probe:
         for piece in whole_pieces(slots):
             if not (piece.slot.compressed and piece.numel):
                 continue
-            at, groups = (
+            span, groups = (
                 slice(piece.data, piece.data + piece.numel),
                 slice(first, first + piece.group_count),
             )
@@ -189,27 +195,27 @@ class Probe:
                 if residual is not None
                 else None
             )
-            unit = units[at] if units is not None else None
-            x = encoded[at].float()
-            if left is not None and unit is None:  # the codec itself has added residuals
-                x = decoded[at] + left / codec.decay
-            one = sums.setdefault(self._names[piece.slot.index], Sums())
-            one.add(gradient[at].float(), x, decoded[at], unit, left)
+            unit = units[span] if units is not None else None
+            x = encoded[span].float()
+            if left is not None and unit is None:  # the codec has added residuals: reconstruct x
+                x = decoded[span] + left / codec.decay
+            totals = sums.setdefault(self._names[piece.slot.index], Sums())
+            totals.add(gradient[span].float(), x, decoded[span], unit, left)
             if reach is not None:  # such codecs have one scale a group, and do not cut pieces
                 limits = (scales[groups] * reach).repeat_interleave(sizes[groups])
-                one.clipped += int(torch.count_nonzero(x.abs() > limits.to(x.device)))
-        for name, one in sums.items():
-            row = one.measured(name, step, keeps=residual is not None, clips=reach is not None)
+                totals.clipped += int(torch.count_nonzero(x.abs() > limits.to(x.device)))
+        for name, totals in sums.items():
+            row = totals.measured(name, step, keeps=residual is not None, clips=reach is not None)
             self._enter(row)
 
     def report(self) -> Quality:
-        """Return the latest samples."""
+        """Return the latest sample of every parameter."""
         with self._lock:
             return Quality({n: self._rows[n] for n in self._names.values() if n in self._rows})
 
     def error(self) -> float:
-        """Return the error of the latest samples over all parameters (root mean square, by
-        elements): Inf once residuals grow without bound, NaN without a sample.
+        """Return the root mean square of all parameters' latest errors, weighted by elements. Inf
+        once residuals grow without bound, NaN without a sample.
         """
         with self._lock:
             rows, warned = list(self._rows.values()), bool(self._warned)
@@ -221,7 +227,7 @@ class Probe:
         )
 
     def forget(self) -> None:
-        """Drop all samples: they are of a codec that is no longer used."""
+        """Drop all samples, when another codec is used from now on."""
         with self._lock:
             self._rows, self._growing, self._warned = {}, {}, set()
 
@@ -249,13 +255,13 @@ class Probe:
 
 @dataclass
 class Sums:
-    """What a sample adds up of one parameter, in float64: float32 sums differ in their sixth digit
-    with the alignment of the memory.
+    """Sums over the elements of one parameter in a sample, in float64: the sixth digit of float32
+    sums depends on memory alignment.
 
     Attributes:
-        gradient, encoded, error, decoded, residual: squares.
-        product: of the decoded and the exact gradient.
-        clipped, numel: elements.
+        gradient, encoded, error, decoded, residual: sums of squares.
+        product: dot product of the decoded and the exact gradient.
+        clipped, numel: numbers of elements.
     """
 
     gradient: float = 0.0
@@ -270,12 +276,14 @@ class Sums:
     def add(
         self, g: Tensor, x: Tensor, q: Tensor, unit: Tensor | None, left: Tensor | None
     ) -> None:
-        """Add some elements.
+        """Add elements to the sums.
 
         Args:
-            g, x: ``(n,)`` of the gradient and of what was encoded.
-            q: ``(n,)``, decoded x; times `unit`, where there is one, the decoded gradient.
-            left: ``(n,)``, residuals of the next step.
+            g: ``(n,)`` float32 gradient.
+            x: ``(n,)`` float32 encoded values.
+            q: ``(n,)`` float32 decoded values.
+            unit: ``(n,)`` float32; the decoded gradient is ``q * unit``. None: 1.
+            left: ``(n,)`` float32 residuals after this step, or None.
         """
         decoded = q if unit is None else q * unit
         self.gradient += _square(g)
@@ -287,11 +295,12 @@ class Sums:
         self.numel += g.numel()
 
     def measured(self, name: str, step: int, *, keeps: bool, clips: bool) -> Measured:
-        """Return the row of a parameter.
+        """Return the sample of a parameter.
 
         Args:
             name, step: see `Measured`.
-            keeps, clips: whether its codec has residuals, and an outermost level.
+            keeps: whether the codec has residuals.
+            clips: whether the codec has an outermost level.
         """
         sizes = math.sqrt(self.gradient) * math.sqrt(self.decoded)
         unknown = math.nan if keeps else 0.0

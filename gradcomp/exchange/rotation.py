@@ -1,9 +1,9 @@
-"""A stage that rotates a bucket at random before it is encoded, and averages back.
+"""A stage that applies a random rotation to a bucket before encoding, and inverts it on averages.
 
-1-bit codes of values that have been rotated are unbiased once they are scaled for it
-(tests/reference/rotation.py), and their error is noise of about one size all over a scale group. So
-there are no residuals. The rotation of a step is the same on all ranks, so that averages are made
-of rotated values; owners rotate means once more before they encode them again.
+1-bit codes of rotated values are unbiased with a suitable scale (tests/reference/rotation.py), and
+their error is noise of similar size across a scale group. So there are no residuals. All ranks use
+the same rotation in a step, so rotated values can be averaged. Owners rotate means a second time
+before they encode them in 1 bit.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from gradcomp.payload.rng import STREAM_OWNED, STREAM_ROTATION
 
 
 class Rotation(Stage):
-    """Rotates one bucket layout.
+    """The rotation of one bucket layout.
 
     Args:
-        plan: of the exchange.
-        kernels: of the bucket's device.
-        dtype: of the bucket.
-        seed: of the random signs.
+        plan: plan of the exchange.
+        kernels: kernel set of the bucket's device.
+        dtype: dtype of the bucket.
+        seed: seed of the random signs.
     """
 
-    takes_residuals = True  # rotated codecs keep no residuals
+    takes_residuals = True  # codecs that rotate have no residuals
     needs_averages = True
 
     def __init__(self, plan: BucketPlan, kernels: Kernels, dtype: torch.dtype, seed: int) -> None:
@@ -46,48 +46,48 @@ class Rotation(Stage):
         ]
 
     def before_encode(self, job: Job) -> bool:
-        """Encode rotated values, float32; fp32 pieces as they are."""
+        """Set `Job.values` to a float32 copy of the bucket with compressed parameters rotated."""
         self._step = job.step
         for slot in self._slots:
-            mine = self._values[slot.offset : slot.offset + slot.numel]
-            mine.copy_(job.bucket[slot.offset : slot.offset + slot.numel])
+            values = self._values[slot.offset : slot.offset + slot.numel]
+            values.copy_(job.bucket[slot.offset : slot.offset + slot.numel])
             if slot.compressed:
-                self._rotate(mine, slot, slot.start, STREAM_ROTATION)
-                self._kernels.unbias(mine, slot.group_numel, slot.start)
+                self._rotate(values, slot, slot.start, STREAM_ROTATION)
+                self._kernels.unbias(values, slot.group_numel, slot.start)
         job.values = job.target = self._values
         return False
 
     def before_owner_encode(self, job: Job, number: int, shard: Tensor) -> bool:
-        """Rotate means once more if they are encoded in 1 bit: sums of a few ranks' codes have few
-        values, of which 1-bit codes are not unbiased.
+        """Rotate owned means a second time if they are encoded in 1 bit. Means of a few ranks'
+        codes take few distinct values, whose 1-bit codes would be biased.
         """
         owned = self._plan.slices[number].own_second
         for p in owned.pieces if self._requantizes and owned is not None else []:
             if p.slot.compressed:
-                mine = shard[p.data : p.data + p.numel]
-                self._rotate(mine, p.slot, p.start, STREAM_OWNED)
-                self._kernels.unbias(mine, p.slot.group_numel, p.start)
+                values = shard[p.data : p.data + p.numel]
+                self._rotate(values, p.slot, p.start, STREAM_OWNED)
+                self._kernels.unbias(values, p.slot.group_numel, p.start)
         return False
 
     def after_owned_average(self, shard: Tensor) -> None:
         for p in self._plan.own_second.pieces:
             if p.slot.compressed:
-                mine = shard[p.data : p.data + p.numel]
-                self._rotate(mine, p.slot, p.start, STREAM_ROTATION, back=True)
+                values = shard[p.data : p.data + p.numel]
+                self._rotate(values, p.slot, p.start, STREAM_ROTATION, back=True)
 
     def after_decode(self, job: Job) -> bool:
         bad, averages = False, job.bucket if self.averages is None else self.averages
         for p in self._pieces:
-            mine = averages[p.data : p.data + p.numel]
-            self._rotate(mine, p.slot, p.start, STREAM_OWNED, back=True)
+            values = averages[p.data : p.data + p.numel]
+            self._rotate(values, p.slot, p.start, STREAM_OWNED, back=True)
         for slot in self._slots:
             place = slice(slot.offset, slot.offset + slot.numel)
-            mine = averages[place]
+            values = averages[place]
             if slot.compressed:
-                self._rotate(mine, slot, slot.start, STREAM_ROTATION, back=True)
-                bad |= not self._kernels.are_finite(mine)
+                self._rotate(values, slot, slot.start, STREAM_ROTATION, back=True)
+                bad |= not self._kernels.are_finite(values)
             if self.averages is not None:
-                job.bucket[place].copy_(mine)
+                job.bucket[place].copy_(values)
                 bad |= not self._kernels.are_finite(job.bucket[place].float())
         return bad
 

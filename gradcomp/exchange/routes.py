@@ -1,8 +1,8 @@
-"""How averages travel between ranks: a route for all ranks alike (flat), for one rank, and for
-fp32 inside nodes with packed values between them (hierarchical).
+"""Routes: an exchange over all ranks (flat), for a single rank, or with fp32 inside nodes and a
+codec between nodes (hierarchical).
 
-A route knows the communicators. It says how many residuals a rank keeps, and makes the exchange of
-a bucket layout.
+A route has the communicators. It determines how many residuals a rank has, and creates the exchange
+of each bucket layout.
 """
 
 from __future__ import annotations
@@ -33,54 +33,53 @@ from gradcomp.payload.pieces import ByElements, Slot
 
 
 class Exchange(Protocol):
-    """What averages one bucket layout, step after step: `begin`, the steps of every slice in order,
-    then `commit` unless flagged.
+    """The exchange of one bucket layout. In each training step call `begin`, then all steps of
+    every slice in order, then `commit` unless `flagged`.
 
-    Then the average stands in the bucket, or it is in `averages` until the next `begin` or
-    `unpack`.
+    After that the averages are in the bucket, or in `averages` until the next `begin` or `unpack`.
     """
 
     @property
     def flagged(self) -> bool:
-        """Whether some rank's bucket, or the average, is not finite; final after the last
-        slice's last step.
+        """Whether a rank's bucket or the average is not finite; final after the last step of the
+        last slice.
         """
 
     @property
     def averages(self) -> Averages | None:
-        """The averages, where they are kept packed; their memory is the exchange's until the
-        next `begin`.
+        """The averages if they are kept packed, otherwise None. They refer to buffers of the
+        exchange, which are valid until the next `begin`.
         """
 
     @property
     def slices(self) -> tuple[tuple[Callable[[], None], ...], ...]:
-        """The steps of every slice of the bucket, as many for each. A step runs after the one
-        before it of its slice, and after its like of the slice before; it waits for at most one
-        collective and starts at most one, on a channel of its own.
+        """The steps of every slice; all slices have the same number. A step must run after the
+        previous step of its slice, and after the same step of the previous slice. It waits for at
+        most one collective and starts at most one, on a channel of its own.
 
-        Raises (each of them): PeerLost, PeerMismatch, CorruptPayload.
+        Each step may raise PeerLost, PeerMismatch or CorruptPayload.
         """
 
     def begin(self, buffer: Tensor, step: int, bucket: int) -> None:
-        """Take the bucket to average.
+        """Set the bucket to average in this step.
 
         Args:
-            buffer: ``(numel,)`` of the exchange's dtype and device, contiguous, overwritten by the
+            buffer: ``(numel,)`` of the exchange's dtype and device, contiguous; overwritten by the
                 average (NaN if flagged).
-            step: of training, for random numbers and headers.
-            bucket: its number, for messages of errors.
+            step: training step, for random numbers and headers.
+            bucket: number of the bucket, for error messages.
         """
 
     def unpack(self) -> None:
-        """Write averages that are kept packed into the bucket after all."""
+        """Decode packed averages into the bucket, if there are any."""
 
     def commit(self) -> None:
-        """Make residuals and states that this step wrote current. Not of a flagged bucket."""
+        """Commit the residuals and states of this step. Not for a flagged bucket."""
 
 
 @dataclass(frozen=True)
 class ExchangeOptions:
-    """What an exchange uses besides its plan and communicator; fields as of `BucketExchange`."""
+    """Arguments of `BucketExchange` besides plan and communicator."""
 
     dtype: torch.dtype
     stats: Stats
@@ -95,13 +94,13 @@ class ExchangeOptions:
 
 
 class Route(ABC):
-    """How buckets travel: communicators and strategy of one codec.
+    """The communicators and the strategy that exchange buckets with one codec.
 
     Attributes:
-        strategy: how averages are made.
-        stage_count: steps of a slice, in every exchange.
-        nodes: the ranks of every node, where nodes average in fp32 first.
-        packs: False: everything travels in fp32, whatever the codec.
+        strategy: strategy of the exchange.
+        stage_count: number of steps of a slice, in every exchange.
+        nodes: (hierarchical) the ranks of every node.
+        packs: False if all values are sent in fp32, whatever the codec.
     """
 
     strategy: Strategy
@@ -110,34 +109,34 @@ class Route(ABC):
     packs = True
 
     def residual_numel(self, numel: int) -> int:
-        """Return how many residuals this rank keeps of a tensor of `numel` elements."""
+        """Return how many residuals this rank has of a tensor of `numel` elements."""
         return numel
 
     @abstractmethod
     def owner_numel(self, residual_numel: int) -> int:
-        """Return how many of those this rank owns in a second phase."""
+        """Return how many of these residuals belong to elements that this rank owns."""
 
     @abstractmethod
     def sent_nbytes(self, slots: list[Slot], codec: Codec) -> int:
-        """Return the bytes that this rank sends for a bucket in one step; of a hierarchical route,
-        to other nodes.
+        """Return the bytes that this rank sends per step for a bucket (hierarchical: to other
+        nodes).
         """
 
     @abstractmethod
     def exchange(self, slots: list[Slot], codec: Codec, options: ExchangeOptions) -> Exchange:
-        """Return an exchange of one bucket layout, with its buffers.
+        """Return the exchange of one bucket layout, with its buffers.
 
         Args:
-            slots: the parameters of the bucket.
-            codec: the route's own, or that of a warm start.
+            slots: slots of the bucket's parameters.
+            codec: codec of the route, or of the warm-up.
             options: see `ExchangeOptions`.
         """
 
     def abort(self, reason: str = "") -> None:
-        """Notify the peers that this rank has stopped, and why."""
+        """Notify the other ranks that this rank has stopped, with the reason."""
 
     def close(self) -> None:
-        """Close the communicators that the route has made."""
+        """Close the communicators that the route has created."""
 
 
 def make_route(
@@ -149,25 +148,29 @@ def make_route(
     transform: Transform | None = None,
     slice_numel: int | None = None,
 ) -> Route:
-    """Return how `codec` travels over `comm`. Collective for ``exchange="hierarchical"``.
+    """Return the route for a codec and a communicator. Collective if `exchange` is "hierarchical".
 
     Args:
-        exchange, nodes, transform, slice_numel: checked, see `gradcomp.engine.options`.
-        timeout_s: longest wait for a peer, in seconds.
+        codec: codec of the gradients.
+        comm: communicator of all ranks.
+        exchange, nodes, transform, slice_numel: checked values, see `gradcomp.engine.options`.
+        timeout_s: longest wait for a rank, in seconds.
 
     Raises:
-        ValueError: nodes of unequal sizes, a transform that the exchange cannot carry.
-        PeerMismatch: (hierarchical) other nodes or another codec or exchange on some rank.
+        ValueError: nodes of unequal sizes, or a transform that the exchange does not support.
+        PeerMismatch: (hierarchical) a rank has other nodes, or another codec or exchange.
         PeerLost: a rank did not answer.
     """
     if exchange == "hierarchical":
         slicing = Slicing(slice_numel)
-        found = find_nodes(comm, nodes, timeout_s, codec)
-        if len(found) == 1:  # nothing leaves the node, so nothing is packed
+        found_nodes = find_nodes(comm, nodes, timeout_s, codec)
+        if len(found_nodes) == 1:  # a single node: everything is sent in fp32
             return _fp32_route(comm, slicing)
-        if len(found) == comm.world_size:
+        if len(found_nodes) == comm.world_size:
             return FlatRoute(comm, codec, choose(codec, comm.world_size), slicing)
-        return HierarchicalRoute(comm, codec, found, *join_nodes(comm, found, timeout_s), slicing)
+        return HierarchicalRoute(
+            comm, codec, found_nodes, *join_nodes(comm, found_nodes, timeout_s), slicing
+        )
     owns = transform is not None and transform.place == "owner"
     strategy = choose(codec, comm.world_size, exchange, owner_transform=owns)
     if comm.world_size == 1:
@@ -176,11 +179,11 @@ def make_route(
 
 
 def run_stages(exchange: Exchange, buffer: Tensor, step: int) -> None:
-    """Average one bucket here and now, and commit its residuals if every value was finite."""
+    """Average one bucket on the calling thread; commit its residuals if all values are finite."""
     exchange.begin(buffer, step, 0)
     slices = exchange.slices
     count = len(slices[0])
-    # what a slice has started runs while the one behind it is encoded
+    # the collectives of a slice run while the next slice is encoded
     for wave in range(len(slices) + count - 1):
         for stage in range(count):
             if 0 <= wave - stage < len(slices):
@@ -193,14 +196,15 @@ def run_stages(exchange: Exchange, buffer: Tensor, step: int) -> None:
 
 
 class FlatRoute(Route):
-    """Every rank exchanges with every other one.
+    """A route on which every rank exchanges with all others.
 
     Args:
-        comm: moves the bytes.
-        codec: packs values.
-        strategy: of that codec.
-        slicing: how buckets are cut.
-        packs: False: `codec` is used in place of every other one, without residuals.
+        comm: communicator.
+        codec: codec of the gradients.
+        strategy: strategy for that codec.
+        slicing: how buckets are cut into slices.
+        packs: False to replace the codecs given to `plan` and `exchange` by `codec`, without
+            residuals.
     """
 
     def __init__(
@@ -224,12 +228,18 @@ class FlatRoute(Route):
     def plan(
         self, slots: list[Slot], codec: Codec, owner_residuals: Planes | None = None
     ) -> BucketPlan:
-        """Return where every byte of a bucket goes."""
+        """Return the plan of a bucket.
+
+        Args:
+            slots: slots of the bucket's parameters.
+            codec: codec of the route, or of the warm-up.
+            owner_residuals: residual planes of the owner, for their offsets.
+        """
         world_size, strategy = self._comm.world_size, self.strategy
         if not self.packs:
             codec = self._codec
         elif codec is not self._codec:
-            # a warm start whose owners may keep residuals travels as what follows it
+            # a warm-up codec with residuals uses the same exchange as the codec after it
             strategy = choose(
                 codec, world_size, strategy.exchange if codec.error_feedback else "auto"
             )
@@ -254,7 +264,7 @@ class FlatRoute(Route):
 
 
 def _fp32_route(comm: Communicator, slicing: Slicing) -> FlatRoute:
-    """Return the route of ranks of one node."""
+    """Return the fp32 route inside one node."""
     plain = Identity()
     strategy = choose(plain, comm.world_size, "reduce_scatter")
     return FlatRoute(comm, plain, strategy, slicing, packs=False)
@@ -264,7 +274,7 @@ def _fp32_route(comm: Communicator, slicing: Slicing) -> FlatRoute:
 
 
 class SingleRankRoute(Route):
-    """One rank: nothing travels."""
+    """The route of a single rank, which sends nothing."""
 
     stage_count = 1
 
@@ -282,11 +292,11 @@ class SingleRankRoute(Route):
 
 
 class SingleRankExchange:
-    """A bucket of one rank: its average is the bucket itself plus the residuals that a run of
-    several ranks has left, transformed.
+    """The exchange of a single rank: applies the transform, and adds residuals that were loaded
+    from a run of several ranks.
 
     Attributes:
-        is_idle: buckets are left as they are.
+        is_idle: whether buckets stay unchanged.
     """
 
     averages: Averages | None = None
@@ -298,25 +308,25 @@ class SingleRankExchange:
             self._stages.append(LocalTransform(transform, slots))
         if options.state.residuals is not None:
             self._stages.append(AddResiduals(options.state.residuals, slots))
-        # residuals are of what a local transform sends, and part of the mean that an owner changes
+        # residuals belong after a local transform, but before an owner's transform of the mean
         if transform is not None and transform.transform.place == "owner":
             self._stages.reverse()
         self.flagged, self.is_idle = False, not self._stages
 
     @property
     def slices(self) -> tuple[tuple[Callable[[], None], ...], ...]:
-        """The only step."""
+        """One slice of one step."""
         return ((self._apply,),)
 
     def begin(self, buffer: Tensor, step: int, bucket: int) -> None:
-        """Take the bucket."""
+        """Set the bucket of this step; see `Exchange.begin`."""
         self._job = Job(buffer, step, bucket, None, buffer, buffer)
 
     def unpack(self) -> None:
-        """Averages are never packed."""
+        """Do nothing: averages are never packed."""
 
     def commit(self) -> None:
-        """Make the residuals and states that this step wrote current."""
+        """Commit the residuals and states of this step."""
         self._job.commit()
 
     def _apply(self) -> None:
@@ -331,16 +341,17 @@ class SingleRankExchange:
 
 
 class HierarchicalRoute(Route):
-    """fp32 inside nodes, packed between them: a rank exchanges only what it owns of its node's
-    mean.
+    """A route with fp32 inside nodes and a codec between nodes. A rank exchanges with other nodes
+    only its shard of the node's mean.
 
     Args:
-        comm: all ranks.
-        codec: packs what goes to other nodes.
+        comm: communicator of all ranks.
+        codec: codec between nodes.
         nodes: the ranks of every node.
-        inside: the ranks of this node. Closed with this.
-        across: the ranks that have this rank's position on their nodes. Closed with this.
-        slicing: how buckets are cut between nodes.
+        inside: communicator of this node. Closed with the route.
+        across: communicator of the ranks with this rank's position on their nodes. Closed with the
+            route.
+        slicing: how buckets are cut into slices between nodes.
     """
 
     stage_count = 6
@@ -374,7 +385,7 @@ class HierarchicalRoute(Route):
         inside = self._inside.exchange(
             slots, codec, replace(options, stats=options.stats.inside_nodes, probe=None)
         )
-        # second moments take in averages of whole tensors, which the exchange inside has
+        # second moments are updated from whole tensors, which only the exchange inside has
         options = replace(
             options,
             dtype=torch.float32,
@@ -395,7 +406,7 @@ class HierarchicalRoute(Route):
 
 
 def _shards(plan: BucketPlan) -> list[Slot]:
-    """Return what this rank owns of a bucket, as a bucket to exchange with other nodes."""
+    """Return the slots of this rank's shard of a bucket, for the exchange across nodes."""
     return [
         replace(p.slot, numel=p.numel, offset=p.data, start=p.start) for p in plan.own_second.pieces
     ]

@@ -1,8 +1,8 @@
-"""Second phases of a reduce_scatter: what owners make of the pieces they own, and how it is
-written, checked and read.
+"""Second phases of a reduce_scatter: how owners average their pieces, and encode and validate
+second payloads.
 
-"exact" sends integer sums of codes; the others send means, encoded by a codec. A phase knows its
-form, so it is also what the strategy ("auto") and the planner count bits by.
+"exact" sends integer sums of codes; all others send means, encoded by a codec. The strategy
+("auto") and the planner take the bits per element from the form of a second phase.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from gradcomp.payload.rng import RngKey
 
 @dataclass(eq=False)
 class Owned:
-    """What a rank owns in a second phase, and the memory that it makes it in.
+    """The pieces that a rank owns in a slice, with the buffers of its second payload.
 
     Attributes:
-        payloads: the messages of all ranks.
-        first, second: where the owned pieces stand in these and in the second payload; both in
-            coordinates of `shard`.
-        shard: ``(n,)`` float32: means.
-        payload: ``(nbytes,)`` uint8: the second payload, header included.
-        scales, scratch: for the statistics of codecs that measure.
+        payloads: first payloads of all ranks for these pieces.
+        first, second: layouts of the owned pieces in first payloads and in the second payload; both
+            have offsets in `shard`.
+        shard: ``(n,)`` float32 means.
+        payload: ``(nbytes,)`` uint8 second payload, header included.
+        scales: ``(groups,)`` float32, for codecs that measure scales.
+        scratch: memory for measuring scales, or None.
     """
 
     payloads: MixedPayloads
@@ -47,13 +48,13 @@ class Owned:
 
 
 class SecondPhase(ABC):
-    """One way to send what owners have averaged.
+    """How owners average and encode their means for the other ranks.
 
     Attributes:
-        form, code: of the compressed pieces in the second payload.
-        whole_groups: a scale group must be encoded in one go.
-        error_feedback: owners keep what their codes leave out of the means.
-        measures_groups: each scale group of means has a scale of its own.
+        form, code: form and kernel code of the compressed pieces in the second payload.
+        whole_groups: whether a scale group must be encoded in one call.
+        error_feedback: whether owners have residuals of the means.
+        measures_groups: whether each scale group of the means has a scale.
     """
 
     form: Form
@@ -63,33 +64,39 @@ class SecondPhase(ABC):
     error_feedback = False
 
     def shard(self, pieces: Sequence[Piece], residuals: Sequence[int]) -> Shard:
-        """Return the owned pieces as they lie in the shard, with their places in the owner's
-        residual planes.
+        """Return the owned pieces with their offsets in the shard and in the owner's residual
+        planes.
+
+        Args:
+            pieces: owned pieces of the bucket.
+            residuals: for each piece the offset of its parameter in the owner's planes.
         """
         return shard_pieces(pieces, residuals)
 
     def scratch(self, kernels: Kernels, layout: PayloadLayout, free: Tensor) -> Tensor | None:
-        """Return the memory that the statistics of `layout` need, in `free` if it is large
-        enough.
+        """Return memory for measuring the scales of `layout`, or None if there are none to measure.
+        It is a part of `free` if that is large enough.
         """
         return None
 
     @abstractmethod
     def average(self, kernels: Kernels, owned: Owned) -> bool:
-        """Average what this rank owns, in its shard or payload; True: an average is not finite."""
+        """Average the owned pieces, into the shard or the second payload; return True if an average
+        is not finite.
+        """
 
     @abstractmethod
     def encode(self, kernels: Kernels, owned: Owned, key: RngKey, residuals: Residuals) -> bool:
-        """Write the second payload's body; True: a value is not finite."""
+        """Encode the body of the second payload; return True if a value is not finite."""
 
     @abstractmethod
     def validate(self, payload: Tensor, layout: PayloadLayout) -> None:
-        """Raise CorruptPayload for what `encode` does not write."""
+        """Raise CorruptPayload for a payload body that `encode` cannot have written."""
 
 
 class Exact(SecondPhase):
-    """Integer sums of codes that share a scale: nothing is lost, and compressed means never
-    stand in the shard.
+    """Integer sums of codes with shared scales. They are exact; sums of compressed pieces go
+    straight to the second payload, without the shard.
     """
 
     def __init__(self, sums: Lanes) -> None:
@@ -111,7 +118,7 @@ class Exact(SecondPhase):
 
 
 class Encoded(SecondPhase):
-    """Means, encoded by a codec."""
+    """Means encoded by a codec."""
 
     def __init__(self, codec: Codec) -> None:
         self._codec, self.form, self.code = codec, codec.form, codec.code
@@ -138,7 +145,7 @@ class Encoded(SecondPhase):
 
 _CODECS: dict[str, Callable[[Codec], Codec]] = {
     "requantize": lambda codec: codec.requantizer(),
-    # groups are the first phase's: layouts have them from slots
+    # scale groups are those of the first phase, which slots define
     "block2": lambda codec: Block(2, residual_decay=codec.decay),
     "block4": lambda codec: Block(4, residual_decay=codec.decay),
     "block8": lambda codec: Block(8, residual_decay=codec.decay),
@@ -148,17 +155,27 @@ _CODECS: dict[str, Callable[[Codec], Codec]] = {
 
 
 def codec_of(name: str, codec: Codec) -> Codec:
-    """Return what encodes means in the second phase of that name, which is not "exact"."""
+    """Return the codec of means in a second phase, by its name (except "exact").
+
+    Args:
+        name: name of the second phase.
+        codec: codec of the first phase.
+    """
     return _CODECS[name](codec)
 
 
 def owners_feed_back(name: str, codec: Codec) -> bool:
-    """Whether owners keep residuals in the second phase of that name ("" for none)."""
+    """Whether owners have residuals in a second phase, by its name ("": no second phase)."""
     return bool(name) and name != "exact" and codec_of(name, codec).error_feedback
 
 
 def second_phase(name: str, codec: Codec, world_size: int) -> SecondPhase:
-    """Return the second phase of that name for a codec's first one.
+    """Return a second phase by its name.
+
+    Args:
+        name: "exact", "requantize", or a codec of means such as "block4".
+        codec: codec of the first phase.
+        world_size: number of ranks.
 
     Raises:
         ValueError: "exact" for a codec whose codes have no integer sums; an unknown name.

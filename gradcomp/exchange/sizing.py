@@ -1,8 +1,8 @@
-"""What an exchange will send, before it sends: strategy, and the plan of every byte of a bucket.
+"""The strategy of an exchange, and the plan of one bucket: layouts and sizes of all its payloads.
 
-`BucketPlan` is arithmetic on sizes: which bytes go where, for one bucket layout, rank and world
-size. It is what `gradcomp.exchange.bucket` runs by and what `gradcomp.exchange.stats` counts by.
-`gradcomp.plan.nbytes` has the same sums without layouts.
+A `BucketPlan` is computed from sizes alone, for one bucket layout, rank and world size.
+`gradcomp.exchange.bucket` runs by it, and `gradcomp.exchange.stats` counts its bytes.
+`gradcomp.plan.nbytes` computes the same sums without layouts.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ EXCHANGES = ("auto", "all_gather", "reduce_scatter")
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """How averages are made.
+    """The collectives that average a bucket.
 
     Attributes:
         exchange: "all_gather" or "reduce_scatter".
-        second_phase: of a reduce_scatter.
-        node_size: ranks of a node that average in fp32 first; 1 where ranks exchange alike.
+        second_phase: (reduce_scatter) name of the second phase.
+        node_size: (hierarchical) ranks of a node, which average in fp32 first; otherwise 1.
     """
 
     exchange: str
@@ -42,19 +42,18 @@ class Strategy:
 def choose(
     codec: Codec, world_size: int, exchange: str = "auto", *, owner_transform: bool = False
 ) -> Strategy:
-    """Return the strategy that `exchange` names; "auto" takes the fewer bits sent per element.
+    """Return the strategy for an exchange; "auto" chooses the one with fewer bits per element.
 
-    It is a function of codec, world size and transform alone, so that it cannot differ between
-    buckets or ranks.
+    The result depends on the arguments alone, so all buckets and ranks get the same strategy.
 
     Args:
-        codec: of the gradients.
+        codec: codec of the gradients.
         world_size: number of ranks.
         exchange: one of `EXCHANGES`.
-        owner_transform: whether owners transform the means, which only a reduce_scatter has.
+        owner_transform: whether owners transform means, which needs a reduce_scatter.
 
     Raises:
-        ValueError: an unknown exchange, or one that cannot carry an owner transform.
+        ValueError: an unknown exchange, or one that does not support an owner transform.
     """
     if exchange not in EXCHANGES:
         raise ValueError(f"exchange must be one of {EXCHANGES}, got {exchange!r}")
@@ -79,27 +78,28 @@ def choose(
 
 
 class BucketPlan:
-    """Where every byte of one bucket's exchange goes, for one rank.
+    """The layouts and sizes of all payloads in one bucket's exchange, for one rank.
 
     Args:
-        codec: writes the first phase.
-        slots: the parameters of the bucket, with their offsets in it and in the residual planes.
-        strategy: how averages are made.
-        world_size, rank: number of ranks, and which this is.
+        codec: codec of the first phase.
+        slots: parameters of the bucket, with their offsets in it and in the residual planes.
+        strategy: strategy of the exchange.
+        world_size, rank: number of ranks, and this rank.
         owner_residuals: offset of each owned parameter in the owner's residual planes, by parameter
             position.
-        ownership: who owns what in a reduce_scatter; `ByElements` when None.
-        slicing: how the bucket is cut into slices; by default it goes in one piece.
-        stays: (reduce_scatter) means stay with their owners: nothing is sent back.
+        ownership: (reduce_scatter) assigns pieces to owners; `ByElements` when None.
+        slicing: how the bucket is cut into slices; by default it is one slice.
+        stays: (reduce_scatter) means stay with their owners; there is no second phase.
 
     Attributes:
-        local: layout of the whole bucket as this rank encodes it.
-        slices: what travels together, in this order.
-        own_second: (reduce_scatter) layout of all that this rank owns, in coordinates of its shard.
-        second_phase: (reduce_scatter) what owners send.
+        local: layout of this rank's payload of the whole bucket.
+        slices: layouts of every slice, in the order in which they are sent.
+        own_second: (reduce_scatter) layout of all owned pieces, with offsets in the shard.
+        second_phase: (reduce_scatter) the second phase.
+        shard_numel: (reduce_scatter) elements of this rank's shard.
         sent_nbytes, received_nbytes: bytes to and from other ranks in one step.
-        compressed: positions of the parameters that are compressed.
-        owned_compressed: (reduce_scatter) of those of which this rank owns a part.
+        compressed: positions of the compressed parameters.
+        owned_compressed: (reduce_scatter) those of which this rank owns a piece.
     """
 
     def __init__(
@@ -150,12 +150,12 @@ class BucketPlan:
 
     @property
     def numel(self) -> int:
-        """Elements of the bucket."""
+        """Number of elements of the bucket."""
         return self.local.numel
 
     @property
     def scatters(self) -> bool:
-        """Whether it is a reduce_scatter."""
+        """Whether the exchange is a reduce_scatter."""
         return self.strategy.exchange == "reduce_scatter"
 
     @property
@@ -167,8 +167,8 @@ class BucketPlan:
         return cut(pieces, count, whole_groups=not self.codec.form.cuts)
 
     def _encoded(self, parts: list[list[list[Piece]]]) -> list[Piece]:
-        """Return what this rank encodes: the parameters, or where codes cannot be cut the parts of
-        them that travel together.
+        """Return the pieces that this rank encodes: whole parameters if codes can be cut, otherwise
+        the pieces of every message.
         """
         if self.codec.form.cuts:
             return whole_pieces(self.slots)
@@ -199,7 +199,7 @@ class BucketPlan:
         self.shard_numel = shard.numel
         self.own_second = self._second(shard.pieces, own=True)
         self.owned_compressed = [p.slot.index for p in shard.pieces if p.slot.compressed]
-        mine = self._cut(shard.pieces, count)
+        own_runs = self._cut(shard.pieces, count)
         flat = [[p for one in parts for p in one[j]] for j in range(count)]
         encoded = rows_of(self.local, flat) if count > 1 else [self.local]
         whole = (
@@ -210,11 +210,11 @@ class BucketPlan:
         self.slices = []
         for j in range(count):
             messages = [PayloadLayout(form, one[j]) for one in parts]
-            first = PayloadLayout(form, mine[j])
+            first = PayloadLayout(form, own_runs[j])
             if not whole:
                 second = [self._second(one[j]) for one in parts]
                 self.slices.append(
-                    Slice(encoded[j], messages, second, first, self._second(mine[j], own=True))
+                    Slice(encoded[j], messages, second, first, self._second(own_runs[j], own=True))
                 )
             else:
                 last = j == count - 1

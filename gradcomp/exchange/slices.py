@@ -1,9 +1,9 @@
-"""How one bucket's exchange is cut into slices, which follow one another through the pipeline.
+"""Slices of a bucket, which follow one another through the pipeline.
 
-While a slice is encoded, the one before it is on the wire and the one before that is decoded. A
-slice takes its share of what every owner owns, so that no link waits for another. Slices change no
-value: scales are measured over whole groups before anything is encoded, and where the scales of a
-second phase belong to groups that slices cut, that phase goes in one piece behind the last.
+While one slice is encoded, the previous one is sent and the one before that is decoded. Each slice
+has an equal share of every owner's pieces, so no link waits for another. Slices change no value:
+scales are measured over whole groups before encoding starts. If a second phase has scales for
+groups that slices cut, it is sent in one piece with the last slice.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from gradcomp.kernels.tables import Table
 from gradcomp.payload.layout import PayloadLayout, Rows
 from gradcomp.payload.pieces import Piece
 
-SLICE_NUMEL = 1 << 21  # docs/explanation/exchange.md has how it was measured
-UNIT_NUMEL = 64  # slices are cut at multiples of it where they can be
-MESSAGE_NUMEL = 1 << 17  # to one owner, at least: 16 KB of 1 bit, beside which a header is nothing
+SLICE_NUMEL = 1 << 21  # docs/explanation/exchange.md has the measurement
+UNIT_NUMEL = 64  # slices are cut at multiples of this number where possible
+MESSAGE_NUMEL = 1 << 17  # least elements of a message: 16 KB at 1 bit, much more than a header
 
 
 @dataclass(frozen=True, slots=True)
 class Slicing:
-    """How buckets are cut.
+    """Options for cutting buckets into slices.
 
     Attributes:
-        numel: elements of a slice, at least; None: `SLICE_NUMEL`, and `MESSAGE_NUMEL` a rank; 0:
-            buckets go in one piece.
-        whole_second: second phases go in one piece, even where they could be cut.
+        numel: least elements of a slice. None: `SLICE_NUMEL`, but at least `MESSAGE_NUMEL` per
+            rank. 0: a bucket is one slice.
+        whole_second: send second phases in one piece, even if they could be cut.
     """
 
     numel: int | None = None
     whole_second: bool = False
 
     def count(self, numel: int, world_size: int) -> int:
-        """Return into how many slices a bucket of `numel` elements is cut among so many ranks."""
+        """Return the number of slices of a bucket of `numel` elements."""
         least = max(SLICE_NUMEL, MESSAGE_NUMEL * world_size) if self.numel is None else self.numel
         return max(1, numel // least) if least else 1
 
@@ -49,15 +49,17 @@ WHOLE = Slicing(0)
 
 @dataclass(frozen=True, eq=False)
 class Slice:
-    """What travels together.
+    """The layouts of one slice.
 
     Attributes:
-        encoded: rows of the bucket's own payload that are encoded before this slice leaves (and
-            after those of slices before it).
-        messages: what this rank sends: to every rank, or (all_gather) one to all.
-        second: every owner's second payload; empty where the second phase travels with a
-            later slice, or not at all.
-        own_first, own_second: this rank's part of both phases, in coordinates of its shard.
+        encoded: rows of the bucket's payload to encode before this slice is sent, except for those
+            of earlier slices.
+        messages: layouts of the messages that this rank sends: one per rank, or (all_gather) one
+            for all ranks.
+        second: layout of every owner's second payload; empty if a later slice sends it, or no
+            slice does.
+        own_first, own_second: (reduce_scatter) layouts of this rank's owned pieces in both phases,
+            with offsets in the shard.
     """
 
     encoded: Rows | PayloadLayout
@@ -68,7 +70,7 @@ class Slice:
 
     @property
     def second_nbytes(self) -> int:
-        """Bytes of the largest second payload: what every owner sends."""
+        """Bytes of the largest second payload, which every owner sends (padded)."""
         return max((one.nbytes for one in self.second), default=0)
 
 
@@ -80,21 +82,21 @@ def slice_bounds(
     *,
     whole_groups: bool,
 ) -> NDArray[np.int64]:
-    """Return where each rank's pieces are cut into `count` runs of about as many elements, both
-    ends included: ``(pieces, count + 1, ranks)``.
+    """Return the bounds of `count` runs of similar size for each rank's pieces, both ends included:
+    ``(pieces, count + 1, ranks)``.
 
-    Cuts are at multiples of `UNIT_NUMEL` elements of a parameter where they can be, of 8 always
-    where codes are cut, and between scale groups where these are small. A run may be empty.
+    Cuts are at multiples of `UNIT_NUMEL` elements of a parameter if possible, always at multiples
+    of 8 if codes are cut, and between scale groups if these are small. A run may be empty.
 
     Args:
-        first, last: elements [first, last) of a parameter, of pieces one after the other:
-            ``(pieces, ranks)``.
-        groups: elements of a scale group of each piece, 1 where it is not compressed.
-        count: of runs.
+        first, last: ``(pieces, ranks)``: consecutive pieces, with elements [first, last) of their
+            parameters.
+        groups: elements of a scale group for each piece; 1 if it is not compressed.
+        count: number of runs.
         whole_groups: never cut inside a scale group, however few elements there are.
     """
     total, ends = (last - first).sum(axis=0), np.cumsum(last - first, axis=0)
-    wanted = total * np.arange(count + 1)[:, None] // count  # counted from the first piece on
+    wanted = total * np.arange(count + 1)[:, None] // count  # offsets from the first piece
     sizes = np.array(groups, np.int64)[:, None]
     large, small = np.lcm(UNIT_NUMEL, sizes), np.lcm(8, sizes)  # codes of 8 are whole bytes
     unit = np.where(small * count <= total, small, small if whole_groups else UNIT_NUMEL)
@@ -106,7 +108,7 @@ def slice_bounds(
 
 
 def cut(pieces: Sequence[Piece], count: int, *, whole_groups: bool = False) -> list[list[Piece]]:
-    """Return `count` runs of about as many elements, one after the other, as of `slice_bounds`."""
+    """Cut pieces into `count` consecutive runs of similar size; see `slice_bounds`."""
     first = np.array([p.start for p in pieces], np.int64)[:, None]
     last = first + np.array([p.numel for p in pieces], np.int64)[:, None]
     groups = [p.slot.group_numel if p.slot.compressed else 1 for p in pieces]
@@ -121,8 +123,8 @@ def cut(pieces: Sequence[Piece], count: int, *, whole_groups: bool = False) -> l
 
 
 def cuts_groups(slices: Sequence[Sequence[Piece]]) -> bool:
-    """Whether a scale group lies in more than one slice."""
-    first: dict[int, int] = {}  # parameter: where the slices' elements of it begin
+    """Whether any scale group is in more than one slice."""
+    first: dict[int, int] = {}  # by parameter position: first element in any slice
     return any(
         p.start != first.setdefault(p.slot.index, p.start)
         and p.slot.compressed
@@ -133,9 +135,7 @@ def cuts_groups(slices: Sequence[Sequence[Piece]]) -> bool:
 
 
 def rows_of(layout: PayloadLayout, slices: Sequence[Sequence[Piece]]) -> list[Rows]:
-    """Return which rows of a bucket's payload to encode for each slice: those that it is the
-    first to need.
-    """
+    """Return for each slice the rows of a bucket's payload that it is the first to need."""
     starts: dict[int, list[int]] = {}
     needs: dict[int, list[int]] = {}
     for start, index, number in sorted(

@@ -1,4 +1,4 @@
-"""The exchange of a bucket on an accelerator: on a stream beside the model's, or in host memory."""
+"""The exchange of a bucket on an accelerator: on a stream of its own, or in host memory."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Step = Callable[[], None]
 
 
 def beside(exchange: Exchange, like: Tensor, home: torch.device) -> Exchange:
-    """Return an exchange of the device `home` as one of buckets like this one. Work on an
-    accelerator runs on the stream of its copies; `gradcomp.kernels.staging.join` waits for it.
+    """Return an exchange for buckets like `like`, made from an exchange on the device `home`. Work
+    on an accelerator runs on its copy stream; `gradcomp.kernels.staging.join` waits for it.
     """
     if like.is_cpu:
         return exchange
@@ -24,20 +24,20 @@ def beside(exchange: Exchange, like: Tensor, home: torch.device) -> Exchange:
 
 
 class DeviceExchange:
-    """An exchange that averages a bucket where it is, by the kernels of its device.
+    """An exchange that averages a bucket on its own device.
 
     Args:
-        exchange: of that device.
+        exchange: exchange on that device.
     """
 
-    averages = None  # nothing updates weights from packed averages there
+    averages = None  # fused updates need averages in host memory
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
 
     @property
     def flagged(self) -> bool:
-        """Whether some rank's bucket, or the average, is not finite."""
+        """Whether a rank's bucket or the average is not finite."""
         return self._exchange.flagged
 
     @property
@@ -48,25 +48,25 @@ class DeviceExchange:
         return tuple(map(tuple, slices))
 
     def begin(self, buffer: Tensor, step: int, bucket: int) -> None:
-        """Take the bucket to average."""
+        """Set the bucket to average in this step; see `Exchange.begin`."""
         refuse_graphs(buffer.device)
         self._device, self._ready = buffer.device, None
         if (stream := stream_of(buffer.device)) is not None:
-            # the memory is not given to anybody else before the average is made
+            # the allocator must not reuse the memory before the average is written
             buffer.record_stream(stream)
             self._ready = torch.accelerator.current_stream(buffer.device).record_event()
         self._exchange.begin(buffer, step, bucket)
 
     def unpack(self) -> None:
-        """Averages are never packed."""
+        """Do nothing: averages are never packed."""
 
     def commit(self) -> None:
-        """Make the residuals and states that this step wrote current."""
+        """Commit the residuals and states of this step."""
         self._exchange.commit()
 
     def _wait(self) -> None:
-        """Wait on the host for the bucket. Its stream has other buckets' steps, which are not to
-        wait for this one.
+        """Wait on the host until the bucket is ready. A wait on the copy stream would delay other
+        buckets' steps.
         """
         if self._ready is not None:
             with torch.accelerator.device_index(self._device.index):
@@ -78,12 +78,12 @@ class DeviceExchange:
 
 
 class StagedExchange:
-    """An exchange that averages a copy: the first step waits for it, the last one begins to copy
-    the averages back (`gradcomp.kernels.staging.join` waits for that).
+    """An exchange that averages a host copy of a bucket. The first step waits for the copy, the
+    last one starts to copy averages back; `gradcomp.kernels.staging.join` waits for that.
 
     Args:
-        exchange: of host memory.
-        like: a bucket.
+        exchange: exchange in host memory.
+        like: a bucket on the accelerator, with the size and dtype of all others.
     """
 
     averages = None  # fused updates need weights in host memory
@@ -93,7 +93,7 @@ class StagedExchange:
 
     @property
     def flagged(self) -> bool:
-        """Whether some rank's bucket, or the average, is not finite."""
+        """Whether a rank's bucket or the average is not finite."""
         return self._exchange.flagged
 
     @property
@@ -102,19 +102,19 @@ class StagedExchange:
         slices = [list(steps) for steps in self._exchange.slices]
         slices[0][0] = partial(_both, self._staged.wait, slices[0][0])
         give = partial(self._staged.give, self._bucket)
-        slices[-1][-1] = partial(_both, slices[-1][-1], give)  # of one step: both
+        slices[-1][-1] = partial(_both, slices[-1][-1], give)  # may be the same step as above
         return tuple(map(tuple, slices))
 
     def begin(self, buffer: Tensor, step: int, bucket: int) -> None:
-        """Take the bucket to average."""
+        """Set the bucket to average in this step; see `Exchange.begin`."""
         self._bucket = buffer
         self._exchange.begin(self._staged.fetch(buffer), step, bucket)
 
     def unpack(self) -> None:
-        """Averages are never packed."""
+        """Do nothing: averages are never packed."""
 
     def commit(self) -> None:
-        """Make the residuals and states that this step wrote current."""
+        """Commit the residuals and states of this step."""
         self._exchange.commit()
 
 

@@ -1,7 +1,7 @@
-"""What the values of a bucket go through before they are encoded, and after they are decoded.
+"""Stages: changes to the values of a bucket before encoding and after decoding.
 
-An exchange runs a list of stages: transforms first, then units of second moments or a rotation. A
-stage sees values, never messages.
+An exchange runs a list of stages: transforms first, then division by second moments or a rotation.
+A stage handles values, not messages.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from gradcomp.payload.pieces import Slot
 
 @dataclass(eq=False)
 class Job:
-    """One bucket in one step.
+    """The state of one bucket in one step.
 
     Attributes:
-        bucket: ``(n,)`` of the exchange's dtype: gradients, which averages replace.
-        step: of training, modulo 2**32.
-        number: of the bucket, for errors.
-        residuals, owner_residuals: planes to read and to write; None: codecs leave none.
-        values: ``(n,)``, what is encoded: the bucket, or float32 memory of a stage.
-        target: ``(n,)``, what decoded values times `units` should be, for `gradcomp.quality`.
-        units: ``(n,)`` float32, in which values are encoded; None: 1.
+        bucket: ``(n,)`` of the exchange's dtype: gradients, replaced by averages.
+        step: training step, modulo 2**32.
+        number: number of the bucket, for errors.
+        residuals, owner_residuals: float32 planes to read and to write; None without residuals.
+        values: ``(n,)`` values to encode: the bucket, or a float32 buffer of a stage.
+        target: ``(n,)`` values that decoded values times `units` should equal, for the probe.
+        units: ``(n,)`` float32 units of the encoded values; None: 1.
         scale_round: the collective that finds the largest scales.
-        unencodable: a value here is not finite, in what has been encoded so far.
-        arrived_bad: on some rank, in the slices that have arrived.
-        owned_bad: an average here, or the code of one.
-        averages_bad: on any rank, for any reason, in the slices that have been decoded.
-        written: planes that hold new values, and of which parameters.
+        unencodable: a value of this rank, in what it has encoded so far, is not finite.
+        arrived_bad: a value of any rank, in the slices received so far, is not finite.
+        owned_bad: an average that this rank owns, or its encoding, is not finite.
+        averages_bad: any rank's value or average, in the slices decoded so far, is not finite.
+        written: positions of the parameters with new values, by planes.
     """
 
     bucket: Tensor
@@ -54,20 +54,20 @@ class Job:
     written: dict[Planes, list[int]] = field(default_factory=dict)
 
     def commit(self) -> None:
-        """Make the values that this step has written current."""
+        """Commit the values that this step has written to planes."""
         for planes, indices in self.written.items():
             planes.commit(indices)
 
 
 class Stage:
-    """One stage of one bucket layout. Its methods do nothing; a stage overrides what it needs.
+    """A stage of one bucket layout. Its methods do nothing by default.
 
-    A stage that writes planes enters them in `Job.written`.
+    A stage that writes to planes must enter them in `Job.written`.
 
     Attributes:
-        takes_residuals: the stage adds residuals to the values, so that encoding must not.
-        needs_averages: averages are changed or observed, so that they cannot stay packed.
-        averages: ``(n,)`` float32, where averages are decoded to; None: the bucket.
+        takes_residuals: the stage adds residuals to the values, so the codec must not.
+        needs_averages: the stage changes or observes averages, so they cannot stay packed.
+        averages: ``(n,)`` float32 buffer for decoded averages; None: the bucket.
     """
 
     takes_residuals = False
@@ -79,33 +79,31 @@ class Stage:
         return False
 
     def after_encode(self, residual: Tensor) -> None:
-        """Bring what codes have left out of the bucket to units of the gradient, in place."""
+        """Convert new residuals of the bucket to units of the gradient, in place."""
 
     def before_owner_encode(self, job: Job, number: int, shard: Tensor) -> bool:
-        """Change the means that this rank owns of a slice, in place; return True if one is not
-        finite.
-        """
+        """Change this rank's means of slice `number` in place; return True if one is not finite."""
         return False
 
     def after_owner_encode(self, number: int, residual: Tensor) -> None:
-        """Bring what codes have left out of these means to units of the gradient, in place."""
+        """Convert new residuals of these means to units of the gradient, in place."""
 
     def after_owned_average(self, shard: Tensor) -> None:
-        """Change means that stay with this rank, in place."""
+        """Change, in place, means that stay with their owner."""
 
     def after_decode(self, job: Job) -> bool:
-        """Change or observe the averages, and write them to the bucket; return True if one is not
+        """Change or observe averages and write them to the bucket; return True if one is not
         finite.
         """
         return False
 
 
 class LocalTransform(Stage):
-    """A transform of this rank's gradients.
+    """A stage that transforms this rank's gradients.
 
     Args:
-        transform: with its states.
-        slots: of the bucket.
+        transform: the transform and its states.
+        slots: slots of the bucket.
     """
 
     def __init__(self, transform: Transforming, slots: Iterable[Slot]) -> None:
@@ -118,11 +116,11 @@ class LocalTransform(Stage):
 
 
 class OwnerTransform(Stage):
-    """A transform of the means that a rank owns, which go through it in one piece.
+    """A stage that transforms all means that this rank owns, in one call.
 
     Args:
-        transform: with its states.
-        spans: (position of the parameter, first element in the shard, elements) of what is owned.
+        transform: the transform and its states.
+        spans: (position of the parameter, first element in the shard, elements) of owned pieces.
     """
 
     def __init__(self, transform: Transforming, spans: Iterable[tuple[int, int, int]]) -> None:
@@ -134,12 +132,11 @@ class OwnerTransform(Stage):
 
 
 class AddResiduals(Stage):
-    """Adds residuals to the gradients of a rank that sends nothing: a run of several ranks has
-    left them.
+    """A stage of a single rank that adds residuals loaded from a run of several ranks.
 
     Args:
-        residuals: of the compressed parameters.
-        slots: of the bucket.
+        residuals: residuals of the compressed parameters.
+        slots: slots of the bucket.
     """
 
     def __init__(self, residuals: Planes, slots: Iterable[Slot]) -> None:
@@ -147,8 +144,8 @@ class AddResiduals(Stage):
         self._slots = [s for s in slots if s.compressed and residuals.knows(s.index)]
 
     def before_encode(self, job: Job) -> bool:
-        """Add residuals in place; what rounding to the bucket's dtype leaves out is the residual
-        after this step.
+        """Add residuals in place. The rounding error in the bucket's dtype becomes the residual of
+        the next step.
         """
         if not self._residuals.begun:
             return False

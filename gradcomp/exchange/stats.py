@@ -1,4 +1,4 @@
-"""Bytes and seconds per phase, counted always: a few additions a bucket."""
+"""Counters of bytes and seconds per phase. They are always on and cost a few additions a bucket."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ PHASES = ("statistics", "scale_round", "encode", "first_phase", "owner", "second
 
 
 class Stopwatch:
-    """Counts the seconds of a ``with`` block as those of one phase, and shows it in a profile of
-    its thread.
+    """Context manager that adds its block's seconds to one phase and marks the block in a profile
+    of its thread.
     """
 
     __slots__ = ("_begun", "_phase", "_range", "_stats")
@@ -36,26 +36,26 @@ class Stopwatch:
 
 @dataclass
 class Stats:
-    """What gradient exchange has cost since the start (or the last `reset`).
+    """Cost of gradient exchange since the start (or the last `reset`).
 
     Attributes:
         steps: backward passes whose gradients were exchanged.
-        bytes_sent, bytes_received: bytes to and from other ranks: headers, scales and padding
-            included, self excluded.
+        bytes_sent, bytes_received: bytes to and from other ranks, with headers, scales and padding;
+            without messages to itself.
         baseline_bytes: bytes an fp32 ring all_reduce would have sent: 2 (N - 1) / N * 4 * numel.
-        setup_bytes: bytes of fingerprints (once for each bucket layout), not in `bytes_sent`.
-        inside_nodes: the same for the fp32 exchange inside nodes, whose bytes are not in
-            `bytes_sent` (hierarchical only).
-        nonfinite_buckets: buckets that held NaN or Inf on some rank, or whose average overflowed.
-        dropped_residual: sum of the magnitudes that ``residual_decay`` below 1 has dropped of this
-            rank's residuals and of those that it owns, in the units that are encoded (with
-            ``precondition``, those of second moments).
-        seconds: per phase, summed over buckets. "statistics": scales, that is maxima and moments;
-            "scale_round", "first_phase", "second_phase": waiting for peers; "encode": encoding,
-            cutting messages, checksums; "owner": checking what arrived, and in a reduce_scatter
-            averaging and encoding the owned pieces; "decode": checking and decoding into the
-            bucket. Of the time from first to last bucket "hidden" is the part that backward did not
-            wait for, and "exposed" the part that it did.
+        setup_bytes: bytes of fingerprints (once per bucket layout), not in `bytes_sent`.
+        inside_nodes: (hierarchical) `Stats` of the fp32 exchange inside nodes, whose bytes are not
+            in `bytes_sent`.
+        nonfinite_buckets: buckets with NaN or Inf on some rank, or whose average overflowed.
+        dropped_residual: sum of the magnitudes that a ``residual_decay`` below 1 has removed from
+            this rank's residuals and from those that it has as an owner. In units of the encoded
+            values (with ``precondition``, units of second moments).
+        seconds: seconds per phase, summed over buckets. "statistics": measuring scales;
+            "scale_round", "first_phase", "second_phase": waiting for ranks; "encode": encoding,
+            cutting messages, checksums; "owner": checking received payloads, and in a
+            reduce_scatter averaging and encoding the owned pieces; "decode": checking and decoding
+            into the bucket. The time from the first to the last bucket is split into "exposed",
+            while backward waited, and "hidden", while it did not.
     """
 
     steps: int = 0
@@ -73,7 +73,7 @@ class Stats:
 
     @property
     def inside_nodes(self) -> Stats:
-        """What the fp32 exchange inside nodes has cost."""
+        """Cost of the fp32 exchange inside nodes."""
         with self._lock:
             if self._inside_nodes is None:
                 self._inside_nodes = Stats()
@@ -86,32 +86,32 @@ class Stats:
 
     @property
     def codec_seconds(self) -> float:
-        """Seconds of the phases in which this rank worked and did not wait for peers."""
+        """Seconds of the phases in which this rank computed and did not wait for other ranks."""
         return sum(self.seconds[phase] for phase in WORK_PHASES)
 
     def add_bytes(self, sent: int, received: int) -> None:
-        """Count a collective's bytes."""
+        """Add the bytes of a collective."""
         with self._lock:
             self.bytes_sent += sent
             self.bytes_received += received
 
     def add_seconds(self, phase: str, seconds: float) -> None:
-        """Count time in one phase."""
+        """Add seconds to one phase."""
         with self._lock:
             self.seconds[phase] += seconds
 
     def add_dropped(self, magnitude: float) -> None:
-        """Count what a decay dropped of residuals."""
+        """Add to `dropped_residual`."""
         with self._lock:
             self.dropped_residual += magnitude
 
     def timed(self, phase: str) -> Stopwatch:
-        """Return a context manager that counts its block's time in one phase."""
+        """Return a context manager that adds its block's seconds to one phase."""
         return Stopwatch(self, phase)
 
     @staticmethod
     def total(parts: Iterable[Stats]) -> Stats:
-        """Return the sums of several, as they are now."""
+        """Return a new `Stats` with the sums of several."""
         out = Stats()
         for part in parts:
             for name in (
@@ -131,7 +131,7 @@ class Stats:
         return out
 
     def reset(self) -> None:
-        """Start counting anew."""
+        """Set all counters to zero."""
         with self._lock:
             self.steps = self.bytes_sent = self.bytes_received = 0
             self.baseline_bytes = self.setup_bytes = self.nonfinite_buckets = 0

@@ -1,5 +1,5 @@
-"""What exchanges have cost, given to whoever shows numbers: TensorBoard, a logger, a line on the
-console, a function.
+"""Periodic reports of an exchange's cost and quality: to TensorBoard, a logger, the console or a
+function.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ Write = Callable[[Mapping[str, float], int], object]
 
 
 class Telemetry:
-    """Reports of one model's exchanges, each of what happened since the one before.
+    """Periodic reports of one model's exchanges. Each covers the steps since the previous one.
 
     Args:
         target: a TensorBoard ``SummaryWriter``; a `logging.Logger`; a text stream such as
-            `sys.stderr`, which gets a line that is written over where it is a terminal; anything
-            with ``log(values, step=step)``, as a run of Weights & Biases; or a function of (values
-            by name, step).
-        stats: returns what there is to count.
-        quality: returns the latest sample, where samples are taken.
-        every: steps from one report to the next.
-        prefix: of names.
+            `sys.stderr`, which on a terminal gets one line that is overwritten; an object with
+            ``log(values, step=step)``, such as a Weights & Biases run; or a function of (values by
+            name, step).
+        stats: returns the current counters.
+        quality: returns the latest samples; None without samples.
+        every: steps between reports.
+        prefix: prefix of the names.
 
     Raises:
-        TypeError: a target of another kind.
-        ValueError: `every` below 1.
+        TypeError: `target` is of another kind.
+        ValueError: `every` is below 1.
     """
 
     def __init__(
@@ -48,29 +48,31 @@ class Telemetry:
         self._write = _writer(target)
         self._stats, self._quality, self._every, self._prefix = stats, quality, every, prefix
         self._sampled = -1
-        self._since, self._failed = 0, False
+        self._steps_since, self._failed = 0, False
         self._forget()
 
     def step(self, step: int) -> None:
-        """Take note that a step has ended; report if it is time."""
-        self._since += 1
-        if self._since >= self._every and not self._failed:
+        """Count a step; report if `every` steps have passed. If the target raises, log a warning
+        and stop reporting.
+        """
+        self._steps_since += 1
+        if self._steps_since >= self._every and not self._failed:
             named = {f"{self._prefix}/{name}": value for name, value in self.values().items()}
             try:
                 self._write(named, step)
-            except Exception:  # the step counts on all ranks, whoever could not be told of it
+            except Exception:  # a failed report must not fail the step, which other ranks count
                 logger.warning(
                     "gradcomp: the target of log_to failed, and gets no more reports",
                     exc_info=True,
                 )
                 self._failed = True
-            self._since = 0
+            self._steps_since = 0
             self._forget()
 
     def values(self) -> dict[str, float]:
-        """Return what a report would say now."""
+        """Return the values that a report would contain now, by name without prefix."""
         now, before = self._stats(), self._before
-        if now.steps < before.steps:  # they were reset
+        if now.steps < before.steps:  # the counters were reset
             before = Stats()
         steps = max(1, now.steps - before.steps)
         sent, baseline = (
@@ -92,7 +94,7 @@ class Telemetry:
         return out | self._sample()
 
     def _sample(self) -> dict[str, float]:
-        """Return what the latest sample says, once."""
+        """Return mean and worst values of the latest sample, or nothing if it was reported."""
         rows = list(self._quality().rows.values()) if self._quality is not None else []
         latest = max((row.step for row in rows), default=-1)
         if latest == self._sampled:
@@ -111,7 +113,7 @@ class Telemetry:
 
 
 def _writer(target: Any) -> Write:
-    """Return what writes a report to a target."""
+    """Return a function that writes a report to a target."""
     if hasattr(target, "add_scalar"):
 
         def to_writer(values: Mapping[str, float], step: int) -> None:
@@ -144,10 +146,10 @@ def _to_stream(stream: Any) -> Write:
 
 
 def line_of(values: Mapping[str, float], step: int) -> str:
-    """Return a report in one line."""
+    """Return a report as one line of text."""
     short = {name.partition("/")[2]: value for name, value in values.items()}
     prefix = next(iter(values)).partition("/")[0]
-    said = [
+    columns = [
         f"{prefix}: step {step}",
         f"{short['steps_per_second']:.3g} steps/s",
         f"{short['bytes_sent_per_step'] / 1e6:.3g} MB sent a step",
@@ -156,9 +158,9 @@ def line_of(values: Mapping[str, float], step: int) -> str:
         f"hidden {1e3 * short['hidden_seconds_per_step']:.1f} ms",
     ]
     if "quality/cosine_mean" in short:
-        said.append(
+        columns.append(
             f"cosine {short['quality/cosine_mean']:.2f} (worst {short['quality/cosine_worst']:.2f})"
         )
     if short["nonfinite_buckets"]:
-        said.append(f"{short['nonfinite_buckets']:.0f} buckets not finite")
-    return ", ".join(said)
+        columns.append(f"{short['nonfinite_buckets']:.0f} buckets not finite")
+    return ", ".join(columns)

@@ -1,8 +1,8 @@
 """A stage that encodes a bucket in units of second moments (`gradcomp.memory.moments`).
 
-Residuals stay in units of the gradient: (gradient + residual) / d is encoded, and what the codes
-leave out is multiplied by d. So residuals follow loss scales, checkpoints and other numbers of
-ranks as they always do, whatever becomes of d.
+Encoded values are (gradient + residual) / d. Residuals stay in units of the gradient: the error of
+the codes is multiplied by d. So a change of loss scale, checkpoint or number of ranks affects
+residuals as without this stage, whatever d becomes.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from gradcomp.payload.pieces import Slot
 
 
 class Units(Stage):
-    """Divides what is encoded of one bucket layout, multiplies averages, and observes them.
+    """Divides the values of one bucket layout by units, multiplies averages by them, and updates
+    the second moments from averages.
 
     Args:
-        plan: of the exchange.
-        kernels: of the bucket's device.
-        moments: of the compressed tensors.
-        dtype: of the bucket.
-        encodes: whether values are encoded in units; those that travel in fp32 are not.
-        observes: whether the moments take in these averages, which needs whole tensors.
+        plan: plan of the exchange.
+        kernels: kernel set of the bucket's device.
+        moments: second moments of the compressed tensors.
+        dtype: dtype of the bucket.
+        encodes: whether to encode in units; False for fp32 payloads.
+        observes: whether to update second moments from these averages; needs whole tensors.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Units(Stage):
         self._kernels, self._moments, self._slots = kernels, moments, plan.slots
         self._encodes, self._observes = encodes, observes
         self.takes_residuals, self.needs_averages = encodes, encodes or observes
-        # shards need not lie side by side, and the memory between them is undefined
+        # shards need not be adjacent, and the memory between them is undefined
         self._runs = _runs(plan.slots)
         numel = self._runs[-1].stop if self._runs and encodes else 0
         self._units, self._values = kernels.empty(numel).fill_(1.0), kernels.empty(numel)
@@ -63,7 +64,9 @@ class Units(Stage):
         ]
 
     def before_encode(self, job: Job) -> bool:
-        """Encode (gradient + residual) / d, float32; fp32 pieces as they are."""
+        """Set `Job.values` to (gradient + residual) / d in float32; uncompressed parameters are
+        copied.
+        """
         if not self._encodes:
             return False
         values = job.bucket if job.bucket.dtype == torch.float32 else job.bucket.float()
@@ -81,12 +84,13 @@ class Units(Stage):
         self._multiply(residual, self._first)
 
     def before_owner_encode(self, job: Job, number: int, shard: Tensor) -> bool:
-        """Turn means, which are in units of moments, into mean + residual / d."""
+        """Add residual / d to the means, which are in units of second moments."""
         if job.owner_residuals is not None and self._encodes:
             residual = job.owner_residuals[0]
-            for at, kept, first, numel in self._owned[number]:
+            for at, residual_start, first, numel in self._owned[number]:
                 shard[at : at + numel].add_(
-                    residual[kept : kept + numel] / self._units[first : first + numel]
+                    residual[residual_start : residual_start + numel]
+                    / self._units[first : first + numel]
                 )
         return False
 
@@ -101,12 +105,12 @@ class Units(Stage):
         return bad
 
     def _multiply(self, residual: Tensor, pieces: Sequence[tuple[int, int, int, int]]) -> None:
-        for _, kept, first, numel in pieces if self._encodes else ():
+        for _, residual_start, first, numel in pieces if self._encodes else ():
             units = self._units[first : first + numel]
-            self._kernels.multiply(residual[kept : kept + numel], units)
+            self._kernels.multiply(residual[residual_start : residual_start + numel], units)
 
     def _write(self, bucket: Tensor) -> bool:
-        """Write averages in units of the gradient to the bucket; return True if one is not
+        """Multiply averages by their units and write them to the bucket; return True if one is not
         finite.
         """
         values = bucket if self.averages is None else self.averages
@@ -120,7 +124,7 @@ class Units(Stage):
 
 
 def _runs(slots: Sequence[Slot]) -> list[slice]:
-    """Return where slots lie, those side by side as one."""
+    """Return the ranges of the slots in the bucket, with adjacent ones merged."""
     runs: list[slice] = []
     for slot in slots:
         first, last = slot.offset, slot.offset + slot.numel

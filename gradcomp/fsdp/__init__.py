@@ -1,12 +1,11 @@
-"""FSDP2: the gradients of `fully_shard` models are reduce-scattered as packed codes, and if asked
-for weights gathered in 8 bits.
+"""FSDP2: compressed reduce-scatter of the gradients of `fully_shard` models, and optionally a
+compressed all-gather of their weights.
 
-`register` gives every FSDP module a reduce-scatter of its own. Pieces and owners are FSDP's: rank k
-owns chunk k of every parameter. A rank encodes what it has of a chunk and sends it to its owner,
-who averages what has come, in fp32; nothing is sent back. So gradients take one phase here where
-DDP's take two, and gloo's own reduce-scatter, which is a whole all_reduce, sends 2 (N - 1) / N of
-everything in fp32. `reduce` and `weights` are what one module does, `residuals` what is left out
-between steps, `state` all of it.
+`register` replaces the reduce-scatter of every FSDP module. Owners are FSDP's: rank k owns chunk k
+of every parameter. Each rank encodes its gradients of a chunk and sends them to the owner, who
+averages them in fp32. Nothing is sent back, so gradients need only the first of DDP's two phases.
+gloo's own reduce-scatter is an all_reduce, which sends 2 (N - 1) / N of all values in fp32.
+`reduce` and `weights` handle one module, `residuals` the residuals, `state` the whole model.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def register(
     residuals: str = "fp32",
     **common: Unpack[ShardedOptions],
 ) -> FsdpState:
-    """Pack the gradients that a `fully_shard` model reduce-scatters. Collective.
+    """Compress the gradients that a `fully_shard` model reduce-scatters. Collective.
 
     ::
 
@@ -45,33 +44,34 @@ def register(
         fully_shard(model)
         state = gradcomp.fsdp.register(model)
 
-    Training goes on as before: gradients come out averaged, a shard a rank. What is packed depends
-    on parameters and the number of ranks alone, so another wrapping of the same model gives the
-    same bits.
+    The training loop does not change: every rank gets its shard of the averaged gradients. Payloads
+    depend only on parameters and the number of ranks, so wrapping other submodules of the same
+    model gives the same bits.
 
     Args:
-        model: with FSDP modules inside, or one itself; each may share its parameters out over
-            another group of ranks.
-        codec: codec or name; None: `Ternary(error_feedback=False)`, which needs no memory.
-            Residuals of `Ternary()`, `OneBit` and `Block` are on every rank as large as whole
-            gradients, which FSDP is there to avoid: how large is logged.
-        weights: what the weights are gathered in for forward and backward: "block8", "block4",
-            "bfloat16", or `Block` with a group of its own; as they are when None. Shards and what
-            optimizers do stay exact (Wang et al. 2023, ZeRO++, section 3.1).
-        keep_weights: backward takes the weights that forward has gathered, which stay packed
-            meanwhile: half of the gathers, for (N + 1) / N bytes a value of the whole model on
-            every rank with "block8" (ZeRO++, section 3.2, keeps a copy inside a machine).
-        residuals: "fp32", or "bf16" for half of the memory, of codecs that leave some.
-        common: `min_numel`, `exclude` (of parameters as they were before they were sharded),
-            `warmup_steps`, `warmup_codec` and `timeout_s` as of `gradcomp.ddp.register`. A step of
-            the warm-up is one reduce-scatter of a module.
+        model: an FSDP module, or a model that contains some. Each may be sharded over another group
+            of ranks.
+        codec: codec or name; None: `Ternary(error_feedback=False)`, which needs no memory. With
+            `Ternary()`, `OneBit` and `Block` every rank has residuals as large as the unsharded
+            gradients; their size is logged.
+        weights: codec of the weights that are gathered for forward and backward: "block8",
+            "block4", "bfloat16", or `Block` with another group; None: not compressed. Shards and
+            optimizer steps stay exact (Wang et al. 2023, ZeRO++, section 3.1).
+        keep_weights: keep the encoded weights of forward for backward. This halves the number of
+            gathers; with "block8" every rank needs (N + 1) / N bytes per value of the whole model
+            (ZeRO++, section 3.2, keeps a copy inside a machine).
+        residuals: dtype in which residuals are stored: "fp32", or "bf16" for half of the memory.
+        common: `min_numel`, `exclude` (both for unsharded parameters), `warmup_steps`,
+            `warmup_codec` and `timeout_s`, see `gradcomp.ddp.register`. A step of the warm-up is
+            one reduce-scatter of a module.
 
     Raises:
-        TypeError: no module, or none inside that `fully_shard` has wrapped.
-        ValueError: a codec that gathers; an option that is of other exchanges; several meshes in a
-            module; `keep_weights` without `weights`.
-        UnsupportedTensor: parameters on a device that gradcomp does not take.
-        PeerMismatch: ranks with other parameters, codec or options.
+        TypeError: not a module, or no module in it is wrapped by `fully_shard`; an option of other
+            exchanges.
+        ValueError: a codec that FSDP cannot use; an option out of its range; several meshes in a
+            module; `keep_weights` without `weights`; the model is registered already.
+        UnsupportedTensor: parameters on an unsupported device.
+        PeerMismatch: a rank has other parameters, another codec or other options.
         PeerLost: a rank did not answer.
     """
     packed = None if weights is None else weights_codec(weights)

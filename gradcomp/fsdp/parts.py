@@ -1,6 +1,4 @@
-"""The parameters of an FSDP module: how they travel, and where the chunks of all ranks stand
-side by side.
-"""
+"""The parameters of an FSDP module, and the layout of all ranks' chunks in one flat tensor."""
 
 from __future__ import annotations
 
@@ -21,11 +19,11 @@ class Part:
     """One parameter of an FSDP module.
 
     Attributes:
-        parameter: how it travels.
-        number: its place among all names in order.
-        owner: torch's own object for it.
-        chunks: the shape of every rank's chunk, the largest first.
-        dim: along which it is cut.
+        parameter: name, unsharded shape, and whether it is compressed.
+        number: position of its name among all names in sorted order.
+        owner: the ``FSDPParam`` of torch.
+        chunks: shape of every rank's chunk, the largest first.
+        dim: dimension along which the parameter is sharded.
     """
 
     parameter: Parameter
@@ -36,35 +34,37 @@ class Part:
 
     @property
     def sharded(self) -> nn.Parameter:
-        """The parameter as ``model.parameters()`` has it, also after ``load_state_dict(...,
+        """The sharded parameter in ``model.parameters()``, also after ``load_state_dict(...,
         assign=True)``.
         """
         return self.owner.sharded_param  # type: ignore[no-any-return]
 
     @property
     def padded_numel(self) -> int:
-        """Elements that every rank's chunk takes, padding included."""
+        """Number of elements of every rank's chunk, padding included."""
         return numel_of(self.chunks[0])
 
     @property
     def slot_indices(self) -> range:
-        """Positions of every rank's chunk among slots: number times N plus rank."""
+        """Slot positions of the chunks, by rank: number * N + rank."""
         first = self.number * len(self.chunks)
         return range(first, first + len(self.chunks))
 
     def joined(self, chunks: Iterable[Tensor]) -> Tensor:
-        """Return a copy of the parameter's shape from every rank's chunk, ``(numel,)`` each."""
+        """Return the chunks of all ranks, ``(numel,)`` each, joined to a new tensor of the
+        parameter's shape.
+        """
         shaped = [flat.view(shape) for flat, shape in zip(chunks, self.chunks, strict=True)]
         return torch.cat(shaped, self.dim)
 
     def split(self, whole: Tensor) -> list[Tensor]:
-        """Return every rank's chunk of values of the parameter's shape."""
+        """Return the chunk of each rank of a tensor of the parameter's shape, as views."""
         return list(torch.split(whole, [shape[self.dim] for shape in self.chunks], self.dim))
 
 
 def number_of(parts: Sequence[Part]) -> int:
-    """Return the number of the module with these parameters in headers: from 1, and the same
-    whatever else is wrapped.
+    """Return the number in headers of the module with these parameters: at least 1, and independent
+    of how other modules are wrapped.
     """
     return 1 + min(part.number for part in parts)
 
@@ -72,8 +72,8 @@ def number_of(parts: Sequence[Part]) -> int:
 def slots_of(
     parts: Sequence[Part], world_size: int, residuals: Planes | None = None
 ) -> list[list[Slot]]:
-    """Return where every rank's chunks stand in a flat whole that has them rank after rank, a slot
-    each, and what codes leave out of them in the planes of `residuals`.
+    """Return for every rank the slots of its chunks, one per parameter. Slots have offsets in a
+    flat tensor with the chunks of all ranks in rank order, and in the planes of `residuals`.
     """
     each = sum(part.padded_numel for part in parts)
     out = []
@@ -90,5 +90,5 @@ def slots_of(
 
 
 def numel_of(shape: Sequence[int]) -> int:
-    """Return the elements of a shape."""
+    """Return the number of elements of a shape."""
     return torch.Size(shape).numel()

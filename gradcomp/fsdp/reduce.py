@@ -1,5 +1,5 @@
-"""The reduce-scatter of one FSDP module: what a rank has of a chunk goes packed to the chunk's
-owner, who averages.
+"""The reduce-scatter of one FSDP module: every rank sends encoded gradients of a chunk to the
+chunk's owner, who averages them.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from gradcomp.kernels.tables import DTYPES
 from gradcomp.memory.store import StateStore
 from gradcomp.payload.pieces import BySlots
 
-IN_FLIGHT = 2  # modules whose averages are on their way between calls, at most
+IN_FLIGHT = 2  # modules with a reduce-scatter in progress at the same time, at most
 
 
 class ReduceScatter:
-    """Averages of one FSDP module's gradients, a chunk a rank.
+    """Compressed reduce-scatter of one FSDP module's gradients.
 
     Args:
         module, name, parts: see below.
-        codecs: of the gradients, in the warm-up and after it.
-        warmup_steps: the first so many reduce-scatters belong to the warm-up.
-        comm: the ranks that share the module out.
+        codecs: codec of the warm-up, and codec after it.
+        warmup_steps: number of reduce-scatters in the warm-up.
+        comm: communicator of the ranks that share the module.
         stats: counts bytes and seconds.
-        probe: samples what codes make of gradients, after the warm-up.
-        staged: host memory for gradients on an accelerator, needed until `encode` returns.
-        residuals: of the module, for codecs that leave some.
+        probe: samples the quality of codes after the warm-up.
+        staged: host buffers for gradients on an accelerator, in use until `encode` returns.
+        residuals: residuals of the module; None if no codec has error feedback.
 
     Attributes:
-        module: as torch has it.
-        name: of the module, for messages.
-        parts: its parameters, in the order in which their gradients stand.
+        module: the FSDP module.
+        name: name of the module, for messages.
+        parts: its parameters, in the order of their gradients.
         steps: reduce-scatters so far.
-        is_under_way: gradients have been taken that are not averaged yet.
+        is_under_way: whether a reduce-scatter is in progress.
     """
 
     def __init__(
@@ -73,30 +73,34 @@ class ReduceScatter:
         self.is_under_way = False
 
     def fits(self, numel: int) -> bool:
-        """Whether so many values are the gradients of all trained parameters of the module."""
+        """Whether `numel` values can be the gradients of all trained parameters of the module."""
         return numel == self._comm.world_size * sum(part.padded_numel for part in self._trained())
 
-    def start(self, output: Tensor, given: Tensor, factor: int) -> Task:
-        """Take ``(N * k,)`` gradients; return what averages them and writes `factor` times the
-        averages of this rank's chunks to ``(k,)``.
+    def start(self, output: Tensor, grads: Tensor, factor: int) -> Task:
+        """Start the reduce-scatter of this module's gradients; return the task that completes it.
 
-        Until then these are NaN: torch puts them into ``.grad`` at once, and whatever ends the
-        backward pass may keep `finish` from being called.
+        `output` is filled with NaN until `finish` writes it: torch puts it into ``.grad`` at once,
+        and `finish` may never run if the backward pass fails.
+
+        Args:
+            output: ``(k,)``: averages of this rank's chunks, times `factor`.
+            grads: ``(N * k,)`` float32, bfloat16 or float16 gradients.
+            factor: factor of the averages.
         """
         output.fill_(float("nan"))
-        exchange = self._exchange(given.dtype, given.device, self._trained())
-        staged = None if home(given.device) == given.device else self._staged.like(given)
-        follow(given.device)
-        exchange.begin(given if staged is None else staged.fetch(given), self.steps, 0)
-        self._stats.baseline_bytes += 2 * (given.numel() - output.numel()) * given.element_size()
+        exchange = self._exchange(grads.dtype, grads.device, self._trained())
+        staged = None if home(grads.device) == grads.device else self._staged.like(grads)
+        follow(grads.device)
+        exchange.begin(grads if staged is None else staged.fetch(grads), self.steps, 0)
+        self._stats.baseline_bytes += 2 * (grads.numel() - output.numel()) * grads.element_size()
         self.is_under_way = True
-        encode = partial(self.encode, exchange, staged, given.device)
+        encode = partial(self.encode, exchange, staged, grads.device)
         finish = partial(self.finish, exchange, output, factor)
-        # nothing is done with a module while it travels and the next one is encoded
+        # between encode and finish the pipeline encodes the next module
         return Task((encode, *[lambda: None] * (IN_FLIGHT - 1), finish), self._end)
 
     def encode(self, exchange: BucketExchange, staged: Staged | None, device: torch.device) -> None:
-        """Encode gradients and send them."""
+        """Encode gradients and start to send them."""
         if staged is not None:
             staged.wait()
         with peers_answer("first_phase", 0), on_stream(device):
@@ -107,8 +111,8 @@ class ReduceScatter:
         self._stats.steps += 1
 
     def finish(self, exchange: BucketExchange, output: Tensor, factor: int) -> None:
-        """Wait for what the other ranks have sent, and average; NaN if some rank's gradients
-        have NaN or Inf.
+        """Wait for the payloads of the other ranks and write averages to `output`; NaN if some
+        rank's gradients have NaN or Inf.
         """
         begun = time.perf_counter()
         first = output.numel() * self._comm.rank
@@ -135,7 +139,9 @@ class ReduceScatter:
         *,
         as_they_are: bool,
     ) -> None:
-        """Write averages to `output`, where they do not stand there already."""
+        """Write averages to `output`, unless they were computed there (`as_they_are`); zero its
+        padding and multiply by `factor`. Commit residuals, or discard them if flagged.
+        """
         if exchange.flagged:
             output.fill_(float("nan"))
             self._stats.nonfinite_buckets += 1
@@ -144,7 +150,7 @@ class ReduceScatter:
             exchange.commit()
             filled = 0
             for there, here, numel in places:
-                output[filled:there].zero_()  # what chunks are padded with
+                output[filled:there].zero_()  # padding of chunks
                 if not as_they_are:
                     output[there : there + numel].copy_(exchange.shard[here : here + numel])
                 filled = there + numel
@@ -153,15 +159,17 @@ class ReduceScatter:
                 output.mul_(factor)
 
     def comes_late(self, dtype: torch.dtype) -> bool:
-        """Whether torch leaves what `finish` writes alone until the backward pass is over."""
+        """Whether `finish` may run as late as the end of the backward pass, since torch does not
+        read `output` before.
+        """
         return torch_private.leaves_shards_alone(self.module, dtype)
 
     def trained_parameters(self) -> list[nn.Parameter]:
-        """Return those whose gradients are averaged, sharded as ``model.parameters()`` has them."""
+        """Return the sharded parameters of ``model.parameters()`` whose gradients are averaged."""
         return [part.sharded for part in self._trained()]
 
     def _discard(self) -> None:
-        """Leave residuals as they were before the step."""
+        """Discard the residuals of this step."""
         if self._residuals is not None:
             self._residuals.discard()
 
@@ -169,7 +177,7 @@ class ReduceScatter:
         self.is_under_way = False
         if error is not None:
             self._discard()
-            # collectives under way keep their connections, and their buffers
+            # collectives in progress may still write to the buffers: do not reuse them
             self._exchanges.clear()
 
     def _trained(self) -> list[Part]:
@@ -186,7 +194,7 @@ class ReduceScatter:
         kind = codec, dtype, device, tuple(part.number for part in trained)
         if kind not in self._exchanges:
             if self.steps == self._warmup_steps:
-                self._exchanges.clear()  # those of the warm-up
+                self._exchanges.clear()  # free the buffers of the warm-up
             self._exchanges[kind] = BucketExchange(
                 self._plan(codec, trained),
                 self._comm,
@@ -196,7 +204,7 @@ class ReduceScatter:
                 timeout_s=self._comm.timeout_s,
                 device=home(device),
                 module=number_of(self.parts),
-                draw_rank=group_rank(),  # replicas of a shard draw other numbers
+                draw_rank=group_rank(),  # replicas of a shard need different random numbers
                 state=StateStore(self._residuals if codec.error_feedback else None),
                 probe=self._probe if self.steps >= self._warmup_steps else None,
             )
@@ -204,7 +212,9 @@ class ReduceScatter:
 
     def _plan(self, codec: Codec, trained: Sequence[Part]) -> BucketPlan:
         world = self._comm.world_size
-        slots = [slot for one in slots_of(trained, world, self._residuals) for slot in one]
+        slots = [
+            slot for rank_slots in slots_of(trained, world, self._residuals) for slot in rank_slots
+        ]
         strategy = Strategy("reduce_scatter", "fp32")
         return BucketPlan(
             codec,

@@ -1,9 +1,9 @@
-"""What codes have left out of a rank's gradients: as large as these, so stored once, in 32 or 16
-bits.
+"""Residuals of a rank's unsharded gradients. They are as large as these, so there is only one copy
+of them, in 32 or 16 bits.
 
-An exchange reads and writes float32 planes. Modules in flight borrow a pair each: it is filled from
-what is stored before a module's gradients are encoded, and a commit writes it back. Until then what
-is stored stays as it was.
+An exchange reads and writes float32 planes. A module with a reduce-scatter in progress borrows a
+pair of them from a pool: the first is filled with the stored residuals before encoding, and a
+commit stores the second. Until then the stored residuals do not change.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class ModuleResiduals(Planes):
-    """Residuals of one module's gradients, by the slots of every rank's chunks.
+    """Residuals of one module's gradients, with a slot for each rank's chunk of each parameter.
 
     Args:
-        parts: of the module; residuals are kept of those that are compressed.
-        dtype: in which they are stored.
-        pool: lends float32 planes while the module is in flight.
+        parts: parameters of the module; only compressed ones have residuals.
+        dtype: dtype of the stored residuals.
+        pool: lends float32 planes during a reduce-scatter.
 
     Attributes:
-        parts: the compressed ones.
+        parts: the compressed parameters.
     """
 
     def __init__(self, parts: Iterable[Part], dtype: torch.dtype, pool: BufferPool) -> None:
@@ -46,8 +46,8 @@ class ModuleResiduals(Planes):
         self._lent: Tensor | None = None
 
     def tensors(self, indices: Iterable[int]) -> tuple[Tensor, Tensor]:
-        """Return two float32 planes of all slots, the first with the stored values; lent until
-        `commit` or `discard`.
+        """Return two float32 planes of all slots, ``(numel,)`` each; the first has the stored
+        residuals. They are lent until `commit` or `discard`.
         """
         if self._lent is None:
             nbytes = 2 * self.numel * torch.float32.itemsize
@@ -58,30 +58,30 @@ class ModuleResiduals(Planes):
         return old, new
 
     def commit(self, indices: Iterable[int]) -> None:
-        """Store what was written of these slots, unless it was discarded."""
+        """Store the new residuals of these slots, unless they were discarded."""
         if self._lent is None:
             return
         stored, (_, new) = self._allocate()[0], self._lent_planes(self._lent)
         written = set(indices)
         for part in self.parts:
             first, last = part.slot_indices[0], part.slot_indices[-1]
-            if first in written:  # and so are all others; frozen parameters have no slots
+            if first in written:  # then all slots are; frozen parameters are never written
                 run = slice(self.offset(first), self.offset(last) + self.numels[last])
                 stored[run].copy_(new[run])
         self.discard()
 
     def discard(self) -> None:
-        """Give the lent planes back and leave what is stored as it is."""
+        """Return the lent planes to the pool; the stored residuals do not change."""
         if self._lent is not None:
             self._pool.give(self._lent)
             self._lent = None
 
     def whole(self, part: Part) -> Tensor:
-        """Return a parameter's residuals in its shape, a copy."""
+        """Return a copy of a parameter's residuals, in its unsharded shape."""
         return part.joined([self.current(index) for index in part.slot_indices])
 
     def _allocate(self) -> tuple[Tensor, ...]:
-        if not self.begun:  # the weights may have had no memory before
+        if not self.begun:  # weights may have been on the meta device at construction
             self._device = device_of(part.sharded for part in self.parts)
         return super()._allocate()
 
@@ -94,10 +94,10 @@ class ModelResiduals:
     """Residuals of all modules of a model, by parameter name.
 
     Args:
-        dtype: "fp32" or "bf16", in which they are stored.
+        dtype: "fp32" or "bf16", dtype of the stored residuals.
 
     Attributes:
-        dtype: as given.
+        dtype: the argument.
 
     Raises:
         ValueError: another dtype.
@@ -110,22 +110,25 @@ class ModelResiduals:
         self._modules: list[ModuleResiduals] = []
 
     def add(self, parts: Sequence[Part]) -> ModuleResiduals:
-        """Return residuals for one module more, zero at first."""
+        """Add a module and return its residuals, which are zero at first."""
         self._modules.append(ModuleResiduals(parts, DTYPES[self.dtype], self._pool))
         return self._modules[-1]
 
     @property
     def nbytes(self) -> int:
-        """Of everything that is stored."""
+        """Bytes of all stored residuals."""
         return DTYPES[self.dtype].itemsize * sum(module.numel for module in self._modules)
 
     def state(self) -> dict[str, Tensor]:
-        """Return copies by name, each of its parameter's shape."""
+        """Return copies of all residuals by name, each in its parameter's unsharded shape."""
         return {part.parameter.name: module.whole(part) for module, part in self._items()}
 
     def load(self, states: Iterable[Mapping[str, Tensor]]) -> None:
-        """Take the mean of several ranks' residuals, by name and of the parameters' shapes, zero of
-        none; nothing is taken from some that do not fit. What is in flight leaves no residuals.
+        """Set the residuals to the mean of several ranks' residuals, or to zero if there are none.
+        A reduce-scatter in progress will not change them. After an error nothing is changed.
+
+        Args:
+            states: residuals of each rank by name, in unsharded shapes.
 
         Raises:
             ValueError: other parameters, shapes or dtypes, or a value that is not finite.

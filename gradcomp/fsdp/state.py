@@ -1,5 +1,5 @@
-"""All modules of a `fully_shard` model: what is theirs to exchange, when it is waited for, and
-what a run goes on with.
+"""The compressed collectives of all modules of a `fully_shard` model: registration, waits at the
+end of backward, and checkpoints.
 """
 
 from __future__ import annotations
@@ -58,23 +58,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("gradcomp")
 
-# which state packs what an FSDP module sends
+# the state that compresses the gradients of each FSDP module
 _owners: MutableMapping[nn.Module, weakref.ref[FsdpState]] = weakref.WeakKeyDictionary()
 
 
 class FsdpState:
-    """What `register` has made of a model: what was sent, what codes have left out, and the steps
-    that random numbers depend on.
+    """The state that `register` returns: statistics, residuals, and the step counters that random
+    numbers depend on.
 
     It is a ``Stateful`` of ``torch.distributed.checkpoint``.
 
     Attributes:
-        codec: of gradients.
-        weights: of weights, None where they travel as they are.
+        codec: codec of gradients.
+        weights: codec of weights; None if they are not compressed.
         stats: bytes and seconds of gradients; a step is one module's reduce-scatter.
-        weights_stats: the same of weights; a step is one module's all_gather.
-        plain: reduce-scatters that torch did after all, because some parameter of their module had
-            no gradient, say.
+        weights_stats: bytes and seconds of weights; a step is one module's all_gather.
+        plain: number of reduce-scatters that torch did without compression, for example because a
+            parameter of the module had no gradient.
     """
 
     def __init__(
@@ -96,22 +96,22 @@ class FsdpState:
         self.codec, self.weights, self._options = codec, weights, options
         self.stats, self.weights_stats, self.plain = Stats(), Stats(), 0
         self._residuals = ModelResiduals(residuals)
-        self._names: dict[int, str] = {}  # of the parameters, by position of each rank's chunk
+        self._names: dict[int, str] = {}  # parameter names by slot position of each chunk
         self._probe = Probe(options.advanced.quality_every, self._names)
         self._model = weakref.ref(model)
         self._comms: dict[int, TorchCommunicator] = {}  # by process group
         self._reduces: list[ReduceScatter] = []
         self._gathers: list[AllGather] = []
         self._pipeline = InlinePipeline()
-        # number of the backward pass at whose end averages are waited for
+        # number of the last backward pass for which `_end_backward` was queued
         self._called_back = -1
-        self._alone: list[Part] = []  # parameters that this rank shares with none
-        # loaded residuals that are added to the next gradients of these, by name
+        self._alone: list[Part] = []  # parameters in groups of one rank
+        # loaded residuals to add to the next gradients of `_alone`, by name
         self._to_add: dict[str, Tensor] = {}
         self._reports: list[Telemetry] = []
         self._hooks: list[Any] = []
         self._backwards = self._calls = 0
-        self._closed = self._is_told = False
+        self._closed = self._has_warned = False
         sharded = _sharded_modules(model)
         self._split = any(one.is_split for one in sharded)
         self._forward = Forward() if keep_weights else None
@@ -121,11 +121,11 @@ class FsdpState:
         except BaseException:
             self.close()
             raise
-        mine = Mine(p for one in sharded if one.group.size() > 1 for p in one.parameters)
-        self._steps = Steps(mine, lambda: self._calls, self._missed)
+        watched = Mine(p for one in sharded if one.group.size() > 1 for p in one.parameters)
+        self._steps = Steps(watched, lambda: self._calls, self._missed)
         self._hooks += [
-            before_any_step(mine, self._before_step),
-            model.register_forward_pre_hook(self._hold),
+            before_any_step(watched, self._before_step),
+            model.register_forward_pre_hook(self._keep_alive),
         ]
         if self._residuals.nbytes > 1e6:
             logger.warning(
@@ -138,7 +138,7 @@ class FsdpState:
     def _replace_collectives(
         self, model: nn.Module, sharded: Sequence[torch_private.Sharded], options: Options
     ) -> None:
-        """Put this state's collectives in place of torch's, module by module."""
+        """Replace torch's collectives by compressed ones in every FSDP module."""
         names = {id(p): name for name, p in model.named_parameters()}
         called = {id(module): name for name, module in model.named_modules()}
         wholes = [
@@ -154,7 +154,7 @@ class FsdpState:
             own = [names[id(p)] for p in one.parameters]
             parts = _parts(one, own, gradients)
             self._names |= {i: part.parameter.name for part in parts for i in part.slot_indices}
-            if one.group.size() == 1:  # FSDP itself sends nothing then
+            if one.group.size() == 1:  # FSDP sends nothing
                 self._alone += parts
                 continue
             comm = self._comms.get(id(one.group))
@@ -220,7 +220,7 @@ class FsdpState:
             factor = divisor(op, group.size())
             if factor is None or not module.fits(given.numel()):
                 self._pipeline.wait()
-                self._say_plain(
+                self._warn_plain(
                     "is divided by a factor of its own"
                     if factor is None
                     else "lacks that of some parameter"
@@ -228,7 +228,7 @@ class FsdpState:
                 self.plain += 1
                 reduce_scatter(output, given, group, op)
                 return
-            if module.is_under_way:  # in a backward pass that ended with an error
+            if module.is_under_way:  # left over from a backward pass that failed
                 self._pipeline.wait()
             self._pipeline.submit(module.start(output, given, factor))
             reads_at_once = factor != 1 or not module.comes_late(given.dtype)
@@ -251,14 +251,14 @@ class FsdpState:
         return self._poisoned_on_failure()(call)
 
     def log_to(self, target: Any, *, every: int = 10, prefix: str = "gradcomp") -> None:
-        """As `gradcomp.ddp.CompressionState.log_to`, of `stats` and `quality`: a step of a report
-        is a module's, `every` counts backward passes.
+        """Report `stats` and `quality` to `target`; see `gradcomp.ddp.CompressionState.log_to`.
+        Values per step are per reduce-scatter of a module; `every` counts backward passes.
         """
         self._reports.append(Telemetry(target, lambda: self.stats, self.quality, every, prefix))
 
     def quality(self) -> Quality:
-        """Return what codes have made of this rank's gradients at the latest sample, by whole
-        parameters: one in 100 reduce-scatters of each module.
+        """Return the quality of this rank's codes in the latest sample, per unsharded parameter.
+        One in 100 reduce-scatters of each module is sampled.
         """
         return self._probe.report()
 
@@ -271,8 +271,8 @@ class FsdpState:
 
     @contextlib.contextmanager
     def _poisoned_on_failure(self) -> Iterator[None]:
-        """Leave no gradient of this rank, and none of an unfinished step, that an optimizer
-        could apply.
+        """If the block raises, fill all gradients with NaN, so that no optimizer can apply partial
+        averages. Replaces module numbers in a PeerMismatch by names.
         """
         try:
             yield
@@ -292,14 +292,14 @@ class FsdpState:
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        # torch itself has ended the backward pass with an error
+        # torch has ended the backward pass with an error: `_end_backward` did not run
         if not self._pipeline.is_empty and torch_private.graph_task() < 0:
             self._poison()
         self._steps.check(optimizer, args, kwargs)
 
     def _check_modules(self) -> None:
-        """Raise GradcompError, at the first step, if modules were sharded after `register`:
-        theirs would travel as torch sends them.
+        """Raise GradcompError in the first step if modules were sharded after `register`: their
+        gradients would not be compressed.
         """
         model = self._model()
         if self.stats.steps + self.plain > 0 or model is None:
@@ -315,13 +315,13 @@ class FsdpState:
                 " ...): shard all of them first"
             )
 
-    def _hold(self, *_: Any) -> None:
-        """Keep this alive with the model, whatever becomes of what its modules call."""
+    def _keep_alive(self, *_: Any) -> None:
+        """Do nothing. As a hook it keeps this state alive as long as the model."""
 
     def _missed(self) -> None:
-        if self._is_told:
+        if self._has_warned:
             return
-        self._is_told = True
+        self._has_warned = True
         warnings.warn(
             f"{NOT_CALLED}: FSDP has reduced these gradients without it, as exactly and as slowly"
             " as ever. Somebody has called set_custom_reduce_scatter after gradcomp.fsdp.register:"
@@ -329,7 +329,7 @@ class FsdpState:
             stacklevel=6,
         )
 
-    def _say_plain(self, why: str) -> None:
+    def _warn_plain(self, why: str) -> None:
         if not self.plain:
             warnings.warn(
                 f"the gradient of an FSDP module {why} in this step: it travels as torch sends it",
@@ -337,28 +337,32 @@ class FsdpState:
             )
 
     def describe(self) -> str:
-        """Return one line: how what travels."""
+        """Return one line of text: codec, compressed parameters, ranks, warm-up and weights."""
         parts = [part for module in self._reduces for part in module.parts]
         packed = sum(part.parameter.compressed for part in parts)
         ranks = (
             " and ".join(map(str, sorted({comm.world_size for comm in self._comms.values()})))
             or "1"
         )
-        said = (
+        text = (
             f"{self.codec!r}: {packed} of {len(parts)} parameters of {len(self._reduces)} FSDP"
             f" modules packed, over {ranks} ranks"
         )
         if self._options.warmup_steps:
             first = self._options.warmup_codec or Identity()
-            said += f", from step {self._options.warmup_steps} on ({first!r} before it)"
-        kept = ", which backward takes from forward" if self._forward is not None else ""
+            text += f", from step {self._options.warmup_steps} on ({first!r} before it)"
+        kept_for_backward = (
+            ", which backward takes from forward" if self._forward is not None else ""
+        )
         return (
-            said if self.weights is None else f"{said}; weights gathered as {self.weights!r}{kept}"
+            text
+            if self.weights is None
+            else f"{text}; weights gathered as {self.weights!r}{kept_for_backward}"
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank needs beside model and optimizer to go on bit for bit, under
-        keys of its own: ranks' states may lie in one file.
+        """Return this rank's state, for a bitwise equal continuation together with model and
+        optimizer. Its keys differ between ranks, so one file can have the states of all ranks.
         """
         steps = sorted(
             [part.parameter.name, module.steps] for module in self._reduces for part in module.parts
@@ -373,25 +377,28 @@ class FsdpState:
         )
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
-        """Go on from this rank's `state_dict`, or from those of all ranks, who may have been more
-        or fewer: then each of the new ones gets what they have left out. One rank, which sends
-        nothing, adds it to its next gradients.
+        """Load the `state_dict` of this rank, or a list of the state dicts of all ranks of a run,
+        which may have had another number of ranks: then each rank gets the mean of their residuals.
+        A single rank, which sends nothing, adds residuals to its next gradients.
 
         Raises:
-            ValueError: no such state, one of another model, codec or number of ranks, or a rank is
-                missing.
+            ValueError: not such a state; a state of another model, codec or number of ranks; or the
+                state of a rank is missing.
         """
         self._load(Saved.of(state))
 
     def load(self, checkpoint_id: str, prefix: str = "gradcomp") -> None:
-        """Go on from a folder of ``torch.distributed.checkpoint``, of any number of ranks, where a
-        state was saved under the key `prefix`.
+        """Load a ``torch.distributed.checkpoint`` that was saved by any number of ranks.
 
-        With as many ranks as have saved it, ``torch.distributed.checkpoint.load({prefix: state,
-        ...})`` does the same.
+        With the same number of ranks ``torch.distributed.checkpoint.load({prefix: state, ...})``
+        does the same.
+
+        Args:
+            checkpoint_id: folder of the checkpoint.
+            prefix: key of this state in the checkpoint.
 
         Raises:
-            ValueError: as `load_state_dict`; no such folder or key.
+            ValueError: see `load_state_dict`; no such folder or key.
         """
         part, ranks = f"{prefix}.ranks.", set()
 
@@ -404,36 +411,38 @@ class FsdpState:
         head = read_checkpoint(checkpoint_id, is_wanted, f"{prefix}.")
 
         def read(rank: str) -> dict[str, Any]:
-            values = f"{part}{rank}."  # one rank's at a time are in memory
+            values = f"{part}{rank}."  # only one rank's residuals are in memory at a time
             return read_checkpoint(checkpoint_id, lambda key: key.startswith(values), values)
 
         self._load(Saved(head, ranks, read))
 
     def _load(self, saved: Saved) -> None:
-        """Take steps, and the residuals of this rank or the mean of all ranks'. A rank alone
-        adds these to its next gradients.
+        """Load steps and residuals: this rank's, or the mean of all ranks'. A single rank adds
+        residuals to its next gradients.
         """
         saved.check_origin(self._origin())
         names = {part.parameter.name for module in self._reduces for part in module.parts}
         steps = _read_steps(saved.extra.get("steps"), names)
         residuals, size = self._residuals, group_size()
         may_add = bool(self._alone) and not self._reduces and self.codec.error_feedback
-        found: Iterable[Mapping[str, Tensor]] = ()
+        saved_residuals: Iterable[Mapping[str, Tensor]] = ()
         if may_add or residuals.nbytes:
             if self._split and saved.world_size != size:
                 raise ValueError(
                     f"residuals of {saved.world_size} ranks with tensor parallelism do not fit"
                     f" {size}: resume with as many, on the same mesh"
                 )
-            found = (parts.get("residual", {}) for parts in saved.of_ranks(group_rank(), size))
-            if not steps:  # a run of one rank, which may have residuals that it has not added yet
-                found = [residual for residual in found if residual]
-        adds = may_add and bool(steps or found)
+            saved_residuals = (
+                parts.get("residual", {}) for parts in saved.of_ranks(group_rank(), size)
+            )
+            if not steps:  # saved by a single rank, which may have residuals to add
+                saved_residuals = [residual for residual in saved_residuals if residual]
+        adds = may_add and bool(steps or saved_residuals)
         if adds:
             residuals = ModelResiduals(residuals.dtype)
             alone = residuals.add(self._alone)
         if residuals.nbytes:
-            residuals.load(found)
+            residuals.load(saved_residuals)
         for module in self._reduces:
             module.steps = max(steps.get(part.parameter.name, 0) for part in module.parts)
         if adds:
@@ -446,7 +455,7 @@ class FsdpState:
                     self._hooks.append(sharded.register_post_accumulate_grad_hook(add))
 
     def _add_residual(self, part: Part, p: Any) -> None:
-        """Add a loaded residual to the first gradient after it."""
+        """Add a parameter's loaded residual to its next gradient, once."""
         residual = self._to_add.pop(part.parameter.name, None)
         if residual is None:
             return
@@ -460,8 +469,8 @@ class FsdpState:
         return {"kind": "fsdp", "codec": repr(self.codec)}
 
     def close(self) -> None:
-        """Give torch's own reduce-scatter and all_gather back and close the communicators;
-        closing twice is harmless.
+        """Restore torch's own reduce-scatter and all_gather, and close the communicators. Further
+        calls do nothing.
         """
         if not self._closed:
             self._closed = True
@@ -483,7 +492,7 @@ class FsdpState:
 
 
 def _sharded_modules(model: nn.Module) -> list[torch_private.Sharded]:
-    """Return what `fully_shard` has wrapped in a model; TypeError if that is nothing."""
+    """Return the modules that `fully_shard` has wrapped; TypeError if there are none."""
     sharded = torch_private.sharded_modules(model)
     if not sharded:
         kinds = {type(module).__name__ for module in model.modules()}
@@ -501,17 +510,19 @@ def _sharded_modules(model: nn.Module) -> list[torch_private.Sharded]:
     return sharded
 
 
-def _read_steps(given: Any, names: Collection[str]) -> dict[str, int]:
-    """Return the steps of a state by parameter name; ValueError unless they are those of `names`,
-    or of none: one rank exchanges nothing.
+def _read_steps(saved_steps: Any, names: Collection[str]) -> dict[str, int]:
+    """Return the steps of a state by parameter name. Raise ValueError unless the names are `names`;
+    a state of a single rank, which exchanges nothing, has no steps.
     """
     try:
-        steps = dict(given)
+        steps = dict(saved_steps)
     except (TypeError, ValueError):
         steps = None
-    if steps is None or len(steps) != len(given):
-        said = f"this state's steps must be pairs of name and step, each name once: {given!r}"
-        raise ValueError(said[:200])
+    if steps is None or len(steps) != len(saved_steps):
+        message = (
+            f"this state's steps must be pairs of name and step, each name once: {saved_steps!r}"
+        )
+        raise ValueError(message[:200])
     for name, step in steps.items():
         check_step(step, of=f" of {name!r}")
     if steps and names and steps.keys() != set(names):
@@ -525,7 +536,7 @@ def _owner_of(module: nn.Module) -> FsdpState | None:
 
 
 def _claim(sharded: Sequence[torch_private.Sharded], state: FsdpState) -> None:
-    """Note that `state` packs what these modules send; ValueError if another state does."""
+    """Register `state` for these modules; ValueError if another state is registered."""
     for one in sharded:
         owner = _owner_of(one.module)
         if owner is not None:
@@ -539,7 +550,7 @@ def _claim(sharded: Sequence[torch_private.Sharded], state: FsdpState) -> None:
 
 
 def _release(state: FsdpState) -> None:
-    """Forget what `_claim` has noted for a state."""
+    """Undo `_claim` for a state."""
     for module in [module for module, owner in _owners.items() if owner() is state]:
         del _owners[module]
 
@@ -564,7 +575,7 @@ def _parts(
 
 
 def _reusing(reused: torch_private.ReusedTensors) -> torch_private.Allocate:
-    """Return what gives host memory again; an accelerator's is torch's own to give again."""
+    """Return an allocator that reuses host memory; torch itself reuses accelerator memory."""
 
     def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         take = reused.take if device.type == "cpu" else empty
@@ -576,8 +587,8 @@ def _reusing(reused: torch_private.ReusedTensors) -> torch_private.Allocate:
 def _unless_shards(
     reused: torch_private.ReusedTensors, module: ReduceScatter
 ) -> torch_private.Allocate:
-    """Return what gives memory for whole gradients again, and new memory for shards: these become
-    a parameter's ``.grad``.
+    """Return an allocator that reuses memory for unsharded gradients, but not for shards, which
+    become a parameter's ``.grad``.
     """
     take = _reusing(reused)
 

@@ -1,9 +1,9 @@
-"""The all_gather of one FSDP module's weights: every rank's chunks packed to 8 bits, as long as
-forward or backward needs them.
+"""The all_gather of one FSDP module's weights in encoded form.
 
-Where they are kept, backward decodes what the last forward has gathered. That is right whatever has
-become of the weights in between: a gradient is of the weights that forward has used. A later
-forward that keeps nothing drops them. All ranks decide alike, since they run the same program.
+With `keep_weights` backward decodes the payloads that the last forward has gathered. That is
+correct even if weights have changed since: gradients refer to the weights that forward has used. A
+later forward without gradients drops the payloads. All ranks decide alike, since they run the same
+program.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Result = TypeVar("Result")
 
 
 def weights_codec(given: Codec | str) -> Codec:
-    """Return the codec of weights: without residuals, since a weight is sent as it is and not added
-    up.
+    """Return the codec of weights, without error feedback: errors of weights do not add up over
+    steps.
 
     Raises:
-        ValueError: of fewer than 4 bits, or one that is of gradients.
+        ValueError: fewer than 4 bits, or a codec for gradients only.
     """
     codec = resolve(given)
     if isinstance(codec, Block) and codec.bits >= 4:
@@ -47,16 +47,14 @@ def weights_codec(given: Codec | str) -> Codec:
 
 
 class Forward:
-    """Whether the forward pass that runs, or has run last, is one whose gradients will be asked
-    for.
-    """
+    """Tracks whether the current forward pass, or else the last one, has gradients enabled."""
 
     def __init__(self) -> None:
         self.with_gradients = False
 
     def watch(self, module: Any) -> Any:
-        """Look whenever `module` is called, before it gathers its weights, until what is returned
-        is removed.
+        """Track the forward passes of `module` by a hook that runs before its weights are gathered;
+        return the hook handle.
         """
         look = torch.compiler.disable(self._look)  # type: ignore[no-untyped-call]
         return module.register_forward_pre_hook(look, prepend=True)
@@ -66,10 +64,19 @@ class Forward:
 
 
 class AllGather:
-    """Weights of one FSDP module, gathered by all.
+    """Compressed all-gather of one FSDP module's weights.
+
+    Args:
+        module: the FSDP module.
+        parts: its parameters.
+        codec: codec of the weights.
+        comm: communicator of the ranks that share the module.
+        stats: counts bytes and seconds.
+        pool: lends the buffers of payloads.
+        forward: tells which forward passes have gradients; None: payloads are not kept.
 
     Attributes:
-        module: as torch has it.
+        module: the FSDP module.
         count: gathers so far.
     """
 
@@ -92,30 +99,35 @@ class AllGather:
         self._gathers: dict[tuple[torch.dtype, torch.device], ShardGather] = {}
         self._failed: GradcompError | None = None
 
-    def fits(self, given: Tensor, ranks: int) -> bool:
-        """Whether these are this rank's chunks of all parameters of the module, for all ranks
-        that share it.
+    def fits(self, shard: Tensor, ranks: int) -> bool:
+        """Whether `shard` can be this rank's chunks of all parameters of the module, and `ranks`
+        is the number of ranks that share it.
         """
         return (
-            ranks == self._comm.world_size and given.numel() == self._each and given.dtype in DTYPES
+            ranks == self._comm.world_size and shard.numel() == self._each and shard.dtype in DTYPES
         )
 
-    def start(self, output: Tensor, given: Tensor) -> Callable[[], None]:
-        """Encode ``(k,)`` and send it; return what waits for the others and writes ``(N * k,)``."""
-        there = home(given.device)
-        gather = self._gather(given.dtype, there)
-        self._stats.baseline_bytes += (output.numel() - given.numel()) * given.element_size()
+    def start(self, output: Tensor, shard: Tensor) -> Callable[[], None]:
+        """Encode this rank's chunks and start the gather; return a function that completes it.
+
+        Args:
+            output: ``(N * k,)``, the chunks of all ranks, written by the returned function.
+            shard: ``(k,)`` weights of this rank's chunks.
+        """
+        there = home(shard.device)
+        gather = self._gather(shard.dtype, there)
+        self._stats.baseline_bytes += (output.numel() - shard.numel()) * shard.element_size()
         in_backward = torch_private.graph_task() >= 0
         if in_backward and self._kept is not None and self._kept[0] is gather:
             buffer, self._kept = self._kept[1], None
             return lambda: self._write(partial(gather.again, buffer), output)
         keep = not in_backward and self._forward is not None and self._forward.with_gradients
         keep = keep and torch_private.reshards_after_forward(self.module)
-        # weights of an earlier forward, which this one's backward must not find
+        # drop the payloads of an earlier forward: this one's backward must not use them
         if not keep and self._kept is not None:
             self._pool.give(self._kept[1])
             self._kept = None
-        here = given.to(there)
+        here = shard.to(there)
         self._guarded(lambda: gather.start(here, self.count))
         self.count += 1
         self._stats.steps += 1
@@ -148,13 +160,15 @@ class AllGather:
 
     @staticmethod
     def _write(call: Callable[[Tensor], Result], output: Tensor) -> Result:
-        """Call what writes to `output`; on an accelerator it gets what a host tensor was given."""
+        """Call a function that writes to `output`; if the kernels run on the host, let it write to
+        a host tensor and copy that.
+        """
         if home(output.device) == output.device:
             return call(output)
-        here = torch.empty_like(output, device=home(output.device))
-        found = call(here)
-        output.copy_(here)
-        return found
+        host_output = torch.empty_like(output, device=home(output.device))
+        result = call(host_output)
+        output.copy_(host_output)
+        return result
 
     def _guarded(self, call: Callable[[], None]) -> None:
         if self._failed is not None:

@@ -1,5 +1,5 @@
-"""Training that communicates rarely: H local steps, then one exchange of what they have changed, in
-few bits.
+"""Training with infrequent communication: H local steps, then one compressed exchange of the change
+of the weights.
 
 References:
     Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models"

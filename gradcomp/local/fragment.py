@@ -1,5 +1,5 @@
-"""A fragment of a model: the weights that all ranks last agreed on, and the exchange of what
-each rank has made of them since.
+"""A fragment of a model: its anchors, which are the weights after the last sync, and the exchange
+of how each rank has changed them since.
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ from gradcomp.local.states import check_fragment, check_outer
 
 
 class Fragment:
-    """Some parameters, their anchors, and the exchange of pseudo-gradients (anchor - parameter).
+    """Parameters of a model with their anchors, and the exchange of pseudo-gradients
+    (anchor - parameter).
 
     Args:
-        named: (name, parameter) of the model, those that are trained.
-        weights: reads and writes them.
-        codec: of the exchange.
-        comm: the ranks; closed with the fragment.
-        options: of the exchange.
-        outer: makes the optimizer of the anchors.
+        named: (name, parameter) pairs, all trained.
+        weights: reads and writes the parameters in fp32.
+        codec: codec of the pseudo-gradients.
+        comm: communicator of all ranks; closed with the fragment.
+        options: options of the exchange.
+        outer: creates the optimizer of the anchors.
 
     Attributes:
+        anchors: (name, anchor) pairs; float32 on the CPU.
         averager: exchanges pseudo-gradients.
-        optimizer: of the anchors.
-        syncs: that were applied.
-        progress: of the local steps, in words: the same on every rank when something is sent or
-            compared.
-        held: averages have arrived and wait in the anchors' ``grad``.
+        optimizer: the optimizer of the anchors.
+        syncs: number of syncs that were applied.
+        progress: text of the local steps' progress, compared over the ranks in every exchange.
+        sent: pseudo-gradients were sent whose averages are not applied yet.
+        held: averages have been received and are in the anchors' ``grad``.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class Fragment:
     # ---- a sync ----------------------------------------------------------------------------------
 
     def replicated(self) -> list[tuple[str, object]]:
-        """Return (name, value) of what every rank must hold alike, beside the anchors."""
+        """Return (name, value) pairs that must be equal on all ranks, besides the anchors."""
         named: list[tuple[str, object]] = [("progress", self.progress), ("syncs", self.syncs)]
         for number, group in enumerate(self.optimizer.param_groups):
             options = {key: group[key] for key in sorted(group) if key != "params"}
@@ -79,16 +81,16 @@ class Fragment:
         return named
 
     def send(self, *, wait: bool, progress: str) -> None:
-        """Form pseudo-gradients and average them, or begin to.
+        """Compute pseudo-gradients and average them, or start to.
 
         Args:
-            wait: for the averages.
+            wait: wait for the averages.
             progress: see the attribute.
 
         Raises:
             ValueError: a parameter has another shape than at the last sync, or is no longer
                 trained; nothing was sent.
-            PeerMismatch, PeerLost, CorruptPayload: as `gradcomp.GradientAverager.average`.
+            PeerMismatch, PeerLost, CorruptPayload: see `gradcomp.GradientAverager.average`.
         """
         for (name, parameter), (_, anchor) in zip(self._named, self.anchors, strict=True):
             if parameter.shape != anchor.shape or not parameter.requires_grad:
@@ -114,7 +116,7 @@ class Fragment:
         self.sent, self.held = True, wait
 
     def arrive(self) -> None:
-        """Wait for the averages that are under way."""
+        """Wait for the averages of an exchange in progress, if there is one."""
         if self.sent and not self.held:
             try:
                 self.held = self.averager.flush()
@@ -124,12 +126,12 @@ class Fragment:
                 raise
 
     def apply(self, alpha: float) -> None:
-        """Have the outer optimizer move the anchors by the averages, and bring parameters to alpha
-        * parameter + (1 - alpha) * anchor.
+        """Update the anchors with the averages, and set parameters to alpha * parameter + (1 -
+        alpha) * anchor. Waits for the averages.
 
         Raises:
-            NotFinite: a pseudo-gradient of some rank was not finite; anchors, outer state and
-                residuals are as before.
+            NotFinite: a pseudo-gradient of some rank is not finite; anchors, outer state and
+                residuals are unchanged.
             PeerMismatch, PeerLost, CorruptPayload: of the exchange.
         """
         self.arrive()
@@ -144,19 +146,19 @@ class Fragment:
         self.optimizer.step()
         self.forget()
         self.syncs += 1
-        # 1, 2, 4, ...: an option that no comparison sees shows in what steps have made
+        # after 1, 2, 4, ... syncs compare anchors: options that are not compared show up there
         if self.syncs & (self.syncs - 1) == 0:
             self.averager._engine.replicas.compare_next()
         self.restore(alpha)
 
     def forget(self) -> None:
-        """Give the memory of pseudo-gradients back."""
+        """Free the pseudo-gradients."""
         for _, anchor in self.anchors:
             anchor.grad = None
 
     @torch.no_grad()
     def restore(self, alpha: float = 0.0) -> None:
-        """Bring parameters to alpha * parameter + (1 - alpha) * anchor."""
+        """Set parameters to alpha * parameter + (1 - alpha) * anchor."""
         for (_, parameter), (_, anchor) in zip(self._named, self.anchors, strict=True):
             weight = anchor.detach()
             if alpha:
@@ -165,20 +167,22 @@ class Fragment:
 
     @torch.no_grad()
     def is_at_anchors(self) -> bool:
-        """Whether the parameters are what all ranks agreed on, to the bit."""
+        """Whether the parameters are bitwise equal to the anchors."""
         pairs = zip(self._named, self.anchors, strict=True)
         return all(torch.equal(self._weights.read(p), anchor) for (_, p), (_, anchor) in pairs)
 
     @torch.no_grad()
     def anchor_here(self) -> None:
-        """Take the parameters as they are for what all ranks agree on."""
+        """Set the anchors to the parameters, which must be equal on all ranks."""
         for (_, parameter), (_, anchor) in zip(self._named, self.anchors, strict=True):
             anchor.copy_(self._weights.read(parameter))
 
     # ---- checkpoints -----------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return what this rank needs to go on bit for bit; nothing may be under way."""
+        """Return this rank's state, for a bitwise equal continuation. No exchange may be in
+        progress.
+        """
         return {
             "anchors": {name: anchor.detach().clone() for name, anchor in self.anchors},
             "averages": (
@@ -192,7 +196,7 @@ class Fragment:
         }
 
     def check(self, state: Any) -> None:
-        """Raise ValueError unless a state is of these parameters and this outer optimizer, and
+        """Raise ValueError unless a state fits these parameters and this outer optimizer, and is
         finite.
         """
         check_fragment(state, {name: anchor.shape for name, anchor in self.anchors})
@@ -200,7 +204,7 @@ class Fragment:
 
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a state that `check` has passed; that of the averager is loaded before."""
+        """Load a state that `check` has accepted; the averager's part must be loaded before."""
         for name, anchor in self.anchors:
             anchor.copy_(state["anchors"][name])
             average = state["averages"].get(name)
@@ -210,12 +214,12 @@ class Fragment:
         self.syncs = state["syncs"]
 
     def close(self) -> None:
-        """Stop the threads and close the communicator."""
+        """Close the averager: stop its threads and close the communicator."""
         self.averager.close()
 
 
 def cut(numels: Iterable[int], fragments: int) -> list[range]:
-    """Return positions of consecutive tensors, cut into fragments of about as many elements each.
+    """Cut consecutive tensors into fragments of similar size; return the positions of each.
 
     Raises:
         ValueError: more fragments than tensors.

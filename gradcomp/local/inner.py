@@ -1,5 +1,5 @@
-"""Inner steps: the parameters and optimizers that take part, weights as these keep them, and when
-a fragment is due.
+"""Inner steps: the parameters and optimizers that take part, access to fp32 weights, and the
+schedule of fragments.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from gradcomp.engine.buckets import check_optimizer
 from gradcomp.engine.watch import Mine, before_any_step
 from gradcomp.errors import GradcompError, UnsupportedTensor
 
-COUNTED = 16  # calls of DiLoCo.step that are compared with steps at a time
+COUNTED = 16  # the count of inner steps is checked after so many calls of DiLoCo.step
 SyncEvery = int | Callable[[int], int]
 
 
 class Trained:
-    """A model's trained parameters as they are now, which later ones are compared with.
+    """The trained parameters of a model at construction; `check` compares later ones with them.
 
     Args:
         model: a plain module.
 
     Attributes:
-        named: (name, parameter).
+        named: (name, parameter) pairs.
 
     Raises:
-        TypeError: a DDP model, or no module.
+        TypeError: a DDP model, or not a module.
         UnsupportedTensor: a parameter that is not float32, bfloat16 or float16.
     """
 
@@ -54,8 +54,10 @@ class Trained:
         return [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
 
     def check(self, called: str) -> None:
-        """Raise ValueError if the model trains parameters that take no part in the syncs of what
-        is `called` so.
+        """Raise ValueError if the model now trains parameters that take no part in syncs.
+
+        Args:
+            called: name of the class that syncs, for the message.
         """
         for name, p in self._now():
             if self._known.get(name) != id(p):
@@ -66,15 +68,16 @@ class Trained:
 
 
 class Inner:
-    """The optimizer of a model's inner steps, or several that share its parameters out, as Muon and
-    AdamW do.
+    """The optimizers of a model's inner steps: one, or several for different parameters, such as
+    Muon and AdamW.
 
     Args:
-        given: one optimizer or a sequence of them.
-        parameters: of the model.
+        given: one optimizer or a sequence of optimizers.
+        parameters: trained parameters of the model.
 
     Attributes:
-        steps: that all of them have made since `watch`, in any order.
+        steps: inner steps since `watch`; all optimizers stepping once, in any order, is one step.
+        weights: fp32 access to the parameters.
 
     Raises:
         ValueError: no optimizer, one twice, or one that updates none of the parameters.
@@ -106,14 +109,14 @@ class Inner:
         self.weights = Weights(self._optimizers)
 
     def before_step(self, call: Callable[..., None]) -> list[Any]:
-        """Have `call` called before every step of each, with its arguments; return what removes
-        that.
+        """Call `call` with the step's arguments before every step of each optimizer; return the
+        hook handles.
         """
         return [one.register_step_pre_hook(call) for one in self._hooked]
 
     def watch(self) -> list[Any]:
-        """Count steps, and raise before one of another optimizer on these parameters; return
-        what ends that.
+        """Count steps, and raise before a step of any other optimizer on these parameters. Returns
+        the hook handles; nothing is counted if an optimizer takes no hooks.
         """
         if not self._is_counted:
             return []
@@ -123,7 +126,7 @@ class Inner:
 
     @property
     def then(self) -> Callable[[], None] | None:
-        """What is called after each step of all."""
+        """Function that is called after each inner step, or None."""
         return self._then
 
     @then.setter
@@ -139,10 +142,10 @@ class Inner:
         self._then = call
 
     def count_call(self, name: str) -> None:
-        """Count a call of ``name.step()``; warn once if there are about twice as many calls as
-        inner steps.
+        """Count a call of ``name.step()``; warn once if there are twice as many calls as inner
+        steps, or more.
         """
-        self._calls, self._inside = self._calls + 1, None  # a step that raised has not ended
+        self._calls, self._inside = self._calls + 1, None  # `_ended` does not run if a step raises
         if self._calls < COUNTED or not self._is_counted:
             return
         made, self._before_calls = self.steps - self._before_calls, self.steps
@@ -169,7 +172,7 @@ class Inner:
                 self._then()
 
     def _refuse(self, optimizer: Any, *_: Any) -> None:
-        # one inside of ours is a part of it
+        # an optimizer may step another one inside its own step
         if self._inside is None and not any(_is_around(optimizer, one) for one in self._hooked):
             raise GradcompError(
                 f"a step of an optimizer that local steps do not know ({type(optimizer).__name__})"
@@ -180,8 +183,8 @@ class Inner:
 
 
 def _with_hooks(optimizer: Any) -> Any:
-    """Return what an optimizer's hooks are registered on: itself, or what a wrapper that is not
-    one of torch's has inside; None: nothing.
+    """Return the object on which an optimizer's hooks are registered: the optimizer, or the one
+    inside a wrapper without hooks; None if there is none.
     """
     if hasattr(optimizer, "_optimizer_step_pre_hooks"):
         return optimizer
@@ -191,8 +194,8 @@ def _with_hooks(optimizer: Any) -> Any:
 
 
 def _is_around(optimizer: Any, one: Any) -> bool:
-    """Tell whether a step of `optimizer` is one of `one`: it is that, shares its hooks as a
-    framework's wrapper does, or has it inside as SAM has.
+    """Whether a step of `optimizer` is a step of `one`: it is the same object, shares its hooks
+    like a framework's wrapper, or has it as an attribute like SAM.
     """
     return (
         optimizer is one
@@ -202,11 +205,11 @@ def _is_around(optimizer: Any, one: Any) -> bool:
 
 
 class Weights:
-    """A model's weights in fp32, whatever keeps them: plain tensors on any device, or an optimizer
-    that keeps the lower halves.
+    """Access to a model's weights in fp32: plain tensors on any device, or split weights, whose
+    lower halves are in an optimizer.
 
     Args:
-        optimizers: of the inner steps.
+        optimizers: optimizers of the inner steps.
     """
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
@@ -219,16 +222,16 @@ class Weights:
         }
 
     def read(self, parameter: Tensor) -> Tensor:
-        """Return the fp32 weight on the CPU; it may be the parameter's own memory."""
+        """Return the float32 weight on the CPU; it may share the parameter's memory."""
         keeper = self._keepers.get(id(parameter))
         weight = parameter.detach() if keeper is None else keeper.fp32(parameter)
-        if weight.is_cuda:  # memory that a GPU writes to by itself
+        if weight.is_cuda:  # pinned memory, to which the GPU copies directly
             weight = torch.empty_like(weight, device="cpu", pin_memory=True).copy_(weight)
         return weight.to("cpu", torch.float32)
 
     def written(self, parameter: Tensor, weight: Tensor) -> Tensor:
-        """Return what `write` makes of an fp32 weight, in fp32: rounded as the parameter is. The
-        anchor's own bits below that are no change.
+        """Return an fp32 weight as `read` returns it after `write`: rounded to the parameter's
+        dtype. So bits that the anchor has below that precision are not taken for a change.
         """
         return weight if id(parameter) in self._keepers else weight.to(parameter.dtype).float()
 
@@ -243,22 +246,21 @@ class Weights:
 
 
 class Turns:
-    """Counts inner steps and returns the fragments that are due: in rounds of H inner steps every
-    fragment is exchanged once.
+    """The schedule of fragments: in a round of H inner steps each fragment is exchanged once.
 
-    Fragment k of K begins its exchange ceil((k + 1) H / K) steps into a round, so that turns lie H
-    / K apart and the last one ends the round.
+    The exchange of fragment k of K starts after ceil((k + 1) H / K) steps of a round. So exchanges
+    are H / K steps apart, and the last one ends the round.
 
     Args:
-        sync_every: H, inner steps of a round; or a function of the round's number that returns it.
-        fragments: K.
+        sync_every: H, inner steps of a round; or a function of the round's number that returns H.
+        fragments: K, the number of fragments.
 
     Attributes:
-        round: number of the round.
-        done: inner steps of it that are done.
+        round: number of the current round.
+        done: inner steps so far in this round.
 
     Raises:
-        ValueError: no positive integer, or fewer steps than fragments.
+        ValueError: not a positive integer, or fewer steps than fragments.
     """
 
     def __init__(self, sync_every: SyncEvery, fragments: int) -> None:
@@ -269,26 +271,26 @@ class Turns:
         self.length(0)
 
     def length(self, number: int) -> int:
-        """Return H of a round.
+        """Return H of round `number`.
 
         Raises:
-            ValueError: the function returned no integer of at least the number of fragments.
+            ValueError: H is not an integer, or less than the number of fragments.
         """
-        found = self._sync_every(number) if callable(self._sync_every) else self._sync_every
-        if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+        length = self._sync_every(number) if callable(self._sync_every) else self._sync_every
+        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
             raise ValueError(
-                f"sync_every must be a number of inner steps, at least 1, got {found!r} for round"
+                f"sync_every must be a number of inner steps, at least 1, got {length!r} for round"
                 f" {number}"
             )
-        if found < self.fragments:
+        if length < self.fragments:
             raise ValueError(
-                f"sync_every is {found} in round {number}: {self.fragments} fragments need as many"
+                f"sync_every is {length} in round {number}: {self.fragments} fragments need as many"
                 " steps to take turns"
             )
-        return found
+        return length
 
     def take(self) -> list[int]:
-        """Count an inner step; return the fragments whose turn it is then."""
+        """Count an inner step; return the numbers of the fragments that are due after it."""
         length = self.length(self.round)
         self.done += 1
         due = [

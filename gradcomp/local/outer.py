@@ -1,5 +1,5 @@
-"""The outer optimizers: what moves the anchors by averaged pseudo-gradients. `SplitSGD` on fp32
-anchors is torch's SGD in one pass.
+"""Outer optimizers, which update the anchors with averaged pseudo-gradients. `SplitSGD` on fp32
+anchors equals torch's SGD, in a single pass over memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LR, MOMENTUM = 0.7, 0.9  # DiLoCo, section 3
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> str:
-    """Return a text of an optimizer and its options, those too that its repr does not show."""
+    """Return a text of an optimizer and its options, including those missing from its repr."""
     shown = {
         key: value
         for key, value in vars(optimizer).items()
@@ -31,8 +31,8 @@ def options_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether a value is made of numbers and texts alone, so that its repr is the same on every
-    rank.
+    """Whether a value consists of numbers and strings only, so that equal values have equal reprs
+    on all ranks.
     """
     if isinstance(value, (list, tuple, dict)):
         return all(
@@ -42,24 +42,24 @@ def _is_plain(value: object) -> bool:
 
 
 def nesterov(anchors: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return DiLoCo's outer optimizer: SGD, 0.7, Nesterov momentum 0.9."""
+    """Return DiLoCo's outer optimizer: SGD with learning rate 0.7 and Nesterov momentum 0.9."""
     return SplitSGD(anchors, lr=LR, momentum=MOMENTUM, nesterov=True)
 
 
 def mean(anchors: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return what makes the anchors the mean of the ranks' parameters."""
+    """Return an outer optimizer that sets the anchors to the mean of all ranks' parameters."""
     return SplitSGD(anchors, lr=1.0)
 
 
 class OwnedMomentum(Transform):
-    """SGD with momentum on the mean of what a rank owns, before it is encoded for the others: each
-    has its share of the state.
+    """SGD with momentum on the means that a rank owns, before they are encoded for the other ranks.
+    So every rank has only its shard of the momentum.
 
-    ``m' = momentum * m + d``, ``d' = lr * (d + momentum * m')`` with Nesterov's, ``d' = lr * m'``
-    without, as torch.optim.SGD in fp32.
+    ``m' = momentum * m + d``, ``d' = lr * (d + momentum * m')`` with Nesterov momentum, otherwise
+    ``d' = lr * m'``, as torch.optim.SGD in fp32.
 
     Args:
-        lr, momentum, nesterov: as of `torch.optim.SGD`.
+        lr, momentum, nesterov: see `torch.optim.SGD`.
     """
 
     place = "owner"
@@ -80,24 +80,24 @@ class OwnedMomentum(Transform):
 
 
 def at_owners(outer: Outer, count: int) -> tuple[OwnedMomentum, Outer]:
-    """Return what owners do to means in place of an outer optimizer, and what then moves the
-    anchors: by what arrives.
+    """Return the transform that applies an outer optimizer at owners, and the outer optimizer that
+    then adds the averaged steps to the anchors.
 
     Args:
-        outer: makes the optimizer; its rate is read once.
-        count: of anchors.
+        outer: creates the optimizer; its learning rate is read once.
+        count: number of anchors.
 
     Raises:
-        ValueError: an optimizer other than SGD with one rate and momentum for all.
+        ValueError: not SGD, or more than one learning rate or momentum.
     """
-    made = outer([nn.Parameter(torch.zeros(1, device="cpu")) for _ in range(count)])
-    group = made.param_groups[0]
-    plain = type(made) in (torch.optim.SGD, SplitSGD) and not (
+    optimizer = outer([nn.Parameter(torch.zeros(1, device="cpu")) for _ in range(count)])
+    group = optimizer.param_groups[0]
+    plain = type(optimizer) in (torch.optim.SGD, SplitSGD) and not (
         group["weight_decay"] or group["dampening"] or group["maximize"]
     )
-    if not plain or len(made.param_groups) > 1 or isinstance(group["lr"], Tensor):
+    if not plain or len(optimizer.param_groups) > 1 or isinstance(group["lr"], Tensor):
         raise ValueError(
             "shard_outer shares out the momentum of torch.optim.SGD(lr, momentum, nesterov), the"
-            f" same for all anchors; this is {made!r}"
+            f" same for all anchors; this is {optimizer!r}"
         )
     return OwnedMomentum(group["lr"], group["momentum"], group["nesterov"]), mean

@@ -1,6 +1,4 @@
-"""Whether saved states are those of a model's local steps: everything is checked before anything
-is written.
-"""
+"""Validation of local steps' state dicts. Everything is checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -31,12 +29,12 @@ def check(
     *,
     has_gradients: bool,
 ) -> None:
-    """Raise ValueError unless local steps can go on from a state, and nothing in it is odd.
+    """Raise ValueError unless a state is valid and local steps can continue from it.
 
     Args:
-        saved: of the same kind and `warmup_steps`; the states of its averagers are not checked.
-        warmup_steps, turns: of the local steps that are to go on.
-        fragments: what checks the state of each of their fragments.
+        saved: state of the same class and `warmup_steps`. States of averagers are not checked.
+        warmup_steps, turns: of the local steps that load the state.
+        fragments: for each of their fragments, the function that checks its state.
         has_gradients: whether they still average gradients, in the warm-up.
     """
     check_mapping(saved.extra, "'extra' of this state", KEYS)
@@ -66,18 +64,22 @@ def check(
                 "the state is of the warm-up, where gradients are averaged; this is beyond it:"
                 " make it anew"
             )
-    given = saved.extra["fragments"]
-    count = len(given) if isinstance(given, (list, tuple)) else repr(given)
+    fragment_states = saved.extra["fragments"]
+    count = (
+        len(fragment_states)
+        if isinstance(fragment_states, (list, tuple))
+        else repr(fragment_states)
+    )
     if count != len(fragments):
         raise ValueError(f"the state has {count} fragments, this has {len(fragments)}")
-    for check_one, state in zip(fragments, given, strict=True):
+    for check_one, state in zip(fragments, fragment_states, strict=True):
         check_one(state)
-    _check_under_way(saved.extra["under_way"], saved.step, length, given)
+    _check_under_way(saved.extra["under_way"], saved.step, length, fragment_states)
 
 
 def check_fragment(state: Any, shapes: Mapping[str, torch.Size]) -> None:
-    """Raise ValueError unless a fragment's state has anchors, and averages if any, of these
-    names and shapes.
+    """Raise ValueError unless a fragment's state has anchors of these names and shapes, and
+    averages of the same or none.
     """
     check_mapping(state, "a fragment of this state", FRAGMENT_KEYS)
     check_step(state["syncs"], "syncs")
@@ -86,32 +88,32 @@ def check_fragment(state: Any, shapes: Mapping[str, torch.Size]) -> None:
         check_tensors(state["averages"], shapes, "average")
 
 
-def _check_under_way(given: Any, now: int, length: int, fragments: Sequence[Any]) -> None:
-    """Raise ValueError unless the fragments under way are those that have averages, each once."""
+def _check_under_way(under_way: Any, now: int, length: int, fragments: Sequence[Any]) -> None:
+    """Raise ValueError unless the fragments in progress are exactly those with averages."""
     latest = now + length
-    if not isinstance(given, (list, tuple)) or not all(
-        isinstance(one, (list, tuple))
-        and len(one) == 2
-        and all(type(number) is int for number in one)
-        and one[0] in range(len(fragments))
-        and now < one[1] <= latest
-        for one in given
+    if not isinstance(under_way, (list, tuple)) or not all(
+        isinstance(entry, (list, tuple))
+        and len(entry) == 2
+        and all(type(number) is int for number in entry)
+        and entry[0] in range(len(fragments))
+        and now < entry[1] <= latest
+        for entry in under_way
     ):
         raise ValueError(
-            f"the state has under_way {given!r}, pairs of a fragment (below {len(fragments)}) and"
-            f" an inner step after {now} (at most {latest}) expected"
+            f"the state has under_way {under_way!r}, pairs of a fragment (below {len(fragments)})"
+            f" and an inner step after {now} (at most {latest}) expected"
         )
-    numbers = sorted(number for number, _ in given)
-    averaged = [number for number, one in enumerate(fragments) if one["averages"]]
+    numbers = sorted(number for number, _ in under_way)
+    averaged = [number for number, entry in enumerate(fragments) if entry["averages"]]
     if numbers != averaged:
         raise ValueError(
-            f"the state has under_way {given!r}, but averages of fragments {averaged}: each of them"
-            " once expected"
+            f"the state has under_way {under_way!r}, but averages of fragments {averaged}: each of"
+            " them once expected"
         )
 
 
 def check_outer(state: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError unless an outer optimizer's state is one of this optimizer, and finite."""
+    """Raise ValueError unless a state fits this outer optimizer and all its values are finite."""
     check_mapping(state, "the outer optimizer's state", ("state", "param_groups"))
     groups = state["param_groups"]
     if not isinstance(groups, (list, tuple)):
@@ -130,9 +132,9 @@ def check_outer(state: Any, optimizer: torch.optim.Optimizer) -> None:
         raise ValueError(
             f"the outer optimizer's state has groups of {found} parameters, this has {wanted}"
         )
-    for number, (group, mine) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+    for number, (group, own_group) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
         _check_options(
-            group, mine, optimizer.defaults, f"group {number} of the outer optimizer's state"
+            group, own_group, optimizer.defaults, f"group {number} of the outer optimizer's state"
         )
     indices = [index for group in groups for index in group["params"]]
     if sorted(map(repr, indices)) != sorted(map(repr, range(len(indices)))):
@@ -164,13 +166,13 @@ def check_outer(state: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _try(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError if an optimizer refuses a state; it is not changed."""
+    """Raise ValueError if an optimizer refuses a state; the optimizer is not changed."""
     try:
         if isinstance(optimizer, SplitOptimizer):
             check_saved(optimizer, dict(state))
             return
         trial = object.__new__(type(optimizer))
-        trial.__dict__.update(vars(optimizer))  # loading gives it groups and state of its own
+        trial.__dict__.update(vars(optimizer))  # loading replaces its groups and state
         trial.load_state_dict(copy.deepcopy(dict(state)))
     except Exception as error:
         raise ValueError(
@@ -179,12 +181,12 @@ def _try(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
 
 
 def _check_options(
-    given: Mapping[str, Any], mine: Mapping[str, Any], defaults: Mapping[str, Any], where: str
+    given: Mapping[str, Any], own_group: Mapping[str, Any], defaults: Mapping[str, Any], where: str
 ) -> None:
-    for name, value in mine.items():
+    for name, value in own_group.items():
         if name not in given and name in defaults:
             raise ValueError(f"{where} has no {name!r}: it is of another optimizer")
-        if name not in given:  # what others have put there, such as a scheduler's initial_lr
+        if name not in given:  # added by others, such as a scheduler's initial_lr
             continue
         if _numbers(value) is not None and name != "params":
             found = _numbers(given[name])
@@ -204,7 +206,7 @@ def _check_options(
 
 
 def _numbers(value: object) -> list[float] | None:
-    """Return the numbers of a hyperparameter; None if it is not numeric."""
+    """Return the numbers in a hyperparameter; None if it is not numeric."""
     values: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value]
     values = [one.item() if isinstance(one, Tensor) and one.numel() == 1 else one for one in values]
     plain = all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in values)
@@ -216,9 +218,9 @@ def _check_value(
 ) -> None:
     where = f"the outer optimizer's {name} of parameter {index}"
     if isinstance(value, Tensor):
-        mine = optimizer.state.get(anchor, {}).get(name)
+        own_value = optimizer.state.get(anchor, {}).get(name)
         shapes = [anchor.shape] if type(optimizer).__module__.startswith("torch.optim") else []
-        shapes = [mine.shape] if isinstance(mine, Tensor) else shapes
+        shapes = [own_value.shape] if isinstance(own_value, Tensor) else shapes
         if value.dim() and shapes and value.shape != shapes[0]:
             raise ValueError(f"{where} has shape {tuple(value.shape)}, {tuple(shapes[0])} expected")
         if value.is_complex() or value.dtype == torch.bool or not _is_readable(value):
@@ -231,7 +233,7 @@ def _check_value(
 
 
 def _is_readable(value: Tensor) -> bool:
-    """Whether a tensor has an element in memory for each index."""
+    """Whether a tensor's values can be read: strided, and not on the meta device."""
     return value.layout == torch.strided and value.device.type != "meta"
 
 

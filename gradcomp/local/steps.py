@@ -1,6 +1,4 @@
-"""`DiLoCo` and `LocalSGD`: inner steps are counted, and now and then a fragment of the model is
-exchanged.
-"""
+"""`DiLoCo` and `LocalSGD`: count inner steps, and exchange fragments of the model on schedule."""
 
 from __future__ import annotations
 
@@ -33,12 +31,12 @@ from gradcomp.memory.saved import Saved, write
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-AGREED_ROUNDS = 64  # of a `sync_every` function, which ranks compare
+AGREED_ROUNDS = 64  # rounds of a `sync_every` function that ranks compare
 
 
 class DiLoCo:
-    """Every rank trains on its own for H steps; then what they have changed is averaged, packed,
-    and an outer optimizer applies it.
+    """Every rank trains on its own for H steps. Then the changes of the weights are compressed and
+    averaged, and an outer optimizer applies the average.
 
     ::
 
@@ -49,47 +47,48 @@ class DiLoCo:
             optimizer.zero_grad()
             diloco.step()
 
-    The pseudo-gradient anchor - parameter (fp32, on the CPU wherever the model is) is averaged as
-    gradients are, with residuals; all ranks decode the same bytes, so anchors and outer state are
-    the same bits everywhere, and after a sync without delay so are the parameters. Buffers
-    (running statistics) stay each rank's own. In a ``with`` block the inner optimizer's steps count
-    by themselves: do not call `step` there.
+    The anchor of a parameter is its fp32 value after the last sync. Ranks average pseudo-gradients,
+    anchor - parameter, like gradients, with residuals, and on the CPU whatever the model's device.
+    All ranks decode the same bytes, so anchors and outer state are bitwise equal on all ranks;
+    after a sync without delay the parameters are, too. Buffers (running statistics) are not
+    averaged. In a ``with`` block the inner optimizer's steps are counted automatically: do not call
+    `step` there.
 
     Args:
-        model: a plain module, equal on all ranks; of any device. One whose gradients DDP averages
-            inside a node needs ``exchange="hierarchical"``: one exchange a node.
-        inner_optimizer: of its parameters, or several that share them out (Muon and AdamW), whose
-            steps make one inner step when all have been made; split optimizers keep their trails.
+        model: a plain module on any device, equal on all ranks. If DDP averages its gradients
+            inside a node, use ``exchange="hierarchical"``: one exchange per node.
+        inner_optimizer: the optimizer of its parameters, or several for different parameters (Muon
+            and AdamW), which must all step to make one inner step. Split optimizers keep trails.
         codec: codec or name. With 1 bit a small GPT lost 0.25 nats where ternary lost 0.03 (H = 30
             after a tenth of the steps averaged in fp32; docs/explanation/accuracy.md).
         sync_every: H, inner steps from one sync of a parameter to the next; or a function of the
-            round's number, which is asked about the first 64 rounds at once, so that ranks can
-            compare them.
-        outer_optimizer: makes the optimizer of the anchors; None: SGD, 0.7, Nesterov momentum 0.9.
-            For less than some hundred syncs try 1.0, 0.8.
-        fragments: parts of the model that sync in turns, H / fragments steps apart (streaming).
-        fragment_sync_delay: inner steps that go on while a fragment is exchanged; less than H.
-        fragment_update_alpha: share of a rank's own parameters that is kept when averages arrive
-            late.
-        shard_outer: every rank keeps the outer momentum of what it owns alone, 1/N of it, and what
-            the others get is the outer step, packed; for SGD outside, whose rate stays, and
-            ``exchange="reduce_scatter"``.
-        comm: the ranks; torch.distributed's default group when None. Closed with this.
-        common, advanced: as of `gradcomp.ddp.register`, without `transform`. `warmup_steps`: inner
-            steps whose gradients are averaged every step first, in fp32 or by `warmup_codec`, by
-            `average_gradients`.
+            round's number that returns H. It is called for the first 64 rounds at construction, so
+            that ranks can compare the results.
+        outer_optimizer: creates the optimizer of the anchors. None: SGD with learning rate 0.7 and
+            Nesterov momentum 0.9; for fewer than a few hundred syncs try 1.0 and 0.8.
+        fragments: number of parts of the model that sync in turn, H / fragments steps apart
+            (streaming).
+        fragment_sync_delay: inner steps during the exchange of a fragment; less than H.
+        fragment_update_alpha: weight of a rank's own parameters when delayed averages are applied.
+        shard_outer: shard the outer momentum: every rank has 1/N of it, for the elements that it
+            owns, and sends the compressed outer step. Needs outer SGD with a constant learning rate
+            and ``exchange="reduce_scatter"``.
+        comm: communicator; torch.distributed's default group when None. Closed with this object.
+        common, advanced: see `gradcomp.ddp.register`; without `transform`. During the first
+            `warmup_steps` inner steps `average_gradients` averages gradients at every step, in fp32
+            or with `warmup_codec`.
 
     Attributes:
-        inner_steps: taken so far.
+        inner_steps: number of inner steps so far.
 
     Raises:
-        TypeError: a DDP model, or no module.
+        TypeError: a DDP model, or not a module.
         ValueError: an option out of its range; an optimizer of other parameters.
-        PeerMismatch: ranks with other settings.
+        PeerMismatch: a rank has other settings.
         PeerLost: a rank did not answer.
     """
 
-    own_weights = True  # ranks have weights of their own between syncs, for `Checkpoints`
+    own_weights = True  # tells `Checkpoints` that ranks have different weights between syncs
 
     @takes(
         LocalOptions, others="it sends changes of weights, not gradients, and every sync is atomic"
@@ -139,7 +138,7 @@ class DiLoCo:
             )
         self._inner = Inner(inner_optimizer, [p for _, p in named])
         parts = cut([p.numel() for _, p in named], fragments)
-        self._start, self._delay, self._alpha = options.warmup_steps, delay, alpha
+        self._warmup_steps, self._delay, self._alpha = options.warmup_steps, delay, alpha
         self._comm = comm if comm is not None else torch_communicator(options.timeout_s)
         self._timeout_s = options.timeout_s or self._comm.timeout_s
         self._fragments: list[Fragment] = []
@@ -148,10 +147,11 @@ class DiLoCo:
         self._hooks: list[Any] = []
         weakref.finalize(self, remove, self._hooks)
         self._reports: list[Telemetry] = []
-        # fragment, inner step at which its averages are applied
+        # exchanges in progress: (fragment, inner step at which its averages are applied)
         self._under_way: deque[tuple[int, int]] = deque()
         self._averaged, self.inner_steps = False, 0
-        self._fresh = not options.warmup_steps  # weights are the anchors
+        # without a warm-up the first inner step must start from the anchors
+        self._starts_at_anchors = not options.warmup_steps
         outer, transform = outer_optimizer or self._default_outer, None
         try:
             outer_words = options_of(outer([nn.Parameter(torch.zeros(1, device="cpu"))]))
@@ -181,9 +181,9 @@ class DiLoCo:
                 )
             self.check_replicas()
             self._hooks += self._inner.watch()
-            if self._fresh:
-                self._hooks += self._inner.before_step(_first_step_of(self))
-            if self._start:
+            if self._starts_at_anchors:
+                self._hooks += self._inner.before_step(_first_weights_hook(self))
+            if self._warmup_steps:
                 plain = replace(plain, precondition=None)
                 first = options.warmup_codec or Identity()
                 self._gradients = GradientAverager(
@@ -199,15 +199,15 @@ class DiLoCo:
     # ---- training --------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Count an inner step, after the inner optimizer's ``step()``; sync what has its turn.
-        Collective then.
+        """Count an inner step and sync the fragments that are due. Call it after the inner
+        optimizer's ``step()``. Collective if a fragment is due.
 
         Raises:
-            NotFinite: a pseudo-gradient of some rank is NaN or Inf: on every rank, and nothing of
-                that fragment was committed.
-            PeerMismatch, PeerLost, CorruptPayload: of the exchange; nothing of it was committed.
-            ValueError: a parameter that is not what it was.
-            GradcompError: called in a ``with`` block, where steps count by themselves.
+            NotFinite: a pseudo-gradient of some rank is NaN or Inf. Raised on every rank; nothing
+                of that fragment was committed.
+            PeerMismatch, PeerLost, CorruptPayload: the exchange failed; nothing was committed.
+            ValueError: a parameter was replaced, reshaped, frozen or unfrozen.
+            GradcompError: called in a ``with`` block, where steps are counted automatically.
         """
         if self._inner.then is not None:
             raise GradcompError(
@@ -217,10 +217,10 @@ class DiLoCo:
         self._count()
 
     def average_gradients(self) -> None:
-        """Average gradients over the ranks during `warmup_steps`; later do nothing.
+        """Average gradients over the ranks during `warmup_steps`; after them do nothing.
 
-        Call it between backward and what looks at gradients, such as clipping. The inner
-        optimizer's ``step()`` calls it if nobody has.
+        Call it after backward and before code that reads gradients, such as clipping. Otherwise the
+        inner optimizer's ``step()`` calls it.
         """
         if self._gradients is not None:
             self._gradients.average()
@@ -236,23 +236,25 @@ class DiLoCo:
             )
         self.average_gradients()
 
-    def _check_fresh(self) -> None:
-        """Raise GradcompError if the first inner step begins from other weights than anchors: the
-        difference would be taken for training, and the outer optimizer adds to it.
+    def _check_first_weights(self) -> None:
+        """Raise GradcompError if the weights differ from the anchors before the first inner step.
+        The difference would be averaged like a result of training.
         """
-        if self._fresh and not all(fragment.is_at_anchors() for fragment in self._fragments):
+        if self._starts_at_anchors and not all(
+            fragment.is_at_anchors() for fragment in self._fragments
+        ):
             raise GradcompError(
                 f"weights were changed after this {type(self).__name__} was made, from a checkpoint"
                 " perhaps: make it when they are there"
             )
-        self._fresh = False
+        self._starts_at_anchors = False
 
     def _count(self) -> None:
         self.inner_steps += 1
         self._averaged = False
-        if self.inner_steps <= self._start:
-            if self.inner_steps == self._start:
-                self._end_start()
+        if self.inner_steps <= self._warmup_steps:
+            if self.inner_steps == self._warmup_steps:
+                self._end_warmup()
             return
         while self._under_way and self._under_way[0][1] <= self.inner_steps:
             self._apply(self._under_way.popleft()[0])
@@ -261,7 +263,7 @@ class DiLoCo:
             self._trained.check(type(self).__name__)
         for number in due:
             fragment = self._fragments[number]
-            if fragment.sent:  # turns have come closer to each other
+            if fragment.sent:  # `sync_every` has become shorter than the delay
                 self._under_way = deque(one for one in self._under_way if one[0] != number)
                 self._apply(number)
             fragment.send(wait=not self._delay, progress=self._progress())
@@ -271,15 +273,15 @@ class DiLoCo:
                 self._apply(number)
 
     def _apply(self, number: int) -> None:
-        # it may have failed meanwhile, which its next exchange says again
+        # `sent` is False if the exchange has failed; the next one raises the error again
         if self._fragments[number].sent:
             self._fragments[number].apply(self._alpha if self._delay else 0.0)
         for report in self._reports if number == len(self._fragments) - 1 else []:
             report.step(self.inner_steps)
 
-    def _end_start(self) -> None:
-        """Take the weights that gradients have led to, the same on all ranks, as what ranks
-        agree on.
+    def _end_warmup(self) -> None:
+        """End the warm-up: set the anchors to the weights, which are equal on all ranks, and close
+        the gradient averager.
         """
         for fragment in self._fragments:
             fragment.anchor_here()
@@ -287,13 +289,13 @@ class DiLoCo:
             self._start_stats = self.start_stats
             self._gradients.close()
             self._gradients = None
-        self.check_replicas()  # a step that one rank has skipped, say
+        self.check_replicas()  # finds, for example, a rank that has skipped a step
 
     def restore(self) -> None:
-        """Bring parameters back to what all ranks agreed on at the last sync, as after `NotFinite`;
-        averages under way are waited for.
+        """Reset parameters to the anchors, for example after `NotFinite`. Waits for exchanges in
+        progress.
 
-        Before `warmup_steps`, where all ranks hold the same weights, nothing is done.
+        During `warmup_steps`, when all ranks have the same weights, this does nothing.
         """
         if self._gradients is not None:
             return
@@ -302,10 +304,10 @@ class DiLoCo:
             fragment.restore()
 
     def reset(self) -> None:
-        """Go on after a failed exchange, from before it. Collective; as
+        """Continue after a failed exchange, from the state before it. Collective; see
         `gradcomp.GradientAverager.reset`.
 
-        Averages that have arrived are kept and applied when it is time.
+        Averages that were received are kept, and applied on schedule.
         """
         self._wait()
         for fragment in self._fragments:
@@ -314,34 +316,32 @@ class DiLoCo:
             self._gradients.reset()
 
     def _wait(self) -> None:
-        """Wait for what is under way; what does not arrive is as if it had not been sent."""
+        """Wait for exchanges in progress; forget those that fail."""
         for fragment in self._fragments:
             with contextlib.suppress(GradcompError):
                 fragment.arrive()
         self._under_way = deque(one for one in self._under_way if self._fragments[one[0]].sent)
 
-    # ---- what it says ----------------------------------------------------------------------------
+    # ---- reports ---------------------------------------------------------------------------------
 
     @property
     def syncs(self) -> int:
-        """Syncs of whole models so far: those of the fragment with the fewest."""
+        """Syncs of the whole model so far: the smallest number of syncs of any fragment."""
         return min(fragment.syncs for fragment in self._fragments)
 
     @property
     def stats(self) -> Stats:
-        """Bytes and seconds of all syncs so far; steps are syncs of fragments."""
+        """Bytes and seconds of all syncs so far; a step is the sync of one fragment."""
         return Stats.total([fragment.averager.stats for fragment in self._fragments])
 
     @property
     def start_stats(self) -> Stats:
-        """Bytes and seconds of the gradients that were averaged during `warmup_steps`, which
-        `stats` leaves out.
-        """
+        """Bytes and seconds of averaging gradients during `warmup_steps`; not part of `stats`."""
         return self._gradients.stats if self._gradients is not None else self._start_stats
 
     def log_to(self, target: Any, *, every: int = 1, prefix: str = "gradcomp") -> None:
-        """As `gradcomp.ddp.CompressionState.log_to`, of syncs; `every` counts the last
-        fragment's.
+        """Report syncs to `target`; see `gradcomp.ddp.CompressionState.log_to`. `every` counts
+        syncs of the last fragment.
         """
         self._reports.append(
             Telemetry(
@@ -350,25 +350,26 @@ class DiLoCo:
         )
 
     def describe(self) -> str:
-        """Return one line: how often what is exchanged, and how."""
+        """Return one line of text: H, warm-up, fragments, delay, and the exchange."""
         turns = f", {len(self._fragments)} fragments in turns" if len(self._fragments) > 1 else ""
         late = f", {self._delay} steps late (alpha {self._alpha:g})" if self._delay else ""
-        start = f" after {self._start} steps of averaged gradients" if self._start else ""
+        warmup = (
+            f" after {self._warmup_steps} steps of averaged gradients" if self._warmup_steps else ""
+        )
         name, length = type(self).__name__, self._turns.length(self._turns.round)
         return (
-            f"{name} every {length} inner steps{start}{turns}{late}:"
+            f"{name} every {length} inner steps{warmup}{turns}{late}:"
             f" {self._fragments[0].averager.describe()}"
         )
 
     def check_replicas(self) -> None:
-        """Compare over all ranks what must be the same on each. Collective; waits for averages
-        under way.
+        """Compare all replicated state over the ranks. Collective; waits for exchanges in progress.
 
-        That is anchors, the outer optimizer's state and options, averages that wait to be applied,
-        second moments of `precondition`, and the number of the inner step.
+        Replicated are anchors, the outer optimizer's state and options, averages that are not
+        applied yet, second moments of `precondition`, and the number of the inner step.
 
         Raises:
-            PeerMismatch: names the first that differs.
+            PeerMismatch: names the first value that differs.
             PeerLost: a rank did not answer.
         """
         self._wait()
@@ -379,11 +380,11 @@ class DiLoCo:
     # ---- checkpoints -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank needs to go on bit for bit, beside its model and inner optimizer:
-        in the middle of H, too.
+        """Return this rank's state, for a bitwise equal continuation together with its model and
+        inner optimizer. It may be called between syncs.
 
-        Waits for averages under way. Anchors and outer state are the same on all ranks, residuals
-        are each rank's own.
+        Waits for exchanges in progress. Anchors and outer state are equal on all ranks, residuals
+        are not.
         """
         self._wait()
         if self._gradients is not None:
@@ -404,25 +405,24 @@ class DiLoCo:
         )
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
-        """Go on from a `state_dict` of the same rank, or from a list of those of all ranks of a
-        run, with as many ranks or others.
+        """Load the `state_dict` of this rank, or a list of the state dicts of all ranks of a run,
+        which may have had another number of ranks.
 
-        From the states of several ranks parameters become the anchors: with other ranks there is
-        no telling whose own steps to keep. That costs at most the inner steps since the last sync.
+        A list sets the parameters to the anchors, since ranks' own steps cannot be assigned to
+        other ranks. At most the inner steps since the last sync are lost.
 
-        Every rank has to load a state of one run: the next sync compares what is the same on all
-        ranks.
+        All ranks must load states of the same run: the next sync compares replicated values.
 
         Raises:
-            ValueError: of another model, number of fragments, `sync_every`, codec, or (one state)
-                rank; a value that no `state_dict` has. Nothing is changed then.
+            ValueError: a state of another model, number of fragments, `sync_every`, codec, or (one
+                state) rank; or an invalid value. Nothing is changed then.
         """
         saved = Saved.of(state)
         saved.check_origin(self._origin())
         list(saved.of_ranks(self._comm.rank, self._comm.world_size))  # averagers have the tensors
         has_gradients, extra = self._gradients is not None, saved.extra
         checks = [fragment.check for fragment in self._fragments]
-        check(saved, self._start, self._turns, checks, has_gradients=has_gradients)
+        check(saved, self._warmup_steps, self._turns, checks, has_gradients=has_gradients)
         given = [one["averager"] for one in extra["fragments"]]
         averagers = [fragment.averager for fragment in self._fragments]
         if self._gradients is not None and extra["gradients"] is not None:
@@ -431,7 +431,7 @@ class DiLoCo:
         for averager in averagers:
             averager._engine.wait()
         accepted = [a._engine.accept(one) for a, one in zip(averagers, given, strict=True)]
-        for averager, one in zip(averagers, accepted, strict=True):  # nothing was written so far
+        for averager, one in zip(averagers, accepted, strict=True):  # all checks have passed
             averager._take(one)
         of_all_ranks = isinstance(state, (list, tuple)) or len(saved.ranks) > 1
         for fragment, one in zip(self._fragments, extra["fragments"], strict=True):
@@ -441,24 +441,24 @@ class DiLoCo:
         if self._gradients is not None and extra["gradients"] is None:
             self._gradients.close()
             self._gradients = None
-        self.inner_steps, self._fresh = saved.step, False
+        self.inner_steps, self._starts_at_anchors = saved.step, False
         self._turns.round, self._turns.done = extra["round"], extra["done"]
         self._under_way = deque((number, at) for number, at in extra["under_way"])
 
     def _origin(self) -> dict[str, object]:
-        return {"kind": type(self).__name__, "warmup_steps": self._start}
+        return {"kind": type(self).__name__, "warmup_steps": self._warmup_steps}
 
     # ---- parts -----------------------------------------------------------------------------------
 
     def _compare_settings(self, settings: Mapping[str, object]) -> None:
-        """Compare over the ranks when what is exchanged, and how. Collective.
+        """Compare the schedule, settings and parameters over the ranks. Collective.
 
         Args:
-            settings: what must not differ besides turns and parameters, by name.
+            settings: values to compare besides schedule and parameters, by name.
 
         Raises:
-            PeerMismatch: names the first that differs.
-            PeerLost: a rank did not call this.
+            PeerMismatch: names the first value that differs.
+            PeerLost: a rank did not answer.
         """
         lengths = [self._turns.length(number) for number in range(AGREED_ROUNDS)]
         values = {
@@ -491,7 +491,7 @@ class DiLoCo:
         self._comm.close()
 
     def __enter__(self) -> Self:
-        """Count the inner optimizer's steps from now on."""
+        """Count the inner optimizer's steps automatically from now on."""
         self._inner.then = self._count
         return self
 
@@ -501,8 +501,8 @@ class DiLoCo:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Close; without an error, after waiting for what is under way, so that `state_dict` has
-        it.
+        """Close. Without an error, wait for exchanges in progress first, so that `state_dict` has
+        their averages.
         """
         if kind is None:
             self._wait()
@@ -510,20 +510,20 @@ class DiLoCo:
 
 
 class LocalSGD(DiLoCo):
-    """Every rank trains on its own for H steps; then parameters become their mean over the ranks.
+    """Every rank trains on its own for H steps; then parameters are averaged over the ranks.
 
-    `DiLoCo` with an outer optimizer that takes the mean as it is; arguments as there.
+    `DiLoCo` with an outer optimizer that sets the anchors to the mean; for arguments see there.
     """
 
     _default_outer = staticmethod(mean)
 
 
-def _first_step_of(local: DiLoCo) -> Callable[..., None]:
-    """Return a hook of the inner optimizers that does not keep `local` alive."""
+def _first_weights_hook(local: DiLoCo) -> Callable[..., None]:
+    """Return a pre-step hook of the inner optimizers, with a weak reference to `local`."""
     me = weakref.ref(local)
 
     def hook(*_: Any) -> None:
         if (mine := me()) is not None:
-            mine._check_fresh()
+            mine._check_first_weights()
 
     return hook

@@ -380,6 +380,7 @@ def dropped_over_gloo():
         return len(stage_threads()), descriptors()
 
     def one():
+        torch.manual_seed(0)
         model = nn.Linear(30, 20)
         averager = GradientAverager(model, "onebit", min_numel=0, timeout_s=20)
         filled(model, 1.0)

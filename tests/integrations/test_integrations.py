@@ -76,7 +76,7 @@ def test_what_watches_all_optimizers_ends_with_its_model():
     from gradcomp.integrations import ray as packed
 
     gc.collect()  # models of earlier tests
-    before = set(watch._watchers)
+    others = set(watch._watchers)
 
     def train():
         model = DistributedDataParallel(nn.Linear(64, 64))
@@ -90,7 +90,7 @@ def test_what_watches_all_optimizers_ends_with_its_model():
         with pytest.raises(GradcompError, match=twice):
             optimizer.step()
         assert torch.equal(model.module.weight, before)
-        assert len(set(watch._watchers) - before) == 1
+        assert len(set(watch._watchers) - others) == 1
         return weakref.ref(state), weakref.ref(model.module.weight)
 
     left, deadline = train(), time.monotonic() + 20
@@ -98,7 +98,7 @@ def test_what_watches_all_optimizers_ends_with_its_model():
     while any(one() is not None for one in left) and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.01)
-    assert all(one() is None for one in left) and not set(watch._watchers) - before
+    assert all(one() is None for one in left) and not set(watch._watchers) - others
 
 
 @each_rank(1)

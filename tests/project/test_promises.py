@@ -26,7 +26,7 @@ from gradcomp import ddp
 from gradcomp.codecs.base import Codec
 from gradcomp.comm.gloo import _GlooWork
 from gradcomp.engine.layouts import Layouts
-from gradcomp.engine.step import Engine
+from gradcomp.engine.replicas import Replicas
 from gradcomp.exchange import routes
 from gradcomp.exchange.averages import Averages
 from gradcomp.exchange.bucket import BucketExchange
@@ -156,13 +156,13 @@ def odd_ranks_add_in_another_order():
 @noticed_by("entry/test_ddp.py::test_ranks_with_other_settings_get_peer_mismatch")
 def no_fingerprint():
     """4 no quiet hang: no fingerprint."""
-    agree = Engine.agree
+    agree = Replicas.agree
 
-    def only_settings_of_all_buckets(self, values, named, bucket=-1):
+    def only_settings_of_all_buckets(self, values, named, bucket):
         if bucket < 0:
             agree(self, values, named, bucket)
 
-    Engine.agree = only_settings_of_all_buckets
+    Replicas.agree = only_settings_of_all_buckets
 
 
 @noticed_by("entry/test_ddp.py::test_ranks_with_other_settings_get_peer_mismatch")
