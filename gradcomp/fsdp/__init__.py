@@ -68,7 +68,7 @@ def register(
     Raises:
         TypeError: not a module, or no module in it is wrapped by `fully_shard`; an option of other
             exchanges.
-        ValueError: a codec that FSDP cannot use; an option out of its range; several meshes in a
+        ValueError: an unknown codec; an option out of its range; several meshes in a
             module; `keep_weights` without `weights`; the model is registered already.
         UnsupportedTensor: parameters on an unsupported device.
         PeerMismatch: a rank has other parameters, another codec or other options.
