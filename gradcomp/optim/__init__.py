@@ -1,5 +1,5 @@
-"""Optimizers for weights kept as bf16 tops and 16-bit trails: fp32 training in 4 bytes per weight,
-bit for bit.
+"""Optimizers for weights split into bf16 tops and int16 trails: fp32 training, bit for bit, in 4
+bytes per weight.
 
 `split_parameters` splits a model's weights; `SplitSGD`, `SplitAdagrad`, `SplitAdamW` and
 `SplitLAMB` train them.

@@ -1,8 +1,8 @@
-"""What all split optimizers share: state that exists from the start, exact checkpoints, and steps
-through one C kernel.
+"""Base class of the split optimizers: state made by the constructor, exact checkpoints, and steps
+in one C kernel.
 
-A step first looks at every gradient and raises before anything is changed. Then each optimizer
-writes one rule for each parameter, and `run_rules` has the kernel do the arithmetic.
+A step checks every gradient first, and raises before it changes anything. Then the optimizer writes
+one rule per parameter, and `run_rules` runs the rules in the kernel.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ from gradcomp.optim.split import (
 from gradcomp.optim.state import CHECKSUM, check_saved
 from gradcomp.optim.tracking import Tracking, TrailKeeper
 
-# torch wraps a class's `step` when it is made first: twice by two threads, and hooks ran twice then
+# torch wraps a class's `step` in the first constructor call; two threads would wrap it twice, and
+# hooks would run twice
 _first = threading.Lock()
 
 
 class SplitOptimizer(TrailKeeper):
-    """Base class of the split optimizers; use one of these.
+    """Base class of the split optimizers; use one of its subclasses.
 
-    bf16 parameters are tops whose trails are in ``state[p]["trail"]``; fp32 parameters are updated
-    as they are. The constructor makes all state, and a step that raises changes nothing.
+    bf16 parameters are tops, and their trails are in ``state[p]["trail"]``. fp32 parameters have no
+    trail. The constructor makes all state, and a step that raises changes nothing.
     """
 
     kind: ClassVar[Kind]
@@ -54,9 +55,9 @@ class SplitOptimizer(TrailKeeper):
     takes_packed: bool = True
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        self._families: list[SplitParameters] = []  # of which trails were adopted
+        self._families: list[SplitParameters] = []  # whose trails were adopted
         self._tracking = Tracking()
-        self._packed: list[Any] = []  # of `gradcomp.optim.fused.FusedGradients`
+        self._packed: list[Any] = []  # `gradcomp.optim.fused.FusedGradients` objects
         self._is_made = False
         self.check_options(defaults)
         with _first:
@@ -68,7 +69,7 @@ class SplitOptimizer(TrailKeeper):
 
     @abstractmethod
     def numbers(self, entry: Entry) -> dict[str, float]:
-        """Return the fields of an entry's rule, from its group, step and is_first."""
+        """Return the fields of an entry's rule, which depend on its group, step and is_first."""
 
     def check_options(self, group: dict[str, Any]) -> None:
         """Raise ValueError for hyperparameters out of their range."""
@@ -84,13 +85,13 @@ class SplitOptimizer(TrailKeeper):
         return make_rules(self.kind, entries, self.numbers)
 
     def run(self, entries: Sequence[Entry]) -> None:
-        """Update the parameters; their steps have been counted."""
+        """Update the parameters of `entries`; `Entry.step` counts this step already."""
         run_rules(entries, self.rules(entries), self.moments)
 
     # ---- torch.optim.Optimizer --------------------------------------------------------------
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore what pickling and copying keep; the rest is found again when it is needed."""
+        """Restore a pickled or copied optimizer; attributes that are not saved start anew."""
         super().__setstate__(state)
         new = {"_families": [], "_tracking": Tracking(), "_packed": [], "_is_made": True}
         self.__dict__ = new | self.__dict__
@@ -99,15 +100,14 @@ class SplitOptimizer(TrailKeeper):
         return {**super().__getstate__(), "_tracking": self._tracking}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with options of their own, as in torch; the trails of split parameters
-        are adopted.
+        """Add a parameter group, as in torch, and adopt the trails of its split parameters. Nothing
+        is changed if this raises.
 
         Raises:
-            TypeError: parameters in a set.
-            UnsupportedTensor: a parameter of another dtype, device or layout.
-            ValueError: an option out of its range, a parameter twice, or parameters split with
-                different roundings in one group.
-            In all of these nothing has been changed.
+            TypeError: the parameters are a set.
+            UnsupportedTensor: a parameter with an unsupported dtype, device or layout.
+            ValueError: an option out of its range, a parameter listed twice, a trail that belongs
+                to another optimizer, or parameters split with different roundings.
         """
         params = param_group.get("params", ())
         if isinstance(params, (set, frozenset)):
@@ -138,11 +138,11 @@ class SplitOptimizer(TrailKeeper):
         added["rounding"] = roundings.pop() if roundings else group["rounding"]
         for p in added["params"]:
             self._begin(p, added)
-        if self._is_made:  # else a later group may be refused, and then nobody has adopted anything
+        if self._is_made:  # the constructor adopts after all groups, since each may be refused
             adopt(self, added["params"])
 
     def _begin(self, p: nn.Parameter, group: dict[str, Any]) -> None:
-        """Make a parameter's state."""
+        """Create a parameter's state, and record the trail that waits for it."""
         state = self.state[p]
         state["step"] = torch.zeros(())
         self._tracking.begin(p)
@@ -155,39 +155,39 @@ class SplitOptimizer(TrailKeeper):
                 self._tracking.expect(p, found.checksum, "it was changed after split_parameters")
                 if found.family not in self._families:
                     self._families.append(found.family)
-            state[CHECKSUM] = torch.zeros((), dtype=torch.int64)  # written by state_dict alone
+            state[CHECKSUM] = torch.zeros((), dtype=torch.int64)  # only state_dict writes it
         self._complete(p, group)
 
     def _complete(self, p: Tensor, group: dict[str, Any]) -> bool:
-        """Make fp32 state that a parameter lacks; return whether it lacked any."""
+        """Create the fp32 state that a parameter lacks; return whether any was missing."""
         missing = [name for name in self.wanted_moments(group) if name not in self.state[p]]
         for name in missing:
             self.state[p][name] = self.new_moment(p, name, group)
         return bool(missing)
 
     def new_moment(self, p: Tensor, name: str, group: dict[str, Any]) -> Tensor:
-        """Return fp32 state of a parameter before its first step."""
+        """Return new fp32 state for a parameter, in its shape, with the value before step 1."""
         value = group.get("initial_accumulator_value", 0.0)
         return new_state(p, torch.float32, 2 + self.moments.index(name), float(value))
 
     @torch._disable_dynamo  # type: ignore[attr-defined]  # it cannot trace a C kernel
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step for every parameter that has a gradient; `torch.compile` runs it as it is.
+        """Update every parameter that has a gradient. `torch.compile` does not trace this method.
+        Nothing is changed if it raises.
 
         Args:
-            closure: computes the loss and gradients again, and returns the loss.
+            closure: recomputes the loss and the gradients, and returns the loss; called first.
 
         Returns:
-            What `closure` returned, else None.
+            The value that `closure` returned, or None without `closure`.
 
         Raises:
-            UnsupportedTensor: a gradient that is sparse, or of a dtype other than float32 and
-                bfloat16.
-            ValueError: a gradient of another shape; parameters that were replaced or do not belong
-                to their trails; trails that no optimizer adopted.
-            GradcompError: placeholders whose packed gradients are gone.
-            In all of these nothing has been changed.
+            UnsupportedTensor: a sparse gradient that this optimizer cannot apply; a dtype other
+                than float32 and bfloat16; a gradient on another device than its parameter.
+            ValueError: a gradient whose shape is not its parameter's; a parameter that was replaced
+                or no longer matches its trail; trails that no optimizer has adopted.
+            GradcompError: a placeholder that was written to, or whose packed gradient is gone.
         """
         loss = None
         if closure is not None:
@@ -219,7 +219,10 @@ class SplitOptimizer(TrailKeeper):
         return loss
 
     def _entry(self, p: nn.Parameter, group: dict[str, Any]) -> Entry:
-        """Return a parameter with its gradient, all of it checked; sparse ones stay in `p.grad`."""
+        """Check a parameter and its gradient; return an entry of both.
+
+        A sparse gradient stays in `p.grad`, and the entry has none.
+        """
         gradient, name = p.grad, self.name_of(p)
         assert gradient is not None
         entry = Entry(p, group, self.state[p])
@@ -255,13 +258,15 @@ class SplitOptimizer(TrailKeeper):
         return entry
 
     def name_of(self, p: Tensor) -> str:
-        """Return what a message calls a parameter."""
+        """Return the name of a parameter in error messages."""
         return self._places[p][1] if p in self._places else "a parameter"
 
     # ---- packed gradients -------------------------------------------------------------------
 
     def attach_packed(self, packed: Any) -> None:
-        """Take gradients from there as well; `gradcomp.ddp.register` calls it."""
+        """Read gradients from `packed`, too, while placeholders are in `p.grad`;
+        `gradcomp.ddp.register` calls this.
+        """
         self._packed.append(packed)
 
     def detach_packed(self, packed: Any) -> None:
@@ -271,9 +276,7 @@ class SplitOptimizer(TrailKeeper):
     # ---- checkpoints ------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all state, as in torch, with a checksum beside every trail of the top that it
-        belongs to.
-        """
+        """Return torch's state dict, with the checksum of its top beside every trail."""
         saved = super().state_dict()
         for index, p in enumerate(self._parameters()):
             state = saved["state"].get(index, {})
@@ -283,16 +286,17 @@ class SplitOptimizer(TrailKeeper):
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load state exactly, into the tensors that are there; torch's own would cast trails and
-        moments to bf16.
+        """Load a state dict bit for bit into the existing tensors; torch's method would cast trails
+        and moments to bf16.
 
-        State of torch's optimizer of the same name is loaded as well (trails stay as they are).
-        Load the model's weights too, before or after: the next step checks that they are those the
-        trails belong to.
+        The state dict of torch's optimizer of the same name can be loaded, too; trails then keep
+        their values. Load the model's weights as well, before or after: the next step compares them
+        with the checksums of the trails. Frozen parameters without a trail in a distributed
+        checkpoint get a zero trail and cause a warning.
 
         Raises:
-            ValueError: state of another optimizer, of other groups or shapes, or of which a part is
-                missing; nothing is changed then.
+            ValueError: a state dict of another optimizer, with other groups or shapes, or
+                incomplete; nothing is changed then.
         """
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -306,13 +310,13 @@ class SplitOptimizer(TrailKeeper):
             group.update(kept | saved)
         indices = {index for group in state_dict["param_groups"] for index in group["params"]}
         others = {k: v for k, v in state_dict["state"].items() if k not in indices}
-        self.state.update(deepcopy(others))  # what hooks have added
+        self.state.update(deepcopy(others))  # state that hooks have added
         without: list[str] = []
         with torch.no_grad():
             for p, tensors, wanted in loads:
                 state = self.state[p]
                 for name, tensor in tensors.items():
-                    if name not in state:  # momentum that the saved options turn on
+                    if name not in state:  # the saved options turn momentum on
                         state[name] = self.new_moment(p, name, {})
                     state[name].copy_(tensor)
                 for name in set(self.moments) - tensors.keys() if tensors else ():
@@ -322,7 +326,7 @@ class SplitOptimizer(TrailKeeper):
                     self._tracking.expect(p, wanted, f"{story} from")
                 elif "trail" in tensors or "trail" not in state:
                     self._tracking.trust(p)
-                elif tensors or self._tracking.fits(p):  # of torch's optimizer
+                elif tensors or self._tracking.fits(p):  # state of torch's optimizer
                     story = "this checkpoint has no trail of it, and its weights are others"
                     self._tracking.expect(p, self._tracking.checksum(p), story)
                 else:

@@ -1,4 +1,4 @@
-"""What one step updates: parameters with their gradients and rules, and the C kernel's calls."""
+"""The entries of a step (parameters with gradients), their rules, and the calls of the C kernel."""
 
 from __future__ import annotations
 
@@ -22,31 +22,33 @@ GRADIENT_DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One parameter in one step: its gradient, or where its packed gradient is."""
+    """One parameter in one step, with its gradient or the position of its packed gradient."""
 
     parameter: Tensor
     group: dict[str, Any]
     state: dict[str, Any]
     gradient: Tensor | None = None
     packed: Any = None  # `gradcomp.optim.fused.FusedGradients`
-    position: int = 0  # in `packed`
+    position: int = 0  # of the parameter in `packed`
     step: int = 0  # number of this step for this parameter, from 1
-    is_first: bool = False  # its state has not seen a gradient yet
+    is_first: bool = False  # whether this is the first update of its state
 
 
 def make_rules(
     kind: Kind, entries: Sequence[Entry], numbers: Callable[[Entry], dict[str, float]]
 ) -> NDArray[Any]:
-    """Return ``(len(entries),)`` of `rules.RULE`; `numbers` returns the fields of an entry's rule,
-    and is called once for all entries that have group, step and is_first in common.
+    """Return the rules of `entries`, ``(len(entries),)`` of `rules.RULE`.
+
+    `numbers` returns the fields of an entry's rule. It is called once for all entries with the same
+    group, step and is_first.
     """
-    known: dict[tuple[int, int, bool], dict[str, float]] = {}
+    fields: dict[tuple[int, int, bool], dict[str, float]] = {}
     rows = []
     for entry in entries:
-        place = id(entry.group), entry.step, entry.is_first
-        if place not in known:
-            known[place] = numbers(entry)
-        rows.append(known[place])
+        key = id(entry.group), entry.step, entry.is_first
+        if key not in fields:
+            fields[key] = numbers(entry)
+        rows.append(fields[key])
     rules = np.zeros(len(entries), RULE)
     rules["kind"] = kind
     rules["rounding"] = [ROUNDINGS.index(entry.group["rounding"]) for entry in entries]
@@ -57,7 +59,7 @@ def make_rules(
 
 @lru_cache(maxsize=16)
 def whole_rows(numels: tuple[int, ...]) -> Table:
-    """Return rows over whole parameters, cut at CHUNK_NUMEL whatever the number of threads."""
+    """Return the rows of whole parameters, cut at CHUNK_NUMEL for any number of threads."""
     rows = [
         (0, 0, 0, 0, 0, first, min(CHUNK_NUMEL, numel - first), numel, place)
         for place, numel in enumerate(numels)
@@ -69,15 +71,15 @@ def whole_rows(numels: tuple[int, ...]) -> Table:
 def run_rules(
     entries: Sequence[Entry], rules: NDArray[Any], moments: Sequence[str], *, gradients: bool = True
 ) -> NDArray[np.float64]:
-    """Run one rule for each entry; packed gradients come from their payloads.
+    """Run the rule of each entry in the kernel, which reads packed gradients from their payloads.
 
     Args:
         rules: ``(len(entries),)`` of `rules.RULE`.
         moments: names of the state; the first two are state0 and state1 of the rules.
-        gradients: False for rules that read none.
+        gradients: False for rules that read no gradients.
 
     Returns:
-        ``(len(entries), 2)``: norms, for rules that compute them, else zeros.
+        ``(len(entries), 2)`` float64: the norms, or zeros for rules that compute none.
     """
     kernel_set = kernels.of(entries[0].parameter.device)
     targets = kernel_set.targets(
@@ -102,5 +104,5 @@ def run_rules(
         packed.update(by_position, rules)
     totals = np.zeros((len(entries), 2))
     for row, pair in zip(table.rows["parameter"], norms.reshape(-1, 2), strict=True):
-        totals[row] += pair  # in order
+        totals[row] += pair  # summed in row order
     return np.sqrt(totals)

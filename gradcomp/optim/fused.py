@@ -1,9 +1,9 @@
-"""Updates straight from payloads: the link between a DDP hook and a split optimizer.
+"""Fused updates: a split optimizer decodes the payloads of a DDP hook in its own step.
 
-After a backward `p.grad` is a placeholder, NaN in every element and without memory of its own.
-Whatever looks at local gradients (a scaler, torch's clipping) sees NaN, and whatever writes to them
-raises, except that gradients may be zeroed. `optimizer.step()` takes the averages, still packed,
-from here, and `clip` has it multiply them.
+After a backward pass `p.grad` is a placeholder, NaN in every element and with the memory of one.
+Code that reads gradients (a scaler, torch's clipping) gets NaN. Code that writes to them raises,
+except that gradients may be zeroed. `optimizer.step()` reads the packed averages from
+`FusedGradients`, and multiplies them by the factor of `FusedGradients.clip`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from gradcomp.optim.entries import whole_rows
 from gradcomp.optim.placeholder import Placeholder
 from gradcomp.payload.order import storage_view
 
-CLIP_EPS = 1e-6  # added to the norm by torch.nn.utils.clip_grad_norm_, and so here
+CLIP_EPS = 1e-6  # added to the norm, as in torch.nn.utils.clip_grad_norm_
 
 
 def why_not_fused(optimizer: Any, engine: Engine, *, has_scaler: bool) -> str:
-    """Return why an optimizer cannot take its gradients from payloads, "" if it can."""
+    """Return why an optimizer cannot read gradients from payloads, or "" if it can."""
     if not isinstance(optimizer, SplitOptimizer):
         return f"{type(optimizer).__name__} is no split optimizer"
     if engine.comm.world_size == 1:
@@ -47,7 +47,7 @@ def why_not_fused(optimizer: Any, engine: Engine, *, has_scaler: bool) -> str:
 
 
 def replicated(optimizer: SplitOptimizer, engine: Engine) -> Named:
-    """Return named state tensors of the model's parameters, which must be equal on all ranks."""
+    """Return (name, tensor) pairs of optimizer state, which must be equal on all ranks."""
     return [
         (f"{key} of {name}", value)
         for name, p in engine.named
@@ -58,8 +58,8 @@ def replicated(optimizer: SplitOptimizer, engine: Engine) -> Named:
 
 
 def agree_on_optimizer(optimizer: SplitOptimizer, engine: Engine, not_fused: str) -> None:
-    """Raise PeerMismatch ("optimizer") on every rank unless class, fusing and state are the same
-    on all. Collective.
+    """Raise PeerMismatch ("optimizer") on every rank if the optimizer's class, its state or
+    `not_fused` differs between ranks. Collective.
     """
     kind = type(optimizer).__name__
     text = f"{kind}, {f'not fused: {not_fused}' if not_fused else 'fused'}"
@@ -68,25 +68,25 @@ def agree_on_optimizer(optimizer: SplitOptimizer, engine: Engine, not_fused: str
     except PeerMismatch as found:
         if found.field in ("wire_version", "call", "optimizer"):
             raise
-        # the state differs, or what of it there is
+        # the values of the state differ, or the names of its tensors
         expected, got = f"{found.field}: {found.expected}", f"{found.field}: {found.got}"
         raise PeerMismatch("optimizer", found.rank, expected, got, found.first) from None
 
 
 class FusedGradients:
-    """The packed averages of the last backward; `p.grad` is a placeholder meanwhile."""
+    """Packed averages of the last backward pass, while `p.grad` is a placeholder."""
 
     def __init__(self, engine: Engine, optimizer: SplitOptimizer) -> None:
         self._engine, self._optimizer = engine, optimizer
         self.parameter_count = len(engine.named)
         self._packed: Sequence[tuple[Averages, Members]] = []
-        self._placeholders: dict[Tensor, tuple[Placeholder, int]] = {}  # and their positions
-        self._factor = 1.0  # of clipping, by which packed averages are multiplied
-        self._adds_up = False  # to gradients that were there before the last forward pass
+        self._placeholders: dict[Tensor, tuple[Placeholder, int]] = {}  # with positions
+        self._factor = 1.0  # clipping factor of the packed averages
+        self._adds_up = False  # whether gradients existed before the last forward pass
         optimizer.attach_packed(self)
 
     def place(self, packed: Sequence[tuple[Averages, Members]]) -> None:
-        """Put placeholders for packed averages where DDP has put local gradients."""
+        """Replace local gradients in `p.grad` by placeholders for their packed averages."""
         self._packed = packed
         for _, members in packed:
             for position, _ in members:
@@ -95,34 +95,34 @@ class FusedGradients:
                     self._placeholders[p] = Placeholder.stand_for(p), position
 
     def drop(self) -> None:
-        """Forget the last backward: its payloads are about to be overwritten."""
+        """Forget the averages of the last backward pass: their payloads will be overwritten."""
         self._packed, self._placeholders, self._factor = [], {}, 1.0
 
     def fail(self) -> None:
-        """Leave no local gradient after an exchange that failed: a step raises then."""
+        """Replace all local gradients by placeholders after a failed exchange: a step raises."""
         self.drop()
         for _, p in self._engine.named:
             if p.grad is not None and p.numel():
                 Placeholder.stand_for(p)
 
     def before_forward(self) -> None:
-        """Unpack gradients that the backward of this forward pass may add to."""
+        """Unpack all packed gradients, since the coming backward pass may add to them."""
         self.materialize()
         self._adds_up = any(p.grad is not None for _, p in self._engine.named)
 
     def must_unpack(self, *, finds_unused: bool) -> bool:
-        """Whether this backward's averages must be unpacked: DDP leaves the gradients of unused
-        parameters alone, and nobody can tell afterwards which these are.
+        """Return whether the averages of this backward pass must be unpacked: DDP does not change
+        the gradients of unused parameters, and later it is unknown which were unused.
         """
         return finds_unused and self._adds_up
 
     def position(self, parameter: Tensor) -> int | None:
-        """Return a parameter's position in the model while its placeholder is in place."""
+        """Return a parameter's position in the model, or None unless `grad` is its placeholder."""
         placeholder, position = self._placeholders.get(parameter, (None, 0))
         return position if placeholder is not None and parameter.grad is placeholder else None
 
     def check(self, parameter: Tensor) -> None:
-        """Raise GradcompError if a placeholder was written to."""
+        """Raise GradcompError if a parameter's placeholder was written to."""
         placeholder, position = self._placeholders[parameter]
         if not placeholder.intact:
             raise GradcompError(
@@ -133,7 +133,7 @@ class FusedGradients:
             )
 
     def update(self, targets: NDArray[Any], rules: NDArray[Any]) -> None:
-        """Run `Kernels.update` on every payload, targets by position."""
+        """Run `Kernels.update` on every payload; a target's index is the parameter's position."""
         if self._factor != 1.0:
             rules = rules.copy()
             scaled = (rules["flags"] & Flag.PRESCALE) > 0
@@ -143,11 +143,15 @@ class FusedGradients:
             averages.update(targets, rules)
 
     def clip(self, max_norm: float, *, error_if_nonfinite: bool = False) -> float:
-        """Return the L2 norm of all gradients, rounded to float32, and multiply them by
-        max_norm / norm if it is larger; packed ones when the optimizer takes them.
+        """Clip all gradients to `max_norm`; return their L2 norm before that, rounded to float32.
 
-        The norm is computed from payloads and averages by the library's kernels, so that it is the
-        same on every rank, to the last bit. GradcompError if a placeholder was written to.
+        Packed gradients are multiplied when the optimizer reads them, others in place. The
+        library's kernels compute the norm from payloads and averages, so that it is the same on
+        every rank, to the last bit.
+
+        Raises:
+            GradcompError: a placeholder was written to.
+            RuntimeError: the norm is NaN or Inf and `error_if_nonfinite` is True.
         """
         targets, rules = np.zeros(self.parameter_count, TARGET), np.zeros(1, RULE)
         targets["rule"], rules["kind"] = NO_RULE, Kind.SQUARES
@@ -165,14 +169,18 @@ class FusedGradients:
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(f"the norm of the gradients is {norm}: they are not clipped")
         factor = max_norm / (norm + CLIP_EPS)
-        if not factor >= 1.0:  # NaN passes on, as in torch
+        if not factor >= 1.0:  # a NaN factor is applied, as in torch
             self._factor *= factor
             for gradient in written:
                 gradient.mul_(factor)
         return norm
 
     def materialize(self) -> None:
-        """Replace placeholders by averaged gradients; none, and raise, if one was written to."""
+        """Replace all placeholders by averaged gradients.
+
+        Raises:
+            GradcompError: a placeholder was written to; none is replaced then.
+        """
         for p in self._placeholders:
             if self.position(p) is not None:
                 self.check(p)
@@ -193,13 +201,13 @@ class FusedGradients:
         self._factor = 1.0
 
     def close(self) -> None:
-        """Leave the optimizer."""
+        """Forget the averages and detach from the optimizer."""
         self.drop()
         self._optimizer.detach_packed(self)
 
 
 def _squares(gradients: Sequence[Tensor], rules: NDArray[Any]) -> float:
-    """Return the sum of the squares of float32 and bfloat16 tensors; `rules` are `Kind.SQUARES`."""
+    """Return the sum of squares of float32 or bfloat16 tensors; `rules` has `Kind.SQUARES`."""
     if not gradients:
         return 0.0
     dense = [gradient.contiguous() for gradient in gradients]

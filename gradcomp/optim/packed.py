@@ -1,4 +1,4 @@
-"""One update of one split weight, for update rules of your own: `packed_add`."""
+"""`packed_add`: one update of one split weight, for custom update rules."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ def packed_add(
     again, in one pass.
 
     Args:
-        top, trail: what `split` returned, or a parameter and its trail; bfloat16 and int16, dense
-            on the CPU, with equal strides.
-        delta: same shape, float32 or bfloat16.
-        alpha: factor, rounded to float32.
+        top, trail: the result of `split`, or a parameter and its trail; bfloat16 and int16, dense
+            on the CPU, with the same shape and strides.
+        delta: shape of `top`, float32 or bfloat16.
+        alpha: factor of `delta`, rounded to float32.
         rounding: how tops are made, as in `split`.
 
     Returns:
-        `top`. An optimizer that has the trail refuses its next step, as after any foreign change,
-        unless its `keep_trails()` is called.
+        `top`. If an optimizer has the trail, its next step raises ValueError, as after any write
+        from outside, unless its `keep_trails()` is called before.
 
     Raises:
-        UnsupportedTensor: a tensor of another dtype, device or layout.
-        ValueError: other shapes or strides than `top`'s; an unknown `rounding`.
+        UnsupportedTensor: a tensor with another dtype, device or layout.
+        ValueError: shapes other than `top`'s; a trail with other strides; an unknown `rounding`.
 
     References:
         Split SGD (Intel Extension for PyTorch), "Operation Fusion".

@@ -1,4 +1,4 @@
-"""What stands in `p.grad` for a gradient that is still packed."""
+"""`Placeholder`: the tensor in `p.grad` while the averaged gradient is still packed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# A signaling NaN by dtype, which arithmetic never returns: other bits show that a user has
-# calculated with the gradient in place.
+# A signaling NaN for each dtype. Arithmetic never returns one, so other bits show that the gradient
+# was changed in place.
 _NAN = {
     torch.float32: (torch.int32, 0x7FA00000),
     torch.bfloat16: (torch.int16, 0x7FA0),
@@ -20,12 +20,12 @@ _FILLS = {Tensor.zero_, torch.zero_, Tensor.fill_, torch.fill_, torch._foreach_z
 
 
 class Placeholder(Tensor):
-    """NaN in every element, all of them in the memory of one.
+    """A gradient that is NaN in every element; all elements share the memory of one.
 
     Its norm is NaN, and torch refuses to write to it in place, with two exceptions. Filling it with
-    zeros, also through a view of all of it (`.data`, `detach()`), puts real zeros into the
-    parameter's `grad`. Filling it with something else, or a part of it with anything (a row, a
-    mask), changes every element, which `intact` notices.
+    zeros, also through a view of the whole tensor (`.data`, `detach()`), replaces the parameter's
+    `grad` by real zeros. Filling it with another value, or filling a part of it (a row, a mask),
+    changes every element, and `intact` becomes False.
     """
 
     _parameter: weakref.ref[Tensor]
@@ -44,7 +44,7 @@ class Placeholder(Tensor):
 
     @property
     def intact(self) -> bool:
-        """Whether nobody has written to it."""
+        """Whether no code has written to this placeholder."""
         with torch._C.DisableTorchFunctionSubclass():
             integers, bits = _NAN[self.dtype]
             return not self._version and self.as_strided((), ()).view(integers).item() == bits
@@ -65,14 +65,14 @@ class Placeholder(Tensor):
             return out
 
     def _is_whole(self, view: Tensor) -> bool:
-        """Whether a tensor is a view of all of this one, whatever its shape."""
+        """Return whether `view` is a view of this whole tensor, in any shape."""
         if (view.layout, view.device, view.dtype) != (self.layout, self.device, self.dtype):
             return False
         same_size = view.numel() == self.numel()
         return same_size and view.as_strided((), ()).is_set_to(self.as_strided((), ()))
 
     def _zero_gradient(self) -> None:
-        """Put real zeros into the parameter's `grad` if this was filled with zeros."""
+        """Replace the parameter's `grad` by real zeros if this was filled with zeros."""
         parameter = self._parameter()
         if parameter is None or not isinstance(parameter.grad, Placeholder):
             return

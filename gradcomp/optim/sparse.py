@@ -1,4 +1,4 @@
-"""Sparse gradients (embeddings): the rows that they name are updated as dense ones."""
+"""Sparse gradients (embeddings): the rows at their indices are updated as in a dense update."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def check_sparse(optimizer: Any, p: nn.Parameter, group: dict[str, Any], name: s
 
 
 def run_sparse(optimizer: Any, entry: Entry) -> None:
-    """Update the rows that a sparse gradient names, and their trails, as a dense update would."""
+    """Update the rows at a sparse gradient's indices, with their state, as a dense update would."""
     p, state = entry.parameter, entry.state
     assert p.grad is not None
-    gradient = p.grad.float().coalesce()  # fp32 before rows that are named twice are added up
+    gradient = p.grad.float().coalesce()  # cast first: it sums duplicate rows
     index, values = gradient.indices()[0], gradient.values().contiguous()
     if not values.numel():
         return

@@ -1,4 +1,4 @@
-"""Weights in two halves: bf16 tops for the model and 16-bit trails for the optimizer, lossless.
+"""Lossless split of fp32 weights into bf16 tops for the model and int16 trails for the optimizer.
 
 References: Intel Extension for PyTorch, "Split SGD". The first 16 bits of an fp32 number are a
 bf16 number (the top), the last 16 are the trail.
@@ -31,14 +31,14 @@ def check_rounding(rounding: object) -> None:
 
 
 def check_dtype(tensor: Tensor, name: str, *dtypes: torch.dtype) -> None:
-    """Raise UnsupportedTensor for a dtype that is not one of these."""
+    """Raise UnsupportedTensor unless the dtype is one of `dtypes`."""
     if tensor.dtype not in dtypes:
         expected = " or ".join(map(str, dtypes))
         raise UnsupportedTensor(f"{name} is {tensor.dtype}; {expected} expected")
 
 
 def check_dense(tensor: Tensor, name: str) -> None:
-    """Raise UnsupportedTensor unless a tensor fills one range of memory, in any order."""
+    """Raise UnsupportedTensor unless a tensor is dense: strided, without gaps, in any order."""
     kernels.check_device(tensor.device, name, staged=False)
     if tensor.layout != torch.strided:
         raise UnsupportedTensor(f"{name} is {tensor.layout}; split optimizers take dense tensors")
@@ -58,8 +58,9 @@ def check_dense(tensor: Tensor, name: str) -> None:
 def new_state(like: Tensor, dtype: torch.dtype, number: int, value: float = 0.0) -> Tensor:
     """Return a tensor filled with `value`, in the shape and strides of `like`, for use beside it.
 
-    It begins `number` times 832 bytes into its memory. All large tensors begin at the same place of
-    a 4 KB page, and tensors a multiple of 4 KB apart collide in the first-level cache.
+    It begins `number` times 832 bytes (modulo 4096) after the start of its memory. Large tensors
+    otherwise begin at the same offset in a 4 KB page, and tensors a multiple of 4 KB apart collide
+    in the L1 cache.
     """
     offset = (number * SHIFT_NBYTES % PAGE_NBYTES) // dtype.itemsize
     memory = torch.full((offset + like.numel(),), value, dtype=dtype, device=like.device)
@@ -72,15 +73,15 @@ def new_trail(top: Tensor) -> Tensor:
 
 
 def split(weight: Tensor, *, rounding: str = "truncate") -> tuple[Tensor, Tensor]:
-    """Return (top, trail) of fp32 numbers.
+    """Split an fp32 tensor; return (top, trail).
 
     Args:
-        weight: any shape, float32, dense, CPU.
-        rounding: "truncate": the top is the first 16 bits as they are; "nearest": it is `weight`
-            rounded to bfloat16, halves away from zero. The trail is the last 16 bits in both.
+        weight: any shape, float32, dense, on the CPU.
+        rounding: with "truncate" the top is the first 16 bits; with "nearest" it is `weight`
+            rounded to bfloat16, ties away from zero. The trail is the last 16 bits in both cases.
 
     Returns:
-        top bfloat16 and trail int16, both in `weight`'s shape and strides.
+        The top, bfloat16, and the trail, int16; new tensors in the shape and strides of `weight`.
 
     Raises:
         UnsupportedTensor: another dtype, device or layout.
@@ -96,18 +97,20 @@ def split(weight: Tensor, *, rounding: str = "truncate") -> tuple[Tensor, Tensor
 
 
 def write_split(weight: Tensor, rounding: str, top: Tensor, trail: Tensor) -> None:
-    """Split into tensors that exist; nothing is checked."""
+    """Split `weight` into the tensors `top` and `trail`, without checks."""
     kernels.of(weight.device).split(weight, top, trail, nearest=rounding == "nearest")
 
 
 def join(top: Tensor, trail: Tensor, *, rounding: str = "truncate") -> Tensor:
-    """Return the fp32 numbers that `split` was given: every bit, but for signalling NaNs under
-    "nearest" (now quiet).
+    """Join a top and its trail; return the fp32 weight as a new tensor.
+
+    The result equals the argument of `split` in every bit, except that "nearest" makes signaling
+    NaNs quiet.
 
     Args:
-        top: bfloat16, dense, CPU.
-        trail: int16, the shape and strides of `top`.
-        rounding: as `split` had it.
+        top: bfloat16, dense, on the CPU.
+        trail: int16, in the shape of `top`.
+        rounding: the same as for `split`.
 
     Raises:
         UnsupportedTensor: another dtype, device or layout.
@@ -127,7 +130,7 @@ def join(top: Tensor, trail: Tensor, *, rounding: str = "truncate") -> Tensor:
 
 
 def checksum(top: Tensor) -> int:
-    """Return a CRC-32C of a top's bytes in memory order, against which trails are checked."""
+    """Return the CRC-32C of a top's bytes in memory order; it shows whether a trail matches."""
     flat = top.detach().as_strided((top.numel(),), (1,))
     return host.crc32c(flat.view(torch.uint8).cpu().numpy()) if flat.numel() else 0
 
@@ -136,11 +139,11 @@ class SplitParameters:
     """The parameters of a model after `split_parameters`; iterate over it, or pass it to a split
     optimizer.
 
-    Trails wait until an optimizer adopts them: the one that is given their parameters, in any list
+    A trail waits until an optimizer adopts it: the optimizer that gets its parameter, in any list
     or group.
 
     Attributes:
-        rounding: how tops were made.
+        rounding: how tops were made, "truncate" or "nearest".
     """
 
     def __init__(self, named: list[tuple[str, nn.Parameter]], rounding: str) -> None:
@@ -176,23 +179,23 @@ class WaitingTrail(NamedTuple):
 
 
 _waiting: MutableMapping[nn.Parameter, WaitingTrail] = WeakIdKeyDictionary()
-_owners: MutableMapping[nn.Parameter, weakref.ref[Any]] = WeakIdKeyDictionary()  # of trails
+_owners: MutableMapping[nn.Parameter, weakref.ref[Any]] = WeakIdKeyDictionary()  # optimizers
 
 
 def wait(parameter: nn.Parameter, trail: Tensor, checksum: int, rounding: str) -> None:
-    """Let a trail that an optimizer had wait for the next one."""
+    """Register the trail of a released parameter for the next optimizer."""
     family = SplitParameters([("released", parameter)], rounding)
     _waiting[parameter] = WaitingTrail(trail, checksum, family)
     _owners.pop(parameter, None)
 
 
 def waiting_trail(parameter: nn.Parameter) -> WaitingTrail | None:
-    """Return the trail that waits for a parameter, if there is one."""
+    """Return a parameter's trail that no optimizer has adopted yet, or None."""
     return _waiting.get(parameter)
 
 
 def adopt(optimizer: Any, parameters: Iterable[nn.Parameter]) -> None:
-    """Make an optimizer the owner of the trails that waited for these parameters."""
+    """Make an optimizer the owner of the waiting trails of these parameters."""
     for parameter in parameters:
         if _waiting.pop(parameter, None) is not None:
             _owners[parameter] = weakref.ref(optimizer)
@@ -220,24 +223,25 @@ def split_parameters(
     predicate: Callable[[str, nn.Parameter], bool] | None = None,
     rounding: str = "truncate",
 ) -> SplitParameters:
-    """Turn a model's fp32 parameters into bf16 in place; the 16 bits that do not fit become trails.
+    """Convert a model's fp32 parameters to bf16 in place; their last 16 bits become trails.
 
-    Call it before the optimizer and before DistributedDataParallel. Buffers are left alone, and so
-    are parameters that are bf16 already (their trail starts at zero). Tied parameters stay tied.
+    Call it before you create the optimizer and DistributedDataParallel. Buffers and bf16 parameters
+    are not changed; the trail of a bf16 parameter starts at zero. Tied parameters stay tied. The
+    gradients of split parameters become None.
 
     Args:
-        model: float32 or bfloat16 parameters on the CPU.
-        predicate: predicate(name, parameter) says which fp32 parameters to split (all by default);
-            the others stay fp32, as norms may have to.
-        rounding: as in `split`. Both keep all 32 bits.
+        model: module with float32 or bfloat16 parameters on the CPU.
+        predicate: predicate(name, parameter) returns whether to split an fp32 parameter (default:
+            all); the others stay fp32, for instance those of norms.
+        rounding: as in `split`. Both values keep all 32 bits.
 
     Returns:
-        The parameters, split or not, as an optimizer takes them.
+        All parameters, split or not, for a split optimizer.
 
     Raises:
         TypeError: a DistributedDataParallel model.
         UnsupportedTensor: a parameter of another dtype, device or layout; nothing is changed then.
-        ValueError: an unknown `rounding`; parameters whose trails wait already.
+        ValueError: an unknown `rounding`; a split parameter whose trail no optimizer has adopted.
 
     References:
         Split SGD (Intel Extension for PyTorch), "Stochastic Gradient Descent".
@@ -267,7 +271,7 @@ def split_parameters(
 
 
 def check_parameter(parameter: Tensor, name: str) -> None:
-    """Raise UnsupportedTensor unless a split optimizer can train it."""
+    """Raise UnsupportedTensor unless a split optimizer can train the parameter."""
     if parameter.dtype not in (torch.float32, torch.bfloat16):
         raise UnsupportedTensor(
             f"{name} is {parameter.dtype}; split optimizers take float32 and bfloat16 (load or keep"
@@ -281,7 +285,7 @@ def check_parameter(parameter: Tensor, name: str) -> None:
 
 
 def _owner_of(value: Any, optimizers: Any, name: str) -> Any:
-    """Return the optimizer that has a parameter's trail; None for what is not split."""
+    """Return the optimizer that has the trail of `value`, or None if that is no bf16 parameter."""
     if not isinstance(value, nn.Parameter) or value.dtype != torch.bfloat16:
         return None
     for optimizer in optimizers if isinstance(optimizers, Sequence) else [optimizers]:
@@ -294,18 +298,18 @@ def _owner_of(value: Any, optimizers: Any, name: str) -> Any:
 
 
 def fp32_state_dict(model: nn.Module, optimizer: Any) -> OrderedDict[str, Any]:
-    """Return the model's state dict with every split weight joined to fp32: what a plain fp32
-    model loads.
+    """Return the model's state dict with every split weight joined to fp32, for a plain fp32 model.
 
-    Joined weights are new tensors (tied ones one tensor under each name), everything else is shared
-    with the model as in ``model.state_dict()``.
+    Joined weights are new tensors; tied weights share one tensor. All other tensors alias those of
+    the model, as in ``model.state_dict()``.
 
     Args:
-        model: what the optimizer trains; wrapped in DistributedDataParallel or not.
-        optimizer: the split optimizer that trains it, or a sequence of them.
+        model: the model that the optimizer trains, wrapped in DistributedDataParallel or not.
+        optimizer: the split optimizer of the model, or a sequence of all its split optimizers.
 
     Raises:
-        ValueError: a bfloat16 parameter that none of the optimizers has.
+        ValueError: a bfloat16 parameter that none of the optimizers has; a trail that belongs to
+            other weights.
     """
     out: OrderedDict[str, Any] = OrderedDict()
     joined: dict[int, Tensor] = {}
@@ -321,13 +325,13 @@ def fp32_state_dict(model: nn.Module, optimizer: Any) -> OrderedDict[str, Any]:
 
 
 def load_fp32_state_dict(model: nn.Module, optimizer: Any, state: Mapping[str, Any]) -> None:
-    """Load an fp32 checkpoint of a model into split weights: tops and trails, no bit lost.
+    """Load an fp32 state dict into split weights, tops and trails, without loss of a bit.
 
     Args:
-        model: what the optimizer trains.
-        optimizer: the split optimizer that trains it, or a sequence of them; momentum and other
-            state stay as they are.
-        state: what ``state_dict()`` of the fp32 model, or `fp32_state_dict`, returned.
+        model: the model that the optimizer trains.
+        optimizer: the split optimizer of the model, or a sequence of all its split optimizers;
+            momentum and other optimizer state are not changed.
+        state: the result of ``state_dict()`` of the fp32 model, or of `fp32_state_dict`.
 
     Raises:
         ValueError: missing or unexpected names, other shapes or dtypes, a bfloat16 parameter that

@@ -28,8 +28,8 @@ Ranges = dict[str, Callable[[str, Any], None]]
 
 
 def check_option(name: str, value: Any, low: float = 0.0, high: float = inf) -> None:
-    """Raise ValueError unless a number, or a tensor of one element, is at least `low`, below `high`
-    and finite.
+    """Raise ValueError unless `value`, a number or a tensor of one element, is finite, at least
+    `low` and below `high`.
     """
     if isinstance(value, Tensor):
         if value.numel() != 1:
@@ -39,7 +39,7 @@ def check_option(name: str, value: Any, low: float = 0.0, high: float = inf) -> 
 
 
 def check_betas(name: str, betas: Any) -> None:
-    """Raise ValueError unless `betas` is two numbers of at least 0 and below 1."""
+    """Raise ValueError unless `betas` is two numbers, each at least 0 and below 1."""
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise ValueError(f"{name} must be two numbers, got {betas!r}")
     for place, beta in enumerate(betas):
@@ -53,14 +53,14 @@ def check_variant(name: str, value: Any) -> None:
 
 
 class SplitSGD(SplitOptimizer):
-    """Stochastic gradient descent with momentum on weights split into bf16 and trail.
+    """Stochastic gradient descent with momentum on weights split into bf16 tops and trails.
 
     N steps equal N steps of ``torch.optim.SGD(foreach=False)`` on the joined fp32 weights and
     ``grad.float()``, bit for bit, for every option (where torch's CPU capability is AVX2 or above).
     Memory per weight: 4 bytes, and 4 more for momentum.
 
     Args:
-        params: parameters, groups, or what `split_parameters` returned; float32 and bfloat16.
+        params: parameters, groups, or the result of `split_parameters`; float32 or bfloat16.
         lr: learning rate, a number or a tensor of one element.
         momentum, dampening, weight_decay, nesterov, maximize: as in torch.optim.SGD.
 
@@ -69,8 +69,8 @@ class SplitSGD(SplitOptimizer):
         UnsupportedTensor: parameters of another dtype.
 
     References:
-        Split SGD (Intel Extension for PyTorch), "Operation Fusion": packed_add is this without
-        momentum.
+        Split SGD (Intel Extension for PyTorch), "Operation Fusion": packed_add is this optimizer
+        without momentum.
     """
 
     kind = Kind.SGD
@@ -119,10 +119,10 @@ class SplitSGD(SplitOptimizer):
 
 
 class SplitAdagrad(SplitOptimizer):
-    """Adagrad on weights split into bf16 and trail. Memory per weight: 8 bytes.
+    """Adagrad on weights split into bf16 tops and trails. Memory per weight: 8 bytes.
 
     Args:
-        params, lr: as in `SplitSGD`, and so are the errors.
+        params, lr: as in `SplitSGD`, with the same errors.
         lr_decay, weight_decay, initial_accumulator_value, eps, maximize: as in torch.optim.Adagrad.
     """
 
@@ -159,7 +159,7 @@ class SplitAdagrad(SplitOptimizer):
 
 
 class _Adam(SplitOptimizer):
-    """What AdamW and LAMB share: two moments."""
+    """Base class of AdamW and LAMB, which have two moments."""
 
     ranges: ClassVar[Ranges] = {
         **dict.fromkeys(("lr", "eps", "weight_decay"), check_option),
@@ -168,7 +168,9 @@ class _Adam(SplitOptimizer):
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
     def numbers(self, entry: Entry) -> dict[str, float]:
-        """Return also the bias corrections: of the first moment, and the root of the second's."""
+        """Return the common fields; bias1 is the first moment's bias correction, bias2 the root of
+        the second's.
+        """
         beta1, beta2 = (float(b) for b in entry.group["betas"])
         return {
             "flags": bool(entry.group["maximize"]) * Flag.MAXIMIZE,
@@ -182,13 +184,13 @@ class _Adam(SplitOptimizer):
 
 
 class SplitAdamW(_Adam):
-    """Adam with decoupled weight decay on weights split into bf16 and trail. Memory per weight: 12
-    bytes.
+    """Adam with decoupled weight decay on weights split into bf16 tops and trails. Memory per
+    weight: 12 bytes.
 
     One step from the same state is within 1 ulp of ``torch.optim.AdamW(foreach=False)``.
 
     Args:
-        params, lr: as in `SplitSGD`, and so are the errors.
+        params, lr: as in `SplitSGD`, with the same errors.
         betas, eps, weight_decay, maximize: as in torch.optim.AdamW.
     """
 
@@ -214,18 +216,18 @@ class SplitAdamW(_Adam):
 
 
 class SplitLAMB(_Adam):
-    """LAMB on weights split into bf16 and trail. Memory per weight: 12 bytes.
+    """LAMB on weights split into bf16 tops and trails. Memory per weight: 12 bytes.
 
-    With m and v Adam's bias-corrected moments, u = m / (sqrt(v) + eps) + weight_decay * w for each
-    parameter, and w = w - lr * (||w|| / ||u||) * u; the ratio is 1 where either norm is 0.
+    For each parameter, u = m / (sqrt(v) + eps) + weight_decay * w with Adam's bias-corrected
+    moments m and v, and w = w - lr * (||w|| / ||u||) * u. The ratio is 1 where either norm is 0.
 
     Args:
-        params, lr: as in `SplitSGD`, and so are the errors.
+        params, lr: as in `SplitSGD`, with the same errors.
         betas, eps, weight_decay: as in Adam.
-        variant: "lamb", as published; "nvlamb": all gradients of this optimizer are first divided
-            by max(1, g), g their common L2 norm. It takes no gradients straight from payloads,
-            since that norm needs them twice.
-        maximize: go up instead of down.
+        variant: "lamb" is LAMB as published; "nvlamb" first divides all gradients of this optimizer
+            by max(1, g), where g is their joint L2 norm. It does not update from payloads, since
+            the norm needs the gradients twice.
+        maximize: maximize the loss instead of minimizing it.
     """
 
     kind = Kind.LAMB_START
@@ -254,14 +256,14 @@ class SplitLAMB(_Adam):
         self.check_options(entry.group)  # a misspelt variant would be plain LAMB
         made = super().numbers(entry)
         made["weight_decay"] = float(entry.group["weight_decay"])
-        # the kernel's update is m * bias1 / (sqrt(v) + eps): both sides times the root
+        # the kernel's m * bias1 / (sqrt(v) + eps): numerator and denominator times bias2
         made["bias1"], made["eps"] = made["bias2"] / made["bias1"], made["eps"] * made["bias2"]
         return made
 
     def run(self, entries: Sequence[Entry]) -> None:
         rules = self.rules(entries)
         self._prescale(entries, rules)
-        if any(entry.packed is not None for entry in entries):  # sums need whole parameters
+        if any(entry.packed is not None for entry in entries):  # norms need whole parameters
             rules["kind"] = Kind.MOMENTS
             run_rules(entries, rules, self.moments)
             rules["kind"] = Kind.LAMB_NORMS
@@ -269,20 +271,20 @@ class SplitLAMB(_Adam):
         else:
             norms = run_rules(entries, rules, self.moments)
         rules["kind"] = Kind.LAMB_APPLY
-        for row, entry, (above, under) in zip(rules, entries, norms, strict=True):
-            trust = float(above) / float(under) if above > 0 and under > 0 else 1.0
-            row["step_size"] = -float(entry.group["lr"]) * trust
+        for rule, entry, (weight, update) in zip(rules, entries, norms, strict=True):
+            trust = float(weight) / float(update) if weight > 0 and update > 0 else 1.0
+            rule["step_size"] = -float(entry.group["lr"]) * trust
         run_rules(entries, rules, self.moments, gradients=False)
 
     def _prescale(self, entries: Sequence[Entry], rules: NDArray[Any]) -> None:
-        """Have the gradients of NVLAMB groups divided by max(1, their common norm)."""
-        mine = [k for k, e in enumerate(entries) if e.group["variant"] == "nvlamb"]
-        if not mine:
+        """Make the rules of NVLAMB groups divide gradients by max(1, their joint L2 norm)."""
+        nvlamb = [k for k, e in enumerate(entries) if e.group["variant"] == "nvlamb"]
+        if not nvlamb:
             return
-        chosen, squares = [entries[k] for k in mine], rules[mine]
+        chosen, squares = [entries[k] for k in nvlamb], rules[nvlamb]
         squares["kind"] = Kind.SQUARES
         norms = run_rules(chosen, squares, self.moments)[:, 0]
         total = float(np.sqrt(sum(float(n) ** 2 for n in norms)))
         if total > 1:
-            rules["flags"][mine] |= np.uint32(Flag.PRESCALE)
-            rules["prescale"][mine] = 1 / total
+            rules["flags"][nvlamb] |= np.uint32(Flag.PRESCALE)
+            rules["prescale"][nvlamb] = 1 / total

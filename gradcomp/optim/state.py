@@ -1,4 +1,4 @@
-"""What a saved state must hold before a split optimizer loads it: its own, or torch's twin's."""
+"""Checks of a state dict, of a split optimizer or of torch's, before a split optimizer loads it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from gradcomp.optim.split import ROUNDINGS
 CHECKSUM = "top_checksum"
 TORCHS_OPTIONS = {"amsgrad", "capturable", "decoupled_weight_decay", "differentiable"}
 TORCHS_OPTIONS |= {"foreach", "fused"}
-# Options that say which optimizer wrote a state; other unknown ones are the user's, and are kept.
+# Options that identify the optimizer of a state dict; other unknown options are kept as the user's.
 SGDS_OPTIONS = {"momentum", "dampening", "nesterov"}
 OWN_OPTIONS = {"betas", "variant", "lr_decay", "initial_accumulator_value"} | SGDS_OPTIONS
 
 
 class Load(NamedTuple):
-    """What to load for one parameter."""
+    """The state to load for one parameter."""
 
     parameter: Tensor
     tensors: dict[str, Tensor]
@@ -27,7 +27,7 @@ class Load(NamedTuple):
 
 
 def check_saved(optimizer: Any, saved: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Load]]:
-    """Return the options of each group and the state of each parameter to load, all checked."""
+    """Check a state dict; return each group's options and each parameter's state to load."""
     if not {"state", "param_groups"} <= saved.keys():
         raise ValueError("this is no optimizer's state: it has no 'state' and 'param_groups'")
     sizes, wanted = (
@@ -51,7 +51,7 @@ def check_saved(optimizer: Any, saved: dict[str, Any]) -> tuple[list[dict[str, A
 def _check_group(
     optimizer: Any, name: str, mine: dict[str, Any], group: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the options of a saved group."""
+    """Check a saved group and return its options."""
     options = {k: deepcopy(v) for k, v in group.items() if k not in {"params", *TORCHS_OPTIONS}}
     missing = [k for k in optimizer.defaults if k not in group]
     if missing:
@@ -72,13 +72,13 @@ def _check_group(
 def _check_tensors(
     optimizer: Any, p: Tensor, state: dict[str, Any], group: dict[str, Any], *, is_own: bool
 ) -> Load:
-    """Return what to load for a parameter of a group with these options."""
+    """Check a parameter's saved state, for a group with these options; return what to load."""
     expected = state.pop(CHECKSUM, None)
     moments = optimizer.wanted_moments(group)
     state = {k: v for k, v in state.items() if v is not None}
     if is_own and not state and not p.requires_grad:
         return Load(p, {}, None)  # distributed checkpoints leave frozen parameters out
-    if not is_own:  # torch's: no trail, no momentum before the first step, SGD without step
+    if not is_own:  # torch saves no trail, no momentum before the first step, no step for SGD
         if not state:
             state = {m: optimizer.new_moment(p, m, group) for m in moments} | {"step": 0}
         state.setdefault("step", 1)

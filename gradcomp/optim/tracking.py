@@ -1,4 +1,4 @@
-"""Trails of an optimizer's parameters, and whether each still belongs to its parameter."""
+"""Access to an optimizer's trails, and the check that each still belongs to its parameter."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ WRITTEN = "it was written to in place after the last step"
 
 
 class Tracking:
-    """What an optimizer remembers of its parameters beside their state.
+    """Record of an optimizer's parameters after a step, to detect changes from outside.
 
-    After a split or a load, the next step compares the checksum of each top. Later steps only look
-    whether a parameter was moved or written to since the last step.
+    The first step after a split or a load compares the checksum of each top. Later steps only check
+    whether a parameter was moved or written to since the step before.
     """
 
     def __init__(self) -> None:
@@ -35,46 +35,46 @@ class Tracking:
 
     def __getstate__(self) -> dict[str, object]:
         written = {p: (NO_CHECKSUM, WRITTEN) for p in self._stood if not self._stands(p)}
-        return {"expected": self.expected | written}  # copies lie elsewhere
+        return {"expected": self.expected | written}  # copies have other addresses
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]
         self.__dict__.update(state)
 
     def begin(self, p: Tensor) -> None:
-        """Accept a parameter as it lies in memory now."""
+        """Record a parameter's strides; accept any address and version until the next step."""
         self._strides[p] = p.stride()
         self._stood.pop(p, None)
 
     def expect(self, p: Tensor, checksum: int, story: str) -> None:
-        """Have the next step compare the checksum of a top; `story` is for the error message."""
+        """Make the next step compare the checksum of a top; `story` is the reason in the error."""
         self.begin(p)
         self.expected[p] = checksum, story
 
     def trust(self, p: Tensor) -> None:
-        """Accept a parameter as it is, and its trail as its own."""
+        """Accept a parameter's current values as those that its trail belongs to."""
         self.begin(p)
         self.expected.pop(p, None)
 
     def checksum(self, p: Tensor) -> int:
-        """Return the checksum of the top that a trail belongs to, loaded yet or not; one that no
-        top has where the top was written to since.
+        """Return the checksum of the top that a trail belongs to, even if that top is not loaded
+        yet; NO_CHECKSUM if the top was moved or written to after the last step.
         """
         if p in self.expected:
             return self.expected[p][0]
         return checksum(p) if self._stands(p) else NO_CHECKSUM
 
     def fits(self, p: Tensor) -> bool:
-        """Whether a top is the one that its trail belongs to."""
+        """Return whether a parameter is the top that its trail belongs to."""
         return self.checksum(p) == checksum(p)
 
     def _stands(self, p: Tensor) -> bool:
-        """Whether nobody has moved or written to a parameter since the last step."""
+        """Return whether a parameter was neither moved nor written to since the last step."""
         now = p.data_ptr(), p._version
         return self._stood.get(p, now) == now
 
     def check(self, p: Tensor, trail: Tensor | None, name: str) -> None:
-        """Raise ValueError unless a parameter is still what its state was made for."""
+        """Raise ValueError unless a parameter still matches its state and its trail."""
         if (trail is None) != (p.dtype == torch.float32) or (
             trail is not None and trail.shape != p.shape
         ):
@@ -106,7 +106,7 @@ class Tracking:
             )
 
     def stepped(self, params: Iterable[Tensor]) -> None:
-        """Remember where parameters stand after a step that changed them."""
+        """Increment the versions of updated parameters; record them with the addresses."""
         params = list(params)
         torch.autograd.graph.increment_version(params)
         for p in params:
@@ -115,13 +115,13 @@ class Tracking:
 
 
 class TrailKeeper(torch.optim.Optimizer):
-    """What `SplitOptimizer` can do with trails, which are in ``state[p]["trail"]``."""
+    """Base class of `SplitOptimizer` with its methods on trails, the ``state[p]["trail"]``."""
 
     _tracking: Tracking
 
     @cached_property
     def _places(self) -> dict[Tensor, tuple[dict[str, Any], str]]:
-        """Group and name, for messages, of every parameter."""
+        """The group and the name in error messages of every parameter."""
         found = {}
         for where, group in enumerate(self.param_groups):
             names = group.get("param_names")
@@ -135,17 +135,23 @@ class TrailKeeper(torch.optim.Optimizer):
             yield from group["params"]
 
     def trail(self, parameter: Tensor) -> Tensor | None:
-        """Return a parameter's trail, int16 in its shape; None if it is fp32 or not in here."""
+        """Return a parameter's trail, int16 in its shape; None if it is fp32 or not in this
+        optimizer.
+        """
         return self.state[parameter].get("trail") if parameter in self.state else None
 
     def rounding(self, parameter: Tensor) -> str:
-        """Return how the top of a parameter is made: "truncate" or "nearest"."""
+        """Return how the top of a parameter is made: "truncate" or "nearest".
+
+        Raises:
+            ValueError: this optimizer does not have the parameter.
+        """
         if parameter not in self._places:
             raise ValueError("this optimizer does not have that parameter")
         return str(self._places[parameter][0]["rounding"])
 
     def fp32(self, parameter: Tensor) -> Tensor:
-        """Return the fp32 weight that a parameter and its trail make up, as a new tensor.
+        """Return a parameter joined with its trail, a new float32 tensor of its shape.
 
         Raises:
             ValueError: the trail belongs to other weights.
@@ -158,7 +164,11 @@ class TrailKeeper(torch.optim.Optimizer):
 
     @torch.no_grad()
     def set_fp32(self, parameter: Tensor, weight: Tensor) -> None:
-        """Set a parameter to an fp32 weight of its shape, trail included."""
+        """Set a parameter and its trail to an fp32 weight.
+
+        Raises:
+            ValueError: the weight has another shape.
+        """
         if weight.shape != parameter.shape:
             theirs, mine = tuple(weight.shape), tuple(parameter.shape)
             raise ValueError(f"the weight has shape {theirs}, the parameter {mine}")
@@ -172,9 +182,9 @@ class TrailKeeper(torch.optim.Optimizer):
         self._tracking.trust(parameter)
 
     def zero_trails(self) -> None:
-        """Take the weights as they stand in bf16, and set all trails to zero.
+        """Accept the current bf16 weights, and set all trails to zero.
 
-        For weights that something other than this optimizer has changed (loaded, averaged).
+        Call it after other code has changed the weights, for instance loaded or averaged them.
         """
         self.keep_trails()
         for p in self._parameters():
@@ -182,16 +192,16 @@ class TrailKeeper(torch.optim.Optimizer):
                 self.state[p]["trail"].zero_()
 
     def keep_trails(self) -> None:
-        """Take the weights as they stand for those of the last step, whoever wrote them.
+        """Accept the current weights as those of the last step, and keep all trails.
 
-        For code that exchanges weights in place and puts the old ones back (weight averages,
+        Call it after code that swaps weights in place and restores the old ones (weight averages,
         pruning trials).
         """
         for p in self._parameters():
             self._tracking.trust(p)
 
     def release(self) -> None:
-        """Hand the trails to the next optimizer of these parameters; this one steps no more."""
+        """Release the trails for the next optimizer; this one has no parameters afterwards."""
         for p in self._parameters():
             trail = self.state[p].get("trail")
             if trail is not None:
