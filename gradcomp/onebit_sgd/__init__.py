@@ -1,4 +1,4 @@
-"""The 1-bit SGD system of 2014: AdaGrad in the exchange, double buffering, minibatch size.
+"""The 1-bit SGD system of 2014: AdaGrad in the exchange, double buffering, minibatch size search.
 
 References:
     Seide, Fu, Droppo, Li, Yu 2014, "1-bit stochastic gradient descent and its application to

@@ -6,10 +6,10 @@ far:
 
     s' = s + g * g,    g' = g / (sqrt(s') + eps)
 
-in float32, each operation rounded on its own, so that the result is the same on every machine. The
-aggregate, before it is encoded again, was the best place (Seide et al. 2014, section 3.3): it is
-the mean of all ranks, with the errors of their codes, and every rank holds the sums of its own
-share only.
+All arithmetic is float32, and each operation is rounded separately, so that the result is the same
+on every machine. The best place was the aggregate before the second phase encodes it (Seide et al.
+2014, section 3.3). The aggregate is the mean over ranks, with quantization error; each rank keeps
+the sums of squares of the slices that it owns.
 
 References:
     Seide, Fu, Droppo, Li, Yu, "1-Bit Stochastic Gradient Descent", Interspeech 2014.
@@ -44,7 +44,7 @@ class _Adagrad(Transform):
         new.add_(old)
         kernels, numel = of(values.device), values.numel()
         root, quotients = kernels.empty(numel), kernels.empty(numel)
-        # torch's own root is MKL's, which rounds some wrongly
+        # torch's sqrt is MKL's, which does not round every result correctly
         kernels.divide(values, None, new, self.eps, root, quotients)
         values.copy_(quotients)
 
@@ -57,14 +57,14 @@ class _Adagrad(Transform):
 
 
 class AggregateAdagrad(_Adagrad):
-    """AdaGrad on the mean of all ranks, at its owner, between the sum and the second encoding.
+    """AdaGrad on the mean over ranks, applied by its owner before the second phase encodes it.
 
-    For ``advanced=gradcomp.Advanced(transform=...)`` of `gradcomp.ddp.register`,
-    `gradcomp.GradientAverager` and `DoubleBuffer`, with any codec, and a plain SGD whose learning
-    rate is then that of AdaGrad. It requires ``exchange="reduce_scatter"``.
+    Pass it as ``advanced=gradcomp.Advanced(transform=...)`` to `gradcomp.ddp.register`,
+    `gradcomp.GradientAverager` or `DoubleBuffer`, with any codec. Train with plain SGD; its
+    learning rate becomes AdaGrad's. It requires ``exchange="reduce_scatter"``.
 
     Args:
-        eps: added to the root.
+        eps: added to the root of the sum of squares.
         initial_accumulator_value: the sum of squares before the first gradient.
 
     Raises:
@@ -75,25 +75,26 @@ class AggregateAdagrad(_Adagrad):
 
 
 class LocalAdagrad(_Adagrad):
-    """AdaGrad on each rank's own gradients, before they are encoded; the same arguments.
+    """AdaGrad on each rank's local gradients, before they are encoded.
 
-    Every rank has sums of its own, for the whole model.
+    Arguments are those of `AggregateAdagrad`. Every rank keeps its own sums of squares, for the
+    whole model.
     """
 
     place = "local"
 
 
 class MomentumAdagrad(torch.optim.Optimizer):
-    """AdaGrad after momentum: an optimizer that divides the smoothed gradient.
+    """AdaGrad after momentum: an optimizer that applies AdaGrad to the smoothed gradient.
 
     ``m' = momentum * m + g``, ``s' = s + m' * m'``, ``w' = w - lr * m' / (sqrt(s') + eps)``.
 
     Args:
-        params: iterable of parameters, or of dictionaries with groups of them.
+        params: iterable of parameters, or of parameter groups.
         lr: learning rate.
-        momentum: factor of the smoothed gradient, at least 0 and below 1.
-        weight_decay: the gradient gets this times the weight.
-        eps: added to the root.
+        momentum: factor of the smoothed gradient in each step, at least 0 and below 1.
+        weight_decay: ``weight_decay * w`` is added to the gradient.
+        eps: added to the root of the sum of squares.
         initial_accumulator_value: the sum of squares before the first gradient.
 
     Raises:
@@ -121,7 +122,9 @@ class MomentumAdagrad(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; ValueError for float16 parameters, in which sums of squares vanish."""
+        """Add a parameter group, as in torch; raise ValueError for float16 parameters, in which
+        sums of squares underflow.
+        """
         super().add_param_group(param_group)
         if any(p.dtype == torch.float16 for p in self.param_groups[-1]["params"]):
             del self.param_groups[-1]
@@ -131,7 +134,7 @@ class MomentumAdagrad(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:  # type: ignore[override]
-        """Update every parameter that has a gradient; return what `closure` returns.
+        """Update every parameter that has a gradient; return the value of `closure`, or None.
 
         Raises:
             ValueError: a sparse gradient.
@@ -145,8 +148,8 @@ class MomentumAdagrad(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, which would cast momentum and sums to the parameters' dtype: they stay
-        float32.
+        """Load a state dict, as in torch, but keep momentum and sums of squares in float32; torch
+        would cast them to the parameters' dtype.
         """
         super().load_state_dict(state_dict)
         parameters = [p for group in self.param_groups for p in group["params"]]

@@ -1,10 +1,10 @@
-"""Find the largest minibatch that does not hurt training: try several on the data that comes next.
+"""Search for the largest minibatch that does not hurt training, by trials on upcoming data.
 
 References:
-    Seide et al. 2014, "1-bit stochastic gradient descent": every 24 h of data, several sizes are
-    tried on the next 45 minutes, and the largest is kept that does not lose training-set frame
-    accuracy. Steps of sqrt(2), multiples of 64, at most a factor of 2 from the last choice and the
-    margin of 1 % are CNTK's.
+    Seide et al. 2014, "1-bit stochastic gradient descent": after every 24 h of data, several sizes
+    are tried on the next 45 minutes. The choice is the largest size that does not lose training-set
+    frame accuracy. Steps of sqrt(2), multiples of 64, a factor of at most 2 from the last choice
+    and the margin of 1 % are CNTK's.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _RESULT = struct.Struct("<dqd")  # sum of losses, steps, seconds
 
 @dataclass(frozen=True)
 class BatchSizeTrial:
-    """One size that was tried.
+    """Result of one minibatch size.
 
     Attributes:
-        minibatch: samples of all ranks together.
-        criterion: mean training loss over the trial and the ranks; NaN if any loss was NaN or Inf.
-        lr_factor: the trial's learning rates, relative to those before.
-        steps: of the rank that made most.
-        seconds: of the slowest rank.
+        minibatch: samples per step of all ranks together.
+        criterion: mean training loss over steps and ranks; NaN if any loss was NaN or Inf.
+        lr_factor: the trial's learning rates divided by those before it.
+        steps: steps of the rank with the most.
+        seconds: duration on the slowest rank.
     """
 
     minibatch: int
@@ -51,12 +51,12 @@ class BatchSizeTrial:
 
 @dataclass(frozen=True)
 class BatchSizeChoice:
-    """What `find_batch_size` returns.
+    """Result of `find_batch_size`.
 
     Attributes:
-        minibatch: the choice, samples of all ranks together.
-        trials: all of them, by rising minibatch.
-        margin: the argument of that name.
+        minibatch: the chosen size, in samples of all ranks together.
+        trials: all trials, by increasing minibatch.
+        margin: the `margin` passed to `find_batch_size`.
     """
 
     minibatch: int
@@ -65,11 +65,11 @@ class BatchSizeChoice:
 
     @property
     def trial(self) -> BatchSizeTrial:
-        """The trial of the choice."""
+        """The trial of the chosen minibatch."""
         return next(t for t in self.trials if t.minibatch == self.minibatch)
 
     def __str__(self) -> str:
-        """Return a table; the row of the choice begins with ``*``."""
+        """Return a table of the trials; the chosen row begins with ``*``."""
         best = min((t.criterion for t in self.trials if math.isfinite(t.criterion)), default=0.0)
         lines = ["   minibatch   criterion    of best  lr factor     steps    seconds"]
         for t in self.trials:
@@ -103,13 +103,13 @@ def find_batch_size(
     progress: bool = True,
     timeout_s: float = 300.0,
 ) -> BatchSizeChoice:
-    """Try minibatch sizes around `current`, each from where training stands, and return the largest
-    that trains as well. Collective: every rank calls it with the same arguments.
+    """Try minibatch sizes around `current` from the current state of training, and return the
+    largest that trains as well. Collective: every rank calls it with the same arguments.
 
     Every trial trains on the same samples and is rolled back, bit for bit. Its criterion is the
-    mean of the losses that `train` yielded, first within a rank, then over the ranks in rank order,
-    in float64. The choice is the largest minibatch whose criterion is at most the best one's plus
-    `margin` times its absolute value; never one with a loss of NaN or Inf on any rank::
+    float64 mean of the losses that `train` yields, first over a rank's steps, then over ranks in
+    rank order. The choice is the largest minibatch whose criterion is at most ``best + margin *
+    abs(best)``. A trial with a loss of NaN or Inf on any rank is never chosen::
 
         def train(minibatch, samples):
             for inputs, targets in batches(samples, minibatch // world_size):
@@ -120,37 +120,38 @@ def find_batch_size(
         )
 
     Args:
-        train: called with a minibatch (of all ranks together) and `samples`; trains on that much
-            data, from its start in every call, and yields each step's training loss.
-        model: what `train` trains, in DDP or not.
-        optimizer: of its parameters, torch's or split.
-        samples: of all ranks together, in each trial: at least 2 of the largest minibatch.
-        current: the minibatch now, of all ranks together.
-        state: what else is rolled back, one object or a sequence, with ``state_dict()`` and
-            ``load_state_dict``: `CompressionState`, `DoubleBuffer`, a scaler, a scheduler.
-        comm: the ranks, not closed; torch.distributed's default group when None, or one rank where
-            it is not initialised. No exchange may be under way on it outside `train`.
-        smallest, largest: bounds of the sizes tried; None: those of `factor`.
-        multiple: sizes other than `current` are multiples of it, and of the number of ranks.
+        train: called with a minibatch (of all ranks together) and `samples`. It trains on that many
+            samples, the same ones in every call, and yields each step's training loss.
+        model: the model that `train` trains, in DDP or not.
+        optimizer: the optimizer of its parameters, torch's or split.
+        samples: samples per trial of all ranks together, at least 2 of the largest minibatch.
+        current: the current minibatch, in samples of all ranks together.
+        state: other objects to roll back, one or a sequence, with ``state_dict()`` and
+            ``load_state_dict()``: `CompressionState`, `DoubleBuffer`, a scaler, a scheduler.
+        comm: communicator, not closed; torch.distributed's default group when None, or one rank if
+            that is not initialized. No exchange may be in progress on it outside `train`.
+        smallest, largest: bounds of the sizes to try; None for those of `factor`.
+        multiple: sizes other than `current` are multiples of it and of the number of ranks.
         step: ratio of one size to the size before.
-        factor: the largest change from `current`, up or down.
+        factor: the largest ratio to `current`, up or down.
         margin: by how much a criterion may exceed the best, relative to it.
-        per_sample_lr: multiply every group's ``lr`` by minibatch / `current` in a trial, and in the
-            end for the choice: for losses that are means this keeps the rate per sample.
-        progress: print a line for each trial, on stderr of rank 0.
+        per_sample_lr: multiply every group's ``lr`` by minibatch / `current` in a trial, and at the
+            end for the choice. With a mean loss this keeps the learning rate per sample.
+        progress: print a line for each trial to stderr of rank 0.
         timeout_s: seconds to wait for another rank.
 
     Returns:
-        The choice, and every trial. Only learning rates, counters of bytes and seconds, and
+        The choice and every trial. Only learning rates, counters of bytes and seconds, and
         gradients (now None) have changed.
 
     Raises:
         ValueError: on every rank: an argument out of its range; too few `samples`; no size within
             the bounds; a `train` that yields nothing on some rank.
+        TypeError: `train` does not return an iterable.
         PeerMismatch: on every rank: the arguments differ.
-        GradcompError: on every rank: every trial had NaN or Inf.
+        GradcompError: on every rank: every trial had a loss of NaN or Inf.
         PeerLost: a rank did not answer, for instance because its `train` raised.
-        Exception: what `train` raises, after rolling back.
+        Exception: any exception of `train`, after rolling back.
     """
     if comm is None:
         from gradcomp.comm.torchdist import default_or_alone
@@ -200,11 +201,11 @@ def candidates(
     step: float,
     factor: float,
 ) -> list[int]:
-    """Return the sizes to try in rising order: ``current``, and ``current * step**k`` rounded to
-    multiples, within all bounds.
+    """Return the sizes to try in increasing order: ``current``, and ``current * step**k`` rounded
+    to multiples, within all bounds.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no size is within the bounds.
     """
     unit = math.lcm(multiple, world_size)
     low = max(current / factor, 1 if smallest is None else smallest)
@@ -221,14 +222,14 @@ def candidates(
 
 
 def _scale_lr(optimizer: torch.optim.Optimizer, scale: float) -> None:
-    """Multiply every group's learning rate, tensors in place."""
+    """Multiply every group's learning rate by `scale`, tensors in place."""
     with torch.no_grad():
         for group in optimizer.param_groups:
             group["lr"] *= scale
 
 
 def _run(train: Train, size: int, samples: int) -> tuple[float, int, float]:
-    """Run one trial; return the sum of its losses, its steps and seconds."""
+    """Run one trial on this rank; return the sum of its losses, its steps and its seconds."""
     begun, total, steps = time.perf_counter(), 0.0, 0
     losses = train(size, samples)
     if not isinstance(losses, Iterable):
@@ -237,13 +238,13 @@ def _run(train: Train, size: int, samples: int) -> tuple[float, int, float]:
         for loss in losses:
             total += float(loss.detach() if isinstance(loss, Tensor) else loss)
             steps += 1
-    finally:  # a generator's own clean-up belongs before the roll-back
+    finally:  # a generator's clean-up must run before the state is rolled back
         getattr(losses, "close", lambda: None)()
     return total, steps, time.perf_counter() - begun
 
 
 def _merge(size: int, scale: float, everyone: Sequence[tuple[Any, ...]]) -> BatchSizeTrial:
-    """Return the trial from the sum of losses, steps and seconds of every rank."""
+    """Return a trial from every rank's sum of losses, steps and seconds."""
     criterion = 0.0
     for rank, (total, steps, _) in enumerate(everyone):
         if not steps:

@@ -1,9 +1,9 @@
-"""Double buffering: while the gradient of one half of a minibatch is exchanged, the other half
-computes.
+"""Double buffering: compute the gradient of one half of a minibatch while that of the other half is
+exchanged.
 
 References:
     Seide et al. 2014, "1-bit stochastic gradient descent": each minibatch is cut in two, so that
-    the model is half a minibatch stale.
+    the weights are half a minibatch stale.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
 logger = logging.getLogger("gradcomp")
-ROUNDS = 2  # of each way in `compare`; the faster one counts: other programs only slow one down
+ROUNDS = 2  # per variant in `compare`; the fastest counts, since other programs only add time
 
 
 class DoubleBuffer:
-    """Trains a model on weights that lack only the update that is under way.
+    """Double-buffered training: one half of a minibatch is exchanged while the next is computed.
 
-    Each minibatch is cut into two halves. After a half's backward its gradients are sent off, the
-    averages of the half before are applied, and the next half computes on those weights meanwhile::
+    After the backward pass of a half, its exchange starts and the averages of the half before are
+    applied. The next half is then computed on weights that lack only the update in progress::
 
         with gradcomp.onebit_sgd.DoubleBuffer(model, optimizer, "onebit") as buffer:
             for inputs, targets in loader:
@@ -51,30 +51,30 @@ class DoubleBuffer:
         print(buffer.report())
 
     A half's loss is weighted by its share of the minibatch, so the two updates of plain SGD sum to
-    the minibatch's. An optimizer counts updates (for momentum, moments, weight decay) in halves;
-    one that divides by the gradient's size (Adam, LAMB) makes two full steps a minibatch. An update
-    uses the options, such as the learning rate, that the optimizer's groups had when its gradients
-    were sent off.
+    the minibatch's. For the optimizer (momentum, moments, weight decay) each half is a step. An
+    optimizer that normalizes the gradient (Adam, LAMB) makes two full steps per minibatch. An
+    update uses the options, such as the learning rate, that the optimizer's groups had when the
+    exchange of its gradients started.
 
-    Before an evaluation (a forward of `model` while it is not ``training``), a `state_dict` and
-    `close` the buffer drains: it waits for the last exchange and applies it. That is no collective,
-    so one rank may evaluate alone. With one rank updates are late by a half as well.
+    The buffer drains (waits for the last exchange and applies it) before `state_dict`, `close` and
+    an evaluation, which is a forward pass of `model` in eval mode. Draining is not collective, so
+    one rank may evaluate alone. Updates are half a minibatch late with one rank, too.
 
     Args:
-        model: a plain module, float32, bfloat16 or float16 parameters on the CPU, equal on all
+        model: plain module with float32, bfloat16 or float16 parameters on the CPU, equal on all
             ranks.
-        optimizer: of its parameters.
-        codec: codec or name; "auto": as of `gradcomp.ddp.register`.
-        comm: the ranks; torch.distributed's default group when None. Closed with the buffer.
+        optimizer: the optimizer of its parameters.
+        codec: codec or name; for "auto" see `gradcomp.ddp.register`.
+        comm: communicator; torch.distributed's default group when None. Closed with the buffer.
         whole_steps: exchange whole minibatches: one update each, one minibatch late.
-        bucket_cap_mb: as of `gradcomp.GradientAverager`.
-        common, advanced: as of `gradcomp.ddp.register`.
+        bucket_cap_mb: see `gradcomp.GradientAverager`.
+        common, advanced: see `gradcomp.ddp.register`.
 
     Raises:
-        TypeError: a DDP model, or no module.
-        ValueError: an option; an optimizer of other parameters.
-        UnsupportedTensor: a parameter.
-        PeerMismatch: the ranks' parameters differ, or `whole_steps` does.
+        TypeError: `model` is wrapped in DDP, or is not a module.
+        ValueError: an option out of its range; an optimizer of other parameters.
+        UnsupportedTensor: a parameter with an unsupported dtype, device or layout.
+        PeerMismatch: parameters or `whole_steps` differ between ranks.
         PeerLost: a rank did not answer.
     """
 
@@ -116,7 +116,7 @@ class DoubleBuffer:
         self._engine.origin = {"kind": type(self).__name__, "whole_steps": whole_steps}
         self._engine.replicas.more = lambda: [("whole_steps", whole_steps)]
         self._stepping = self._closed = False
-        self._sent: GroupOptions = []  # the groups' options of the exchange under way
+        self._sent: GroupOptions = []  # the groups' options for the exchange in progress
         self._minibatches = 0
         self._update_s = self._compute_s = 0.0
         try:
@@ -131,25 +131,27 @@ class DoubleBuffer:
     # ---- training --------------------------------------------------------------------------------
 
     def step(self, loss_fn: Callable[..., Tensor], *batch: Any) -> Tensor:
-        """Train on one minibatch. Collective: every rank calls it, or `skip`, as often.
+        """Train on one minibatch. Collective: every rank calls it or `skip` the same number of
+        times.
 
         Args:
             loss_fn: called with each half of `batch` in turn; returns the mean loss of its samples,
                 a tensor of one element.
-            batch: tensors whose first dimension counts samples, None, and tuples, lists and
-                dictionaries of these; of an odd number the first half has one more. With
-                `whole_steps` anything, passed on as it is.
+            batch: tensors whose first dimension is the samples, None, and tuples, lists and
+                dictionaries of these. The first half of an odd number has one sample more. With
+                `whole_steps` any values, passed to `loss_fn` unchanged.
 
         Returns:
-            The mean loss of the minibatch on this rank, detached; the halves were computed on
-            weights an update apart.
+            The mean loss of the minibatch on this rank, a detached scalar. The halves are computed
+            on weights that are one update apart.
 
         Raises:
-            ValueError: fewer than 2 samples, tensors that disagree on their number, a loss of
+            ValueError: fewer than 2 samples; tensors with different numbers of samples; a loss with
                 several elements.
-            TypeError: a minibatch that cannot be cut, a `loss_fn` that is no function, or a loss
-                that is no tensor.
-            PeerMismatch, PeerLost, CorruptPayload, UnsupportedTensor: as
+            TypeError: a minibatch that cannot be cut; `loss_fn` is not callable, or its result is
+                not a tensor.
+            RuntimeError: the buffer is closed.
+            PeerMismatch, PeerLost, CorruptPayload, UnsupportedTensor: see
                 `GradientAverager.average_delayed`.
         """
         self._check_open()
@@ -165,14 +167,14 @@ class DoubleBuffer:
         return torch.stack(losses).sum()
 
     def skip(self) -> None:
-        """Take part in one minibatch with zero gradients: for a rank that has run out of data.
-        Collective, as `step`.
+        """Contribute zero gradients to one minibatch, on a rank that has run out of data.
+        Collective, like `step`.
 
-        The averages are still divided by all ranks. A rank must skip as many minibatches as the
-        others have left; `most` tells how many the longest has.
+        Averages are still divided by the number of all ranks. A rank must skip as many minibatches
+        as the other ranks have left; `most` returns the largest number of any rank.
 
         Raises:
-            PeerMismatch, PeerLost, CorruptPayload: as `step`.
+            PeerMismatch, PeerLost, CorruptPayload, RuntimeError: as for `step`.
         """
         self._check_open()
         for _ in range(1 if self._whole_steps else 2):
@@ -181,11 +183,11 @@ class DoubleBuffer:
         self._minibatches += 1
 
     def most(self, count: int) -> int:
-        """Return the largest `count` of any rank, for instance of minibatches in an epoch; drains.
-        Collective.
+        """Drain, and return the largest `count` of any rank, for instance of minibatches in an
+        epoch. Collective.
 
         Raises:
-            ValueError: `count` is no integer of at least 0.
+            ValueError: `count` is not an integer of at least 0.
             PeerLost: a rank did not answer.
         """
         check_integer("count", count, 0, 2**63 - 1)
@@ -193,23 +195,24 @@ class DoubleBuffer:
         return int(max(self._gather("most", "<q", count))[0])
 
     def drain(self) -> bool:
-        """Wait for the exchange under way and apply it; return whether there was one.
+        """Wait for the exchange in progress and apply it; return whether there was one.
 
-        No collective, and no tensor of inference mode is made inside one.
+        Not collective. It leaves inference mode while it updates the weights, so that it creates no
+        inference tensors.
 
         Raises:
-            PeerMismatch, PeerLost, CorruptPayload: as `step`.
+            PeerMismatch, PeerLost, CorruptPayload: as for `step`.
         """
         with torch.inference_mode(False), torch.no_grad():
-            handed = self._averager.flush()
-            if handed:
+            has_averages = self._averager.flush()
+            if has_averages:
                 self._update(self._sent)
-        return handed
+        return has_averages
 
-    # ---- what it has cost, checkpoints, checks ---------------------------------------------------
+    # ---- measurements, checkpoints, checks -------------------------------------------------------
 
     def report(self) -> OverlapReport:
-        """Return the seconds of this rank's exchanges, updates and computing so far."""
+        """Return the seconds of this rank's exchanges, updates and forward and backward passes."""
         spent = asdict(self._averager.delayed or DelayedSeconds())
         update_s = self._update_s + spent.pop("copy_s")
         own: dict[str, Any] = {"minibatches": self._minibatches, "compute_s": self._compute_s}
@@ -218,19 +221,22 @@ class DoubleBuffer:
     def compare(
         self, loss_fn: Callable[..., Tensor], *batch: Any, steps: int = 5
     ) -> OverlapComparison:
-        """Time about ``4 * steps`` minibatches like this one, with double buffering and without,
-        and put everything back. Collective.
+        """Time about ``4 * steps`` minibatches like this one, with and without double buffering,
+        then roll back. Collective.
 
-        It takes memory for one more copy of weights and state. `stats` counts its exchanges,
-        `report` does not. Before `warmup_steps` exchanges are fp32.
+        It needs memory for one more copy of weights and state. `stats` counts its exchanges,
+        `report` does not. Exchanges are fp32 until `warmup_steps` are over.
 
         Args:
-            loss_fn, batch: as of `step`.
-            steps: minibatches timed in a row.
+            loss_fn, batch: as for `step`.
+            steps: number of minibatches that are timed in a row.
+
+        Returns:
+            The seconds per minibatch on the slowest rank, the same on every rank.
 
         Raises:
-            ValueError: `steps` is no positive integer.
-            PeerLost, ValueError, TypeError: as `step`; everything is put back.
+            ValueError: `steps` is not a positive integer.
+            PeerLost, ValueError, TypeError: as for `step`; everything is rolled back.
         """
         check_integer("steps", steps, 1)
         self._check_open()
@@ -257,7 +263,7 @@ class DoubleBuffer:
         try:
             with rolled_back(self._model, self._optimizer, [self]):
                 for way in ways:
-                    seconds(way, 1)  # makes buffers
+                    seconds(way, 1)  # warm-up: creates buffers
                 rounds = [[seconds(way, steps) for way in ways] for _ in range(ROUNDS)]
         finally:
             self._minibatches, self._update_s, self._compute_s = own
@@ -273,7 +279,7 @@ class DoubleBuffer:
         return self._minibatches
 
     def describe(self) -> str:
-        """Return one line: what is compressed, the exchange, the expected ratio, and what is
+        """Return one line: codec, exchange, expected ratio, and whether halves or whole steps are
         double-buffered.
         """
         parts = "whole steps" if self._whole_steps else "halves"
@@ -281,36 +287,37 @@ class DoubleBuffer:
 
     @property
     def stats(self) -> Stats:
-        """Bytes and seconds of the exchanges; a step of it is half a minibatch."""
+        """Bytes and seconds of the exchanges; one of its steps is one exchange."""
         return self._averager.stats
 
     def state_dict(self) -> dict[str, Any]:
-        """Drain, and return what this rank needs to resume bit for bit beside model and optimizer:
-        save those after it.
+        """Drain, and return this rank's state dict, to resume bit for bit. Save model and optimizer
+        after this call.
 
         Raises:
-            PeerMismatch, PeerLost, CorruptPayload: as `drain`, once; after that it is the state
-                before what failed.
+            PeerMismatch, PeerLost, CorruptPayload: as for `drain`, once; later calls return the
+                state before the exchange that failed.
         """
         self.drain()
         return self._averager.state_dict()
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
-        """Go on where `state_dict` of the same rank was taken; an exchange under way is waited for
-        and dropped.
+        """Load a state dict of the same rank; an exchange in progress is waited for and dropped.
 
-        With the states of all ranks of a run, also of another world size, as
+        The states of all ranks of a run, even of another world size, can be loaded, too; see
         `GradientAverager.load_state_dict`.
 
         Raises:
-            ValueError: a state of another format, rank, world size, codec or model, or of whole
-                steps where these are halves; nothing is changed then.
+            ValueError: a state of another format, rank, world size, codec or model, or with another
+                `whole_steps`; nothing is changed then.
         """
         self._averager.load_state_dict(state)
 
     def check_replicas(self) -> None:
-        """Drain, and compare the parameters' bits over all ranks; PeerMismatch names the first
-        that differs. Collective.
+        """Drain, and compare the parameters' bits over all ranks. Collective.
+
+        Raises:
+            PeerMismatch: on every rank; names the first parameter that differs.
         """
         self.drain()
         self._averager.check_replicas()
@@ -320,7 +327,7 @@ class DoubleBuffer:
 
         Raises:
             PeerMismatch, PeerLost, CorruptPayload: the last exchange failed; everything is closed
-                nevertheless.
+                all the same.
         """
         self._close(drains=True)
 
@@ -328,7 +335,7 @@ class DoubleBuffer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close; after an exception without draining: other ranks may not answer any more."""
+        """Close; after an exception do not drain, since other ranks may no longer answer."""
         self._close(drains=kind is None)
 
     # ---- parts -----------------------------------------------------------------------------------
@@ -345,8 +352,8 @@ class DoubleBuffer:
             self._averager.close()
 
     def _half(self, loss_fn: Callable[..., Tensor], half: tuple[Any, ...], share: float) -> Tensor:
-        """Compute one half's gradients, send them off, apply those of the half before; return
-        its weighted loss.
+        """Compute one half's gradients, start their exchange, apply the averages of the half
+        before; return the half's weighted loss.
         """
         self._model.zero_grad()
         begun = time.perf_counter()
@@ -365,13 +372,13 @@ class DoubleBuffer:
 
     def _rotate(self) -> None:
         sent = read_options(self._optimizer)
-        handed = self._averager.average_delayed()
+        has_averages = self._averager.average_delayed()
         before, self._sent = self._sent, sent
-        if handed:
+        if has_averages:
             self._update(before)
 
     def _update(self, options: GroupOptions) -> None:
-        """Step the optimizer with the options of when the gradients were sent off."""
+        """Step the optimizer with the options from the start of the gradients' exchange."""
         begun = time.perf_counter()
         with apply_options(self._optimizer, options):
             self._optimizer.step()
@@ -382,7 +389,7 @@ class DoubleBuffer:
             raise RuntimeError("gradcomp: this buffer is closed")
 
     def _gather(self, called: str, layout: str, *mine: float) -> list[tuple[Any, ...]]:
-        """Return the numbers that every rank gives in the call of this name."""
+        """Return every rank's numbers, packed by `layout`, in a call of the method `called`."""
         comm, timeout_s = self._engine.comm, self._engine.timeout_s
         data = struct.pack(layout, *mine)
         found = gather(comm, data, called, timeout_s, called=f"{called}()")
@@ -390,8 +397,8 @@ class DoubleBuffer:
 
 
 class _DrainBeforeEvaluation:
-    """A forward pre-hook that drains if the model is evaluated outside of a step. That of a copied
-    or saved model does nothing.
+    """Forward pre-hook that drains the buffer if the model is evaluated outside of a step. The hook
+    of a copied or saved model does nothing.
     """
 
     def __init__(self, buffer: DoubleBuffer | None = None) -> None:

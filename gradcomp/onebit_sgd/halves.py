@@ -1,4 +1,4 @@
-"""Cut a minibatch, whatever containers its tensors are in, into two halves."""
+"""Cut a minibatch, with tensors in any nesting of containers, into two halves."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 
 def cut(batch: tuple[Any, ...]) -> tuple[list[tuple[Any, ...]], list[float]]:
-    """Return the two halves of a minibatch, views, and the share of its samples that each has. Of
-    an odd number the first has one more.
+    """Return the two halves of a minibatch, as views, and each half's share of the samples. The
+    first half of an odd number has one sample more.
 
     Raises:
         ValueError: fewer than 2 samples, tensors with different numbers of samples, a tensor
             without dimensions, no tensor.
-        TypeError: something that is no tensor, None, or container that torch's pytree knows.
+        TypeError: a value that is neither a tensor, None, nor a container of torch's pytree.
     """
     leaves = [leaf for leaf in tree_flatten(batch)[0] if leaf is not None]
     if foreign := [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor)]:

@@ -1,4 +1,4 @@
-"""What double buffering has cost and hidden, and whether it pays."""
+"""Reports of double buffering: seconds spent and hidden, and whether it makes training faster."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class OverlapReport:
-    """Seconds of one rank's training with a `DoubleBuffer`, summed since it was made. What double
-    buffering saves cannot be computed from them: `DoubleBuffer.compare` measures it.
+    """Seconds of one rank's training with a `DoubleBuffer`, summed since its creation. They do not
+    show the time that double buffering saves; `DoubleBuffer.compare` measures it.
 
     Attributes:
-        whole_steps: whether whole minibatches are exchanged, not halves.
-        minibatches, exchanges: steps taken, and exchanges finished.
+        whole_steps: whether whole minibatches are exchanged instead of halves.
+        minibatches, exchanges: number of minibatches, and of finished exchanges.
         exchange_s: seconds from an exchange's first bucket to its last.
-        waited_s, codec_s: the parts of `exchange_s` in which this rank was blocked, and in which
-            codecs worked.
-        update_s: seconds in ``optimizer.step()`` and in copying gradients to buckets and back.
-        compute_s: seconds in forward and backward.
+        waited_s: the part of `exchange_s` in which this rank was blocked.
+        codec_s: the part of `exchange_s` in which codecs encoded and decoded.
+        update_s: seconds in ``optimizer.step()`` and in copying gradients to and from buckets.
+        compute_s: seconds in forward and backward passes.
     """
 
     whole_steps: bool
@@ -31,7 +31,7 @@ class OverlapReport:
 
     @property
     def hidden(self) -> float:
-        """The share of `exchange_s` that computing hid, 0 to 1; 0 if nothing was exchanged."""
+        """The share of `exchange_s` overlapped with computation, 0 to 1; 0 without exchanges."""
         return max(0.0, 1.0 - self.waited_s / self.exchange_s) if self.exchange_s > 0 else 0.0
 
     def __str__(self) -> str:
@@ -48,12 +48,12 @@ class OverlapReport:
 
 @dataclass(frozen=True)
 class OverlapComparison:
-    """Seconds of a minibatch on the slowest rank, the same on every rank.
+    """Seconds per minibatch on the slowest rank; every rank has the same values.
 
     Attributes:
-        plain_s: without double buffering: forward, backward, exchange and update of the whole
-            minibatch, one after the other.
-        overlapped_s: with double buffering, the last exchange included.
+        plain_s: seconds without double buffering: forward, backward, exchange and update of the
+            whole minibatch, one after the other.
+        overlapped_s: seconds with double buffering, the last exchange included.
     """
 
     plain_s: float

@@ -1,5 +1,5 @@
-"""Put back what a training has changed, bit for bit: the options in an optimizer's groups, or
-everything: weights, optimizer, residuals, random numbers.
+"""Roll back training bit for bit: the options of an optimizer's groups alone, or weights,
+optimizer, residuals and random number generators.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GroupOptions = list[dict[str, Any]]
 
 
 def read_options(optimizer: torch.optim.Optimizer) -> GroupOptions:
-    """Return copies of every group's options, without the parameters."""
+    """Return a copy of every group's options, without the parameters."""
     return [
         {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
@@ -28,7 +28,7 @@ def read_options(optimizer: torch.optim.Optimizer) -> GroupOptions:
 
 
 def write_options(optimizer: torch.optim.Optimizer, options: GroupOptions) -> None:
-    """Set the groups to what `read_options` returned; options added since are deleted."""
+    """Restore the options that `read_options` returned; options added since are deleted."""
     for group, saved in zip(optimizer.param_groups, options, strict=True):
         for key in group.keys() - saved.keys() - {"params"}:
             del group[key]
@@ -38,8 +38,8 @@ def write_options(optimizer: torch.optim.Optimizer, options: GroupOptions) -> No
 
 @contextmanager
 def apply_options(optimizer: torch.optim.Optimizer, options: GroupOptions) -> Iterator[None]:
-    """Give the groups `options` inside, and what they have now afterwards, except for what a hook
-    of the step has changed. With another number of groups than then, change nothing.
+    """Set the groups to `options` inside the block, and restore their options afterwards, except
+    for those that a step hook has changed. If the number of groups differs, `options` are ignored.
     """
     now = read_options(optimizer)
     if len(options) == len(now):
@@ -54,7 +54,7 @@ def apply_options(optimizer: torch.optim.Optimizer, options: GroupOptions) -> It
 
 
 def _set(group: dict[str, Any], key: str, value: Any) -> None:
-    """Set one option; write to a tensor in place, since schedulers and graphs hold it."""
+    """Set one option; a tensor is written in place, since schedulers and graphs refer to it."""
     there = group.get(key)
     if isinstance(value, Tensor) and isinstance(there, Tensor) and there.shape == value.shape:
         with torch.no_grad():
@@ -70,11 +70,11 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _generator_of(device: torch.device) -> Callable[[], None]:
-    """Return what puts a device's generator of random numbers back to where it is now."""
+    """Return a function that restores the current state of a device's random number generator."""
     module: Any = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
     if not hasattr(module, "get_rng_state"):
         return lambda: None
-    which: tuple[Any, ...] = () if device.type == "mps" else (device,)  # it has one device
+    which: tuple[Any, ...] = () if device.type == "mps" else (device,)  # mps has one device
     state = module.get_rng_state(*which)
     return lambda: module.set_rng_state(state, *which)
 
@@ -83,20 +83,20 @@ def _generator_of(device: torch.device) -> Callable[[], None]:
 def rolled_back(
     model: nn.Module, optimizer: torch.optim.Optimizer, others: Sequence[Any]
 ) -> Iterator[None]:
-    """Put back at the end of the block what a training held at its start, from memory.
+    """Roll back training at the end of the block to its state at the start, from a copy in memory.
 
-    That is: parameters and buffers of every module (the tensors themselves and their bits),
-    training modes, the optimizer's options and state, the state of `others`, and the generators of
-    torch (CPU and the model's devices), Python and NumPy. Gradients become None. Memory: one more
-    copy of all of it. An average that a `DoubleBuffer` among `others` has under way is applied
-    first.
+    This restores parameters and buffers of every module (the tensor objects and their bits),
+    training modes, the optimizer's options and state, the state of `others`, and the random number
+    generators of torch (CPU and the model's devices), Python and NumPy. Gradients become None. The
+    copy needs as much memory as all of these. If a `DoubleBuffer` is among `others`, it drains at
+    the start. After an exception in the block, a GradcompError of the roll back is suppressed.
     """
-    states = [copy.deepcopy(other.state_dict()) for other in others]  # first: a buffer drains
+    states = [copy.deepcopy(other.state_dict()) for other in others]  # first: this drains a buffer
     modules = [(m, m.training, dict(m._parameters), dict(m._buffers)) for m in model.modules()]
     tensors = [(t, t.detach().clone()) for t in (*model.parameters(), *model.buffers())]
     options = read_options(optimizer)
-    # A split optimizer loads itself: it knows which weights its trails belong to. torch's own
-    # load_state_dict casts state to its parameter's dtype, so here the tensors are put back.
+    # A split optimizer must load its own state, since it checks the trails against the weights.
+    # torch's load_state_dict casts state to the parameter's dtype, so tensors are restored instead.
     loads = type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict
     state: Any = optimizer.state_dict() if loads else list(optimizer.state.items())
     kept: Any = copy.deepcopy(state if loads else [held for _, held in state])
@@ -108,7 +108,7 @@ def rolled_back(
             for module, training, parameters, buffers in modules:
                 module.training = training
                 for there, held in ((module._parameters, parameters), (module._buffers, buffers)):
-                    there.clear()  # also of what was replaced or added
+                    there.clear()  # tensors may have been replaced or added
                     there.update(held)  # type: ignore[arg-type]
             for tensor, bits in tensors:
                 tensor.copy_(bits)
@@ -133,7 +133,7 @@ def rolled_back(
     try:
         yield
     except BaseException:
-        # what ended the block may have ended an exchange, which has raised that already
+        # the exception may come from a failed exchange, whose error restore() would raise again
         with suppress(GradcompError):
             restore()
         raise
