@@ -1,9 +1,8 @@
-"""Dynamic loss scaling: the scale of NNabla's mixed-precision updater, with torch's growth rule as
-an alternative.
+"""Dynamic loss scaling with the growth rule of NNabla's mixed-precision updater, or with torch's.
 
-Deviations from NNabla: gradients of several ranks are averaged, not summed; so are the losses of
-accumulated batches; the scale keeps within bounds; ranks agree on the verdict; the 101st overflow
-in a row is an error, not a step left out in silence.
+Deviations from NNabla: gradients of ranks and losses of accumulated batches are averaged, not
+summed. The scale has bounds. Ranks agree on whether a step overflowed. The 101st overflow in a row
+is an error instead of a silently skipped step.
 
 References:
     NNabla, "Mixed Precision Training" tutorial, DynamicLossScalingUpdater.

@@ -1,4 +1,4 @@
-"""The loss scale: how it moves, what counts as overflow, how ranks agree on it."""
+"""The loss scale: its growth rules, the check for overflow, and the agreement between ranks."""
 
 from __future__ import annotations
 
@@ -19,34 +19,35 @@ from gradcomp.exchange.agree import gather
 STATE_VERSION = 1
 RULES = ("nnabla", "torch")
 SMALLEST, LARGEST = 2.0**-126, 2.0**126  # normal float32 numbers, with their reciprocals
-MOST = 2**31 - 1  # of counts
-_RECORD = struct.Struct("<iqd")  # verdict, counter, scale
+MOST = 2**31 - 1  # largest count
+_RECORD = struct.Struct("<iqd")  # overflowed, counter, scale
 
 _Outputs = TypeVar("_Outputs")
 
 
 class DynamicLossScaler:
-    """Scales losses, checks and unscales gradients, skips steps that overflowed, adapts the scale.
+    """Loss scaler that unscales and checks gradients, skips overflowed steps and adapts its scale.
 
-    Use it as a `torch.amp.GradScaler`, and as ``grad_scaler=`` of gradcomp. Growth rules:
+    It has the interface of `torch.amp.GradScaler`; pass it as ``grad_scaler=`` to gradcomp, too.
+    A step without overflow is a good step. Growth rules:
 
     - ``rule="nnabla"``: an overflow divides the scale by `factor`. Good step ``interval + 2`` after
       the start or an overflow multiplies it by `factor`, then every ``interval + 1`` good steps do.
     - ``rule="torch"``: as `torch.amp.GradScaler` with ``growth_factor=factor, backoff_factor=1 /
       factor``, bit for bit in float32: it grows after every `interval` good steps in a row.
 
-    Ranks must come to the same verdict. They do if all see the same averaged gradients, as after
-    gradcomp or DDP. If ranks update different parameters, pass `comm`: all ranks' verdicts are then
-    gathered, once for each optimizer and step.
+    All ranks must detect the same overflows. They do if all have the same averaged gradients, as
+    after gradcomp or DDP. If ranks update different parameters, pass `comm`: one collective per
+    optimizer and step then gathers the results of all ranks.
 
     Args:
         scale: the first loss scale, positive.
-        factor: by which the scale grows and shrinks, above 1; a power of two makes scaling exact.
+        factor: factor of growth and shrinkage, above 1; scaling by a power of two is exact.
         interval: good steps between growths, at least 1.
         rule: "nnabla" or "torch".
-        min_scale, max_scale: the scale stays within; between 2^-126 and 2^126.
-        comm: ranks that decide together; never closed here.
-        timeout_s: seconds after which a silent rank raises PeerLost.
+        min_scale, max_scale: bounds of the scale, between 2^-126 and 2^126.
+        comm: communicator of the ranks that decide together; never closed here.
+        timeout_s: seconds to wait for another rank before PeerLost.
 
     Raises:
         ValueError: an argument out of its range.
@@ -84,10 +85,10 @@ class DynamicLossScaler:
         return f"<DynamicLossScaler scale={self._scale:g}, {self._rule}, {counted}>"
 
     def scale(self, outputs: _Outputs) -> _Outputs:
-        """Return a loss, or a list or tuple of losses, times the scale, in the loss's dtype.
+        """Multiply a loss, or each loss in a list or tuple, by the scale, in the loss's dtype.
 
         Raises:
-            TypeError: anything else.
+            TypeError: a value that is neither a tensor nor a list or tuple of tensors.
         """
         if isinstance(outputs, Tensor):
             self._scaled = True
@@ -98,18 +99,21 @@ class DynamicLossScaler:
         raise TypeError(f"scale takes a tensor, or a list or tuple of them, got {got}")
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the gradients of an optimizer by the scale in place, and check them: values that
-        are NaN or Inf, before or after, are overflows. `step` does it if you do not; call it to
-        clip, after the backward passes and `GradientAverager.average`. With `comm`, collective.
+        """Divide the gradients of an optimizer by the scale in place, and check them for overflow:
+        a value that is NaN or Inf, before or after. Collective with `comm`.
 
-        Every value, of any floating dtype, is multiplied by float32(1 / scale) and rounded once:
-        exact for a power of two, unless the result is subnormal. Sparse gradients are coalesced.
+        Call it before clipping, after the backward passes and `GradientAverager.average`; otherwise
+        `step` calls it. Every value, of any floating dtype, is multiplied by float32(1 / scale) and
+        rounded once. This is exact for a power of two, unless the result is subnormal. Sparse
+        gradients are coalesced.
 
         Raises:
-            RuntimeError: nothing was scaled in this step, or these gradients are unscaled already.
-            GradcompError: gradients that are still packed.
+            RuntimeError: no loss was scaled in this step; these gradients are unscaled already, or
+                the optimizer has stepped.
+            GradcompError: gradients are still packed.
             UnsupportedTensor: a gradient in a compressed sparse layout.
-            PeerMismatch, PeerLost: ranks of `comm` with other scales or counters, or silent.
+            PeerMismatch: the scales or counters of the ranks of `comm` differ.
+            PeerLost: a rank of `comm` did not answer.
         """
         self._check_open(optimizer)
         if optimizer in self._overflowed:
@@ -119,14 +123,14 @@ class DynamicLossScaler:
         self._overflowed[optimizer] = self._agree(_unscale(grads, 1.0 / self._scale))
 
     def step(self, optimizer: Optimizer) -> Any:
-        """Call ``optimizer.step()`` with unscaled gradients; after an overflow call nothing.
+        """Call ``optimizer.step()`` with unscaled gradients, or skip it after an overflow.
 
         Returns:
-            What the optimizer returns; None for a skipped step.
+            The value that ``optimizer.step()`` returns; None for a skipped step.
 
         Raises:
-            RuntimeError: nothing was scaled in this step, or this optimizer has stepped already.
-            GradcompError: as `unscale_`.
+            RuntimeError: no loss was scaled in this step, or this optimizer has stepped already.
+            GradcompError: as for `unscale_`.
         """
         self._check_open(optimizer)
         if optimizer not in self._overflowed:
@@ -136,7 +140,7 @@ class DynamicLossScaler:
         return None if self._skipped else optimizer.step()
 
     def update(self) -> None:
-        """End the step: adapt the scale to what the checks of all optimizers found.
+        """End the step: adapt the scale to whether any optimizer's gradients overflowed.
 
         Raises:
             RuntimeError: no gradient was checked since the last `update`.
@@ -150,7 +154,7 @@ class DynamicLossScaler:
         """Return whether `unscale_` found NaN or Inf for this optimizer, on any rank.
 
         Raises:
-            RuntimeError: they have not been checked in this step.
+            RuntimeError: this optimizer's gradients have not been checked in this step.
         """
         if optimizer not in self._overflowed:
             text = "overflowed() has no verdict for this optimizer in this step"
@@ -158,13 +162,13 @@ class DynamicLossScaler:
         return self._overflowed[optimizer]
 
     def forget_step(self) -> None:
-        """Begin the step anew: forget what was scaled and checked since the last `update`."""
+        """Start the step again: forget all scaling and checks since the last `update`."""
         self._scaled = False
-        self._overflowed: dict[Optimizer, bool] = {}  # those unscaled in this step
+        self._overflowed: dict[Optimizer, bool] = {}  # of optimizers unscaled in this step
         self._stepped: set[Optimizer] = set()
 
     def get_scale(self) -> float:
-        """Return the scale that the next loss is multiplied by."""
+        """Return the current scale, by which the next loss is multiplied."""
         return self._scale
 
     @property
@@ -173,8 +177,8 @@ class DynamicLossScaler:
         return self._skipped
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a run needs to resume with the same scales: numbers and strings only. Take
-        it after `update`.
+        """Return a state dict of numbers and strings, to resume with the same scales. Call this
+        after `update`.
         """
         return {
             "version": STATE_VERSION,
@@ -188,10 +192,10 @@ class DynamicLossScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load scale, counter, rule and bounds of a `state_dict`, and forget a step that has begun.
+        """Load scale, factor, counter, interval, rule and bounds; forget a step that has begun.
 
         Raises:
-            ValueError: not such a state; nothing is changed then.
+            ValueError: `state` is not a state dict of this class; nothing is changed then.
         """
         odd = state.keys() ^ self.state_dict().keys() if isinstance(state, Mapping) else {"version"}
         if odd:
@@ -217,7 +221,9 @@ class DynamicLossScaler:
             raise RuntimeError("this optimizer has stepped already: call scaler.update() after it")
 
     def _agree(self, overflowed: bool) -> bool:
-        """Return whether any rank's gradients overflowed."""
+        """Return whether any rank's gradients overflowed; compare scales and counters. Collective
+        if there is a communicator.
+        """
         comm = self._comm
         if comm is None or comm.world_size == 1:
             return overflowed
@@ -231,7 +237,7 @@ class DynamicLossScaler:
         return any(verdict for verdict, *_ in everyone)
 
     def _adapt(self, overflowed: bool) -> None:
-        """Move scale and counter by one good or bad step."""
+        """Update scale and counter for one good or overflowed step."""
         good, counter = not overflowed, self._counter
         if self._rule == "nnabla":
             grows = good and counter > self._interval  # compared before this step is counted
@@ -246,7 +252,7 @@ class DynamicLossScaler:
 
 
 def _gradients(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Yield the values of every gradient of an optimizer; sparse ones are coalesced first.
+    """Yield the values of every gradient of an optimizer; coalesce sparse ones first, in place.
 
     Raises:
         UnsupportedTensor: a gradient in a compressed sparse layout.
@@ -256,7 +262,7 @@ def _gradients(optimizer: Optimizer) -> Iterator[Tensor]:
         grad = parameter.grad
         if grad is None:
             continue
-        if grad.layout is torch.sparse_coo:  # a sum of finite duplicates may overflow
+        if grad.layout is torch.sparse_coo:  # the sum of finite duplicates may overflow
             grad = parameter.grad = grad.coalesce()
             grad = grad._values()
         if grad.layout is not torch.strided:
@@ -271,11 +277,11 @@ def _gradients(optimizer: Optimizer) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def _unscale(grads: Iterable[Tensor], factor: float) -> bool:
-    """Multiply tensors in place by a factor; return whether any value is NaN or Inf, before or
+    """Multiply tensors by a factor in place; return whether any value is NaN or Inf, before or
     after.
 
-    The kernel of torch's own GradScaler checks and multiplies in one pass. It tests each value
-    that it reads (a norm would overflow), so a factor above 1 takes a second look at the results.
+    The kernel of torch's GradScaler checks and multiplies in one pass. It checks each value that it
+    reads (a norm would overflow), so results need a second pass if the factor is above 1.
     """
     places: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
@@ -284,8 +290,8 @@ def _unscale(grads: Iterable[Tensor], factor: float) -> bool:
     for (device, _), tensors in places.items():
         flags.append(torch.zeros((), device=device))
         for multiplier in (factor, 1.0) if factor > 1 else (factor,):
-            there = torch.tensor(multiplier, dtype=torch.float32, device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(tensors, flags[-1], there)
+            on_device = torch.tensor(multiplier, dtype=torch.float32, device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(tensors, flags[-1], on_device)
     return any(bool(flag) for flag in flags)
 
 

@@ -1,4 +1,4 @@
-"""The all-in-one training step around a `DynamicLossScaler`."""
+"""A complete training step with a `DynamicLossScaler`."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from gradcomp.errors import GradcompError, UnsupportedTensor
 
 
 class DynamicLossScalingUpdater:
-    """Runs a whole training step in `update`: zero_grad, forward and backward, exchange, check,
-    unscale, clip, decay, step.
+    """Whole training step in one call of `update`: zero_grad, forward and backward, exchange,
+    unscale, check, clip, decay, step.
 
     Args:
-        optimizer: updates the parameters.
-        loss_fn: called with a batch, returns the loss, one element; it runs the model.
-        data_feeder: called without arguments, returns the next batch.
-        scaler: a `DynamicLossScaler`; None makes one with its defaults.
-        accumulate: batches per step. Their losses are averaged, so n batches of equal size equal
-            one that is n times as large if the loss is a mean.
+        optimizer: optimizer of the parameters.
+        loss_fn: runs the model on a batch; returns the loss, a tensor of one element.
+        data_feeder: called without arguments; returns the next batch.
+        scaler: a `DynamicLossScaler`; None creates one with default arguments.
+        accumulate: batches per step. Their losses are averaged, so with a mean loss n batches of
+            equal size have the gradient of one batch n times as large.
         weight_decay: L2: ``weight_decay * parameter`` is added to each unscaled gradient.
-        clip: called without arguments on good unscaled gradients, before the decay (for
-            ``clip_grad_norm_``).
+        clip: called without arguments before the decay, for instance to call ``clip_grad_norm_``;
+            gradients are then unscaled and finite.
         on_overflow: "retry" draws new batches and tries again at once with the smaller scale;
             "skip" returns.
-        max_retries: how often "retry" tries again within one `update`.
+        max_retries: how often one `update` tries again with "retry".
         model: a DistributedDataParallel model; all accumulated batches but the last run under its
             ``no_sync()``.
-        compression: what `gradcomp.ddp.register` returned for `model`, or a `GradientAverager`
-            (its ``average()`` is called after the last backward), made with
-            ``grad_scaler=scaler``. A skipped step does not change its residuals.
+        compression: the state that `gradcomp.ddp.register` returned for `model`, or a
+            `GradientAverager`, whose ``average()`` is called after the last backward pass. Create
+            it with ``grad_scaler=scaler``. A skipped step does not change its residuals.
 
     Raises:
-        ValueError: an argument out of its range, or ones that do not go together.
+        ValueError: an argument out of its range, or arguments that exclude each other.
     """
 
     def __init__(
@@ -93,16 +93,17 @@ class DynamicLossScalingUpdater:
         self._model, self._compression = model, compression
 
     def update(self) -> float:
-        """Make one training step, or, with ``on_overflow="skip"``, try to.
+        """Run one training step; with ``on_overflow="skip"`` an overflow skips the optimizer.
 
         Returns:
             The mean unscaled loss of the last attempt's batches on this rank.
 
         Raises:
-            GradcompError: a first overflow and `max_retries` more in a row. The updater can go on.
-            ValueError: a loss that is not one element.
+            GradcompError: the first attempt and all `max_retries` more overflowed. `update` can be
+                called again.
+            ValueError: a loss that is not a tensor of one element.
 
-        Also what `loss_fn`, `data_feeder`, the exchange and `DynamicLossScaler.unscale_` raise.
+        Errors of `loss_fn`, `data_feeder`, the exchange and `DynamicLossScaler.unscale_` propagate.
         """
         for _ in range(self._max_retries + 1):
             loss = self._attempt()
@@ -117,9 +118,9 @@ class DynamicLossScalingUpdater:
         )
 
     def _attempt(self) -> float:
-        """Run a step, without the optimizer after an overflow; return the mean loss."""
+        """Run one step, and skip the optimizer after an overflow; return the mean loss."""
         scaler, optimizer = self.scaler, self.optimizer
-        scaler.forget_step()  # of an attempt that ended in an exception
+        scaler.forget_step()  # an earlier attempt may have ended in an exception
         optimizer.zero_grad()
         total = 0.0
         for left in reversed(range(self._accumulate)):
@@ -147,7 +148,11 @@ class DynamicLossScalingUpdater:
 
 @torch.no_grad()
 def _decay(optimizer: Optimizer, decay: float) -> None:
-    """Add decay * parameter to every gradient, in place."""
+    """Add ``decay * parameter`` to every gradient in place.
+
+    Raises:
+        UnsupportedTensor: a sparse gradient.
+    """
     for group in optimizer.param_groups:
         parameters = [p for p in group["params"] if p.grad is not None]
         for parameter in parameters:
