@@ -1,3 +1,3 @@
-"""Frameworks that own the training loop. Each module imports its framework, so import the one
-you use; nothing else imports them.
+"""Integrations into frameworks that own the training loop. Each module imports its framework, so
+import the one you use; the rest of gradcomp imports none of them.
 """

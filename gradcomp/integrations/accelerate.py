@@ -1,5 +1,5 @@
-"""accelerate: one call after ``prepare``. Its own hook argument is a closed list, and
-`save_state` knows no state of a hook.
+"""accelerate: one call after ``prepare``. accelerate's own hook argument is a fixed list, and its
+``save_state`` does not save the state of a hook.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 with imported("accelerate"):
     from accelerate.utils import broadcast
 
-# by Accelerator and names of files
+# engines in checkpoints, by Accelerator and by prefix of their files
 _carried: weakref.WeakKeyDictionary[Any, dict[str, Engine]] = weakref.WeakKeyDictionary()
 
 
@@ -46,31 +46,32 @@ def register(
     advanced: Advanced | None = None,
     **common: Unpack[CommonOptions],
 ) -> CompressionState | None:
-    """Compress the gradients of a prepared model; `save_state` and `load_state` carry every rank's
-    residuals from now on. Collective.
+    """Compress the gradients of a prepared model. ``save_state`` and ``load_state`` of the
+    accelerator then save and load every rank's residuals, too. Collective.
 
     ::
 
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         state = register(accelerator, model, "ternary")
 
-    A step of an optimizer of this model before which gradcomp was not called is a GradcompError.
+    An optimizer step raises GradcompError if gradcomp has exchanged no gradients since the step
+    before.
 
     Args:
         accelerator: an ``accelerate.Accelerator``.
-        model: what its ``prepare`` has returned, together with the optimizer or after it.
-        codec: codec or name; "auto" with `optimizer`.
-        optimizer: as `gradcomp.ddp.register` takes it, prepared or not. A split optimizer then
-            takes gradients straight from the payloads: call ``state.materialize_gradients()``
-            before ``accelerator.clip_grad_norm_``.
-        common, advanced: as of `gradcomp.ddp.register`.
+        model: the model that its ``prepare`` returned, together with the optimizer or after it.
+        codec: codec or name; "auto" needs `optimizer`.
+        optimizer: as for `gradcomp.ddp.register`, prepared or not. A split optimizer then reads
+            gradients from the payloads: call ``state.materialize_gradients()`` before
+            ``accelerator.clip_grad_norm_``.
+        common, advanced: see `gradcomp.ddp.register`.
 
     Returns:
         The state; None, with a warning, in a run of one process.
 
     Raises:
         TypeError: a model that is not wrapped in DistributedDataParallel.
-        ValueError: a communication hook that accelerate has registered; and as
+        ValueError: accelerate has registered a communication hook; others see
             `gradcomp.ddp.register`.
     """
     options = {**common, "advanced": advanced}
@@ -90,7 +91,7 @@ def local_steps(
     method: type[DiLoCo] = DiLoCo,
     **arguments: Any,
 ) -> DiLoCo:
-    """Let every process train on its own for H steps, then average what they have changed, packed.
+    """Let every process train on its own for H steps, then average the changes, compressed.
     Collective.
 
     ::
@@ -100,21 +101,24 @@ def local_steps(
         with local_steps(accelerator, model, optimizer, "terngrad", sync_every=30):
             ...  # steps of the optimizer count by themselves, also under accelerator.accumulate
 
-    First the weights of rank 0 are sent to all ranks, as in DDP. `save_state` and `load_state`
-    carry every rank's model, optimizer and local state.
+    First parameters and buffers of rank 0 are sent to all ranks, as in DDP. ``save_state`` and
+    ``load_state`` of the accelerator save and load every rank's model, optimizers and local state.
 
     Args:
         accelerator: an ``accelerate.Accelerator``.
         model: a plain module, not prepared.
-        optimizer: of its parameters, prepared or not, or several.
+        optimizer: the optimizer of its parameters, or a sequence of them; prepared or not.
         codec: codec or name.
         sync_every: H; see `gradcomp.DiLoCo`.
         method: `gradcomp.DiLoCo` or `gradcomp.LocalSGD`.
-        arguments: of `method`.
+        arguments: other arguments of `method`.
+
+    Returns:
+        The object that `method` creates.
 
     Raises:
-        TypeError: a prepared model.
-        ValueError, PeerMismatch, PeerLost: as `method`.
+        TypeError: a model that is prepared or wrapped in DistributedDataParallel.
+        ValueError, PeerMismatch, PeerLost: see `method`.
     """
     prepared = any(model is one for one in accelerator._models)
     if prepared or isinstance(model, DistributedDataParallel):
@@ -143,12 +147,12 @@ def local_steps(
 def _carry(
     accelerator: Any, state: Stateful, engine: Engine, watch: Watch, *, needed: bool = False
 ) -> None:
-    """Have an accelerator's checkpoints carry a state until it is closed.
+    """Save and load `state` in an accelerator's checkpoints until its engine is closed.
 
     Args:
-        engine: of the state.
-        watch: restarted when the state was loaded.
-        needed: whether a checkpoint without it is refused.
+        engine: the engine of `state`.
+        watch: restarted after `state` is loaded.
+        needed: whether to raise ValueError for a checkpoint without the state.
     """
     before = _carried.get(accelerator, {})
     carried = {name: its for name, its in before.items() if not its.closed}
@@ -169,8 +173,8 @@ def _carry(
 
 
 class _Whole:
-    """The state of a rank with local steps: between syncs it has weights and optimizers of its own,
-    and accelerate saves those of rank 0.
+    """Model, optimizers and local state of a rank with local steps. They differ between ranks until
+    the next sync, but accelerate saves only those of rank 0.
     """
 
     def __init__(
@@ -178,12 +182,14 @@ class _Whole:
     ) -> None:
         self._accelerator, self._model, self._local = accelerator, model, local
         self._optimizers = optimizers
-        self._keep: set[int] = set()  # optimizers into which accelerate is about to load rank 0's
+        self._keep: set[int] = (
+            set()
+        )  # ids of optimizers for which accelerate will load rank 0's state
         for one in optimizers:
             one.register_load_state_dict_pre_hook(self._before_load)
 
     def state_dict(self) -> dict[str, Any]:
-        local = self._local.state_dict()  # first: it waits for averages under way
+        local = self._local.state_dict()  # first: it waits for averages in progress
         optimizers = [one.state_dict() for one in self._optimizers]
         return {"model": self._model.state_dict(), "optimizers": optimizers, "local": local}
 

@@ -1,5 +1,5 @@
-"""Every rank's state inside a framework's checkpoint: gathered for one that is a file, a file a
-rank in one that is a folder.
+"""Every rank's state in a framework's checkpoint: gathered on rank 0 if the checkpoint is a file,
+one file per rank if it is a folder.
 """
 
 from __future__ import annotations
@@ -16,36 +16,42 @@ from gradcomp.exchange.agree import gather
 from gradcomp.files import of_ranks, read_saved, write_saved
 
 CALLED = "the framework's own save or load of a checkpoint"
-NOTHING, OWN, OTHERS, BROKEN = range(4)  # what a rank has found in a folder
+# a rank's findings in a folder: no states, its own, those of another world size, an unreadable file
+NOTHING, OWN, OTHERS, BROKEN = range(4)
 
 
 class Stateful(Protocol):
-    """What a checkpoint carries of each rank."""
+    """An object whose state dict of each rank is saved in a checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank needs to go on bit for bit."""
+        """Return the state that this rank needs to resume bit for bit."""
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
-        """Go on from a state of this rank, or from those of all ranks of a run of another size."""
+        """Load a state of this rank, or those of all ranks of a run with another world size."""
 
 
 def gather_states(state: Stateful, comm: Communicator) -> list[dict[str, Any]] | None:
-    """Return the states of all ranks on rank 0, None on the others. Collective over the default
-    process group, whose ranks `comm` has.
+    """Return the states of all ranks on rank 0, None on other ranks. Collective over the default
+    process group, which must have the same ranks as `comm`.
 
     Raises:
         PeerLost: "checkpoint"; a rank did not call this.
         RuntimeError: a rank was lost while it sent its state.
     """
     mine = state.state_dict()
-    gather(comm, b"", "checkpoint", comm.timeout_s, called=CALLED)  # names a rank that is missing
+    gather(comm, b"", "checkpoint", comm.timeout_s, called=CALLED)  # its error names a lost rank
     return gather_object(mine)
 
 
 def restore(state: Stateful, comm: Communicator, found: Any, where: str, remedy: str) -> bool:
-    """Load `found`, this rank's state or a list of those of all ranks of a run; return whether it
-    had any. All ranks call it with the same kind. `where` is the checkpoint and `remedy` how to go
-    on without it, for messages.
+    """Load the state that was found in a checkpoint; return whether there was one. Without a state,
+    rank 0 warns.
+
+    Args:
+        found: this rank's state, a list of the states of all ranks of a run, or None; the same kind
+            on all ranks.
+        where: the checkpoint, for messages.
+        remedy: how to resume without the state, for messages.
 
     Raises:
         ValueError: states of another codec, exchange or model.
@@ -76,15 +82,15 @@ def restore(state: Stateful, comm: Communicator, found: Any, where: str, remedy:
 def write(
     state: Stateful, comm: Communicator, folder: str | os.PathLike[str], name: str = "gradcomp"
 ) -> None:
-    """Write this rank's state to a file of its own in a checkpoint's folder; after an error there
-    is no such file.
+    """Write this rank's state to its own file in a checkpoint's folder, which is created if it does
+    not exist. An error leaves no such file. Rank 0 deletes files of other world sizes.
     """
     path = Path(folder) / f"{name}-{comm.rank}-of-{comm.world_size}.pt"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_saved(path, state.state_dict())
     if comm.rank == 0:
         for world, files in of_ranks(path.parent, name).items():
-            if world != comm.world_size:  # of a run that wrote to this folder before
+            if world != comm.world_size:  # an earlier run wrote to this folder
                 for stale in files:
                     stale.unlink(missing_ok=True)
 
@@ -97,12 +103,12 @@ def read(
     *,
     needed: bool = False,
 ) -> bool:
-    """Load what `write` wrote, with as many ranks or others; return whether there was something on
-    all ranks. Collective.
+    """Load the files of `write`, also those of another world size; return whether all ranks found
+    them. Collective.
 
     Raises:
-        ValueError: a file that cannot be read, on every rank; states of another codec, exchange or
-            model; nothing where something is `needed`.
+        ValueError: on every rank: a file cannot be read, or files are `needed` and a rank found
+            none; states of another codec, exchange or model.
         PeerLost: "checkpoint"; a rank did not call this.
     """
     kind, found, error = NOTHING, None, None

@@ -1,5 +1,5 @@
-"""Lightning: ``Trainer(strategy=CompressedDDPStrategy("ternary"))``, on CPUs too, where
-Lightning's own DDPStrategy drops hooks.
+"""Lightning: ``Trainer(strategy=CompressedDDPStrategy("ternary"))``, also on CPUs, where
+Lightning's own DDPStrategy ignores communication hooks.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ with imported("lightning"):
     from lightning.pytorch.strategies import DDPStrategy
 
 logger = logging.getLogger("gradcomp")
-KEY = "gradcomp"  # of a checkpoint
+KEY = "gradcomp"  # of the states in a checkpoint
 _OPTIONS = (*COMMON, "advanced")
 _HOOKS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
 
 
 class CompressedDDPStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning is not looked at by mypy
-    """DDP whose gradients travel packed; Lightning's checkpoints carry every rank's residuals.
+    """DDP strategy that compresses gradients; Lightning's checkpoints include all ranks' residuals.
 
     ::
 
         strategy = CompressedDDPStrategy("ternary")
         trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy=strategy)
 
-    After backward ``p.grad`` has the averaged gradients, for clipping, for hooks that read them and
-    for split optimizers.
+    After the backward pass ``p.grad`` is the averaged gradient, for clipping, for hooks that read
+    gradients and for split optimizers.
 
     Args:
-        codec: codec or name; "auto" for a module with one optimizer.
+        codec: codec or name; "auto" needs a module with one optimizer.
         others: options of `gradcomp.ddp.register`, and arguments of Lightning's DDPStrategy and of
             DistributedDataParallel: ``CompressedDDPStrategy("onebit", warmup_steps=100,
             find_unused_parameters=True)``.
 
     Raises:
-        TypeError: an argument that none of them has.
+        TypeError: an argument that none of these three has.
         ValueError: an unknown codec, an option out of its range, a communication hook.
 
-    Later, out of ``trainer.fit``: GradcompError if gradcomp was registered but not called in a
-    step; and what `gradcomp.ddp.register` raises.
+    ``trainer.fit`` raises GradcompError if gradcomp was registered but not called in a step, and
+    the errors of `gradcomp.ddp.register`.
     """
 
     def __init__(self, codec: Codec | str = "ternary", **others: Any) -> None:
@@ -68,8 +68,8 @@ class CompressedDDPStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning is 
 
     @property
     def compression(self) -> CompressionState | None:
-        """The state: `stats`, `describe`, `quality`; None before ``trainer.fit``. Kept after it,
-        for `save_checkpoint`: `close` it if you like.
+        """The state, with `stats`, `describe` and `quality`; None before ``trainer.fit``. It stays
+        open after ``trainer.fit``, for ``trainer.save_checkpoint``; you may `close` it.
         """
         return self._compression
 
@@ -88,7 +88,7 @@ class CompressedDDPStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning is 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         super().post_backward(closure_loss)
         if self._compression is not None:
-            self._compression.materialize_gradients()  # Lightning clips and shows gradients
+            self._compression.materialize_gradients()  # Lightning clips and logs gradients
 
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
@@ -126,14 +126,14 @@ class CompressedDDPStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning is 
         if self._watch is not None:
             self._watch.close()
             self._watch = None
-        state = self._compression  # open: trainer.save_checkpoint() may come after trainer.fit()
+        state = self._compression  # not closed: trainer.save_checkpoint() may come after fit()
         if state is not None and state._engine.error is not None:
             state.close()
         super().teardown()
 
 
 def _check(others: Mapping[str, Any]) -> None:
-    """Raise unless these are arguments that Lightning and DDP know, and no hook is among them."""
+    """Raise ValueError for a hook, TypeError for an argument that neither Lightning nor DDP has."""
     for name in _HOOKS:
         if others.get(name) is not None:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Ray Train: one call after ``prepare_model``, and checkpoints that carry every worker's
+"""Ray Train: one call after ``prepare_model``, and checkpoints that include every worker's
 residuals.
 """
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 with imported("ray"):
-    import ray.train  # noqa: F401 - whether it is there
+    import ray.train  # noqa: F401 - checks that it is installed
 
-# models keep their watches alive
+# weak references: a watch lives as long as its model
 _watches: weakref.WeakKeyDictionary[CompressionState, weakref.ref[DdpWatch]] = (
     weakref.WeakKeyDictionary()
 )
@@ -41,28 +41,29 @@ def register(
     advanced: Advanced | None = None,
     **common: Unpack[CommonOptions],
 ) -> CompressionState | None:
-    """Compress the gradients of a prepared model. Called by every worker, in the function that it
-    trains with.
+    """Compress the gradients of a prepared model. Collective: every worker calls this in its
+    training function.
 
     ::
 
         model = ray.train.torch.prepare_model(model)
         state = register(model, "ternary")
 
-    A step of an optimizer before which gradcomp was not called is a GradcompError.
+    An optimizer step raises GradcompError if gradcomp has exchanged no gradients since the step
+    before.
 
     Args:
-        model: what ``prepare_model`` has returned.
-        codec: codec or name; "auto" with `optimizer`.
-        optimizer: as `gradcomp.ddp.register` takes it.
-        common, advanced: as of `gradcomp.ddp.register`.
+        model: the model that ``prepare_model`` returned.
+        codec: codec or name; "auto" needs `optimizer`.
+        optimizer: see `gradcomp.ddp.register`.
+        common, advanced: see `gradcomp.ddp.register`.
 
     Returns:
         The state; None, with a warning, if there is one worker.
 
     Raises:
         TypeError: a model that is not wrapped in DistributedDataParallel.
-        ValueError, PeerMismatch, PeerLost: as `gradcomp.ddp.register`.
+        ValueError, PeerMismatch, PeerLost: see `gradcomp.ddp.register`.
     """
     state = attach(
         model,
@@ -83,8 +84,8 @@ def register(
 
 
 def save(state: CompressionState | None, folder: str | os.PathLike[str]) -> None:
-    """Write this worker's state to a file of its own in `folder`, which every worker then reports
-    as its checkpoint: Ray puts all files together.
+    """Write this worker's state to its own file in `folder`. Every worker then reports the folder
+    as its checkpoint, and Ray merges the files.
 
     ::
 
@@ -96,16 +97,16 @@ def save(state: CompressionState | None, folder: str | os.PathLike[str]) -> None
             ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder))
 
     Args:
-        state: what `register` returned; None writes nothing.
-        folder: exists.
+        state: the result of `register`; None writes nothing.
+        folder: an existing folder.
     """
     if state is not None:
         write(state, state._engine.comm, folder)
 
 
 def load(state: CompressionState | None, folder: str | os.PathLike[str]) -> bool:
-    """Go on from what all workers have saved, as many of them or others; return whether there was
-    something. Collective.
+    """Load the states that all workers saved, also those of another number of workers; return
+    whether there were any. Collective.
 
     ::
 
@@ -116,8 +117,8 @@ def load(state: CompressionState | None, folder: str | os.PathLike[str]) -> bool
                 load(state, folder)
 
     Args:
-        state: what `register` returned; None reads nothing.
-        folder: of the checkpoint.
+        state: the result of `register`; None reads nothing.
+        folder: the folder of the checkpoint.
 
     Raises:
         ValueError: a file that cannot be read; states of another codec, exchange or model.
@@ -125,7 +126,7 @@ def load(state: CompressionState | None, folder: str | os.PathLike[str]) -> bool
     """
     if state is None or not read(state, state._engine.comm, folder):
         return False
-    watch = _watches.get(state, lambda: None)()  # a state of gradcomp.ddp.register has none
+    watch = _watches.get(state, lambda: None)()  # none for a state of gradcomp.ddp.register
     if watch is not None:
         watch.restart()
     return True

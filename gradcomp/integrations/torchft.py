@@ -1,14 +1,14 @@
-"""Compressed averages between the replica groups of a torchft `Manager`: groups leave and come
-back while the others train on.
+"""Compressed averages between the replica groups of a torchft `Manager`: groups leave and join
+while the others go on training::
 
     averager = gradcomp.integrations.torchft.ManagedAverager(
         manager, model, "ternary", optimizer=optimizer)
     optimizer = torchft.OptimizerWrapper(manager, optimizer)
     ...
-    optimizer.zero_grad()  # asks for a quorum
+    optimizer.zero_grad()  # starts a quorum
     loss.backward()
     averager.average()
-    optimizer.step()  # if the step counts
+    optimizer.step()  # if the step is committed
 """
 
 from __future__ import annotations
@@ -48,25 +48,25 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("gradcomp")
 
-KEY = "gradcomp"  # of what a group that comes gets, among a manager's states
-# mismatches after which a group that has just come takes itself for the one that has other settings
+KEY = "gradcomp"  # prefix of the averagers' keys in a manager's state dicts
+# mismatches after which a group that has never trained takes its own settings for the wrong ones
 PATIENCE = 3
 
 
 class Averaging:
-    """Averages that are under way, as `ManagedAverager.start` returns them.
+    """Averages in progress, returned by `ManagedAverager.start`.
 
     Args:
-        averager: who has begun them.
-        begun: the step; None where the manager knows of an error.
+        averager: the averager that started them.
+        begun: their step; None if the manager already had an error.
     """
 
     def __init__(self, averager: ManagedAverager, begun: Step | None) -> None:
         self._averager, self._begun = averager, begun
 
     def wait(self) -> None:
-        """Put them into ``p.grad``; a second call does nothing. Errors as of
-        `ManagedAverager.average`.
+        """Wait for the averages and write them to ``p.grad``; a second call does nothing. Raises
+        the errors of `ManagedAverager.average`.
         """
         begun, self._begun = self._begun, None
         self._averager._finish(begun)
@@ -75,29 +75,29 @@ class Averaging:
 class ManagedAverager(GradientAverager):
     """A `gradcomp.GradientAverager` whose ranks are the replica groups of a torchft manager.
 
-    Call `average` between ``loss.backward()`` and ``optimizer.step()`` of torchft's
-    `OptimizerWrapper`, in every step. Gradients and residuals change only in steps that count
-    (``manager.should_commit()``). A group that stays keeps its residuals; one that comes gets the
-    others' second moments (`precondition`) with the model, and starts without residuals. The
-    residuals of a group that is lost are lost with it.
+    Call `average` in every step, between ``loss.backward()`` and ``optimizer.step()`` of torchft's
+    `OptimizerWrapper`. If the manager does not commit a step (``manager.should_commit()``), neither
+    weights nor residuals change. A group that stays keeps its residuals. A group that joins gets
+    the others' second moments (`precondition`) with the model, and starts with zero residuals. The
+    residuals of a lost group are lost.
 
-    Where a replica group has several ranks, each of them makes an averager, which averages with the
-    same rank of the other groups: of a sharded model (FSDP2) it averages the local shards.
+    If a replica group has several ranks, each of them makes an averager, which averages with the
+    same rank of the other groups. Of a sharded model (FSDP2) it averages the local shards.
 
     Args:
-        manager: whose quorum has not begun yet.
-        named_parameters, codec, bucket_cap_mb, advanced, common: as of
-            `gradcomp.GradientAverager`; ``timeout_s`` is the manager's timeout and ``atomic_steps``
-            True unless they are given.
+        manager: a torchft manager that has not started a quorum yet.
+        named_parameters, codec, bucket_cap_mb, advanced, common: see `gradcomp.GradientAverager`.
+            The default of ``timeout_s`` is the manager's timeout, that of ``atomic_steps`` is True.
         optimizer: the optimizer of these parameters, or torchft's wrapper of it.
-        name: tells averagers of one manager apart.
-        checked: whether a step of an optimizer of these parameters without `average` before it is
-            an error.
+        name: distinguishes several averagers of one manager.
+        checked: whether an optimizer step on these parameters without `average` before it raises
+            GradcompError.
 
     Raises:
         ValueError: an option that needs the same ranks in every step: `grad_scaler`,
-            ``exchange="hierarchical"``, a transform (`gradcomp.onebit_sgd.AggregateAdagrad`); a
-            manager that has begun, or has an averager already.
+            ``exchange="hierarchical"``, `nodes`, a transform such as
+            `gradcomp.onebit_sgd.AggregateAdagrad`; a manager that has had a quorum, or has an
+            averager of this name.
     """
 
     @takes(CommonOptions)
@@ -139,11 +139,11 @@ class ManagedAverager(GradientAverager):
         except ValueError:
             super().close()
             raise
-        self._compared = True  # weights of groups that come are replaced later in the step
-        self._quorum: Communicator | None = None  # of a quorum that has no step yet
-        self._averaged: int | None = None  # the step of which `average` has ended
+        self._compared = True  # no comparison: a new group's weights are replaced later in the step
+        self._quorum: Communicator | None = None  # of a new quorum, until its first step
+        self._averaged: int | None = None  # the last step whose `average` has finished
         self._has_trained = self._has_healed = False
-        self._refused: PeerMismatch | None = None  # by the other groups, while connecting
+        self._refused: PeerMismatch | None = None  # a mismatch with other groups in `_connect`
         self._is_odd, self._mismatches, self._calls = True, 0, 0
         manager._pg.configure = _configure(weakref.ref(self), manager._pg.configure)
         heal, healthy = weakref.WeakMethod(self._heal), weakref.WeakMethod(self._healthy)
@@ -163,19 +163,19 @@ class ManagedAverager(GradientAverager):
     def average(self) -> None:
         """Replace every ``p.grad`` by its average over the groups of the quorum.
 
-        Where a group is lost, or a message is damaged, the manager hears of it, the step does not
-        count (``manager.should_commit()`` is false) and the next quorum goes on without the group.
-        Nothing happens if the manager knows of an error already.
+        A lost group or a corrupt message makes every ``p.grad`` NaN and is reported to the manager.
+        The step is then not committed (``manager.should_commit()`` is False), and the next quorum
+        excludes the lost group. If the manager has an error already, nothing is averaged.
 
         Raises:
-            PeerMismatch: this group has just come, and has other settings or another model than the
-                others, which go on.
-            UnsupportedTensor, GradcompError: as `GradientAverager.average`.
+            PeerMismatch: this group is new, and its settings or its model differ from the others',
+                which go on.
+            UnsupportedTensor, GradcompError: see `GradientAverager.average`.
         """
         self.start().wait()
 
     def start(self) -> Averaging:
-        """Begin what `average` does, with its errors; ``wait()`` of the result ends it."""
+        """Start to average; ``wait()`` of the result finishes. Raises the errors of `average`."""
         manager, begun = self._manager, None
         self._calls += 1
         manager.wait_quorum()
@@ -184,7 +184,7 @@ class ManagedAverager(GradientAverager):
         with self._reports(number):
             if self._refused is not None:
                 raise self._refused
-            if error is not None:  # the others need not wait for this group
+            if error is not None:  # abort, so that other groups do not wait for this one
                 (self._quorum or self._engine.comm).abort(str(error.original_exception)[:200])
             else:
                 self._join_quorum()
@@ -202,14 +202,19 @@ class ManagedAverager(GradientAverager):
 
     @contextlib.contextmanager
     def _reports(self, step: int) -> Iterator[None]:
-        """Report to the manager that a step has failed here."""
+        """Report errors in the block to the manager.
+
+        PeerLost, PeerMismatch and CorruptPayload are then logged, since the step is repeated. A
+        PeerMismatch is raised if this group is new and its settings are the odd ones. Other errors
+        are raised.
+        """
         try:
             yield
         except (PeerLost, PeerMismatch, CorruptPayload) as error:
             self._manager.report_error(error)
             self._mismatches += isinstance(error, PeerMismatch)
-            told = self._is_odd or self._mismatches >= PATIENCE
-            if isinstance(error, PeerMismatch) and not self._has_trained and told:
+            is_at_fault = self._is_odd or self._mismatches >= PATIENCE
+            if isinstance(error, PeerMismatch) and not self._has_trained and is_at_fault:
                 raise
             logger.warning("gradcomp: step %d does not count and is made again: %s", step, error)
         except Exception as error:
@@ -217,11 +222,11 @@ class ManagedAverager(GradientAverager):
             raise
 
     def average_delayed(self) -> bool:
-        """Not with a manager: an average would be of a step that has counted without it."""
+        """Raise GradcompError: the average would belong to a step that is committed already."""
         raise GradcompError("average_delayed() and steps that may not count exclude each other")
 
     def state_dict(self) -> dict[str, Any]:
-        """As `Controls.state_dict`, without a step that did not count."""
+        """Return the state as `Controls.state_dict` does; roll back an uncommitted step first."""
         if self._averaged is not None and self._averaged == self._manager.current_step():
             self._settle()
             self._engine.step = self._manager.current_step()
@@ -229,11 +234,11 @@ class ManagedAverager(GradientAverager):
 
     def _take(self, accepted: Accepted) -> None:
         super()._take(accepted)
-        self._engine.replicas.compare_next(wanted=False)  # the manager decides who copies whom
+        self._engine.replicas.compare_next(wanted=False)  # the manager replaces weights
 
     def close(self) -> None:
-        """Stop the threads and close the connections; the manager stays."""
-        with contextlib.suppress(Exception):  # of the manager's own thread
+        """Stop the threads and close the connections; the manager stays open."""
+        with contextlib.suppress(Exception):  # errors of the manager's thread
             self._manager.wait_quorum()
         self._watch.close()
         self._forget()
@@ -245,7 +250,7 @@ class ManagedAverager(GradientAverager):
     # ---- quorums ---------------------------------------------------------------------------------
 
     def _connect(self, address: str, rank: int, world_size: int) -> None:
-        """Connect with the groups of a quorum; on the manager's thread, no step is under way."""
+        """Connect to the groups of a new quorum. Called on the manager's thread, between steps."""
         self._refused = None
         if self._quorum is not None:
             self._quorum.close()
@@ -264,13 +269,13 @@ class ManagedAverager(GradientAverager):
             self._refused = error
             raise
         finally:
-            if self._quorum is not None or self._refused is not None:  # all have come
+            if self._quorum is not None or self._refused is not None:  # all groups have connected
                 found = [store.get(f"settings {r}").decode() for r in range(world_size)]
                 old = [one.split()[1] for one in found if one.startswith("old")]
                 self._is_odd = not old or mine not in old
 
     def _settings(self) -> str:
-        """Return a digest of what all groups must have alike."""
+        """Return a digest of the settings that must be equal in all groups."""
         engine = self._engine
         sources = [(s.name, tuple(s.like.shape), s.like.dtype, s.trained) for s in engine.sources]
         settings = {
@@ -282,7 +287,7 @@ class ManagedAverager(GradientAverager):
         return digests(list(settings.items())).hex()
 
     def _join_quorum(self) -> None:
-        """Go on among the groups of the latest quorum."""
+        """Move the engine to the communicator of the latest quorum, if that is new."""
         if self._quorum is None:
             return
         comm, self._quorum = self._quorum, None
@@ -292,31 +297,31 @@ class ManagedAverager(GradientAverager):
             logger.info(self.describe())
 
     def _share(self) -> None:
-        """Have the mean over all groups be that over those that take part, torchft's
-        ``num_participants()``: others, spares say, send zeros.
+        """Scale gradients in place, so that the mean over all groups is the mean over participating
+        ones, torchft's ``num_participants()``. Other groups, such as spares, send zeros.
         """
         manager, world_size = self._manager, self._engine.comm.world_size
         takes_part = manager.is_participating()
-        share = world_size / max(1, manager.num_participants()) if takes_part else 0.0
+        factor = world_size / max(1, manager.num_participants()) if takes_part else 0.0
         for _, parameter in self._named:
-            if parameter.grad is not None and share != 1.0:
-                parameter.grad.mul_(share) if share else parameter.grad.zero_()
+            if parameter.grad is not None and factor != 1.0:
+                parameter.grad.mul_(factor) if factor else parameter.grad.zero_()
 
     # ---- states ----------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Undo what the last `average` has left in memory, if its step did not count."""
+        """Roll back residuals and second moments if the last averaged step was not committed."""
         if self._averaged is not None and self._averaged == self._manager.current_step():
             self._engine.discard_step()
         self._averaged = None
 
     def _healthy(self) -> dict[str, Any]:
-        """Return what a group that comes needs; on the manager's thread, between steps."""
+        """Return the state for a joining group. Called on the manager's thread, between steps."""
         self._settle()
         return self._engine.shared_state()
 
     def _heal(self, state: dict[str, Any]) -> None:
-        """Take what a healthy group has sent."""
+        """Load the state of a healthy group, unless `_heal_early` has loaded it."""
         if self._has_healed:
             self._has_healed = False
             return
@@ -324,8 +329,8 @@ class ManagedAverager(GradientAverager):
         self._engine.take_shared(state, keeps_residuals=self._has_trained)
 
     def _heal_early(self) -> None:
-        """Take it before the step: with ``use_async_quorum=True`` the manager has it taken after,
-        but codes are in units of second moments.
+        """Load a healthy group's state before the step. With ``use_async_quorum=True`` the manager
+        loads it after the step, but the step encodes in units of second moments.
         """
         manager = self._manager
         if manager._healing and manager._pending_state_dict is not None:
@@ -350,29 +355,30 @@ class ManagedAverager(GradientAverager):
         return max(2, int(self._manager._min_replica_size))
 
     def _warn_if_alone(self) -> None:
-        """Every averager of groups is alone until its first quorum."""
+        """Do not warn: every averager is alone until its first quorum."""
 
     def _advise(self, chosen: str, optimizer: Any) -> None:
-        """Nothing yet: the first quorum says who logs."""
+        """Log nothing yet: the first quorum decides which rank logs."""
 
 
 class DiLoCo(local_sgd.DiLoCo):  # type: ignore[misc]
-    """torchft's `DiLoCo`, whose groups exchange pseudo-gradients compressed, with residuals.
+    """torchft's `DiLoCo` with compressed pseudo-gradients and residuals.
 
-    Arguments are torchft's; the manager needs ``use_async_quorum=False``.
+    The manager needs ``use_async_quorum=False``.
 
     Args:
-        manager, model_fragments, inner_optimizer, outer_optimizer, sync_every, more: torchft's.
+        manager, model_fragments, inner_optimizer, outer_optimizer, sync_every, more: see torchft's
+            `DiLoCo`.
         codec: codec or name; "auto" is `Block(4)`.
-        options: of `ManagedAverager`, by keyword.
+        options: keyword arguments of `ManagedAverager`.
 
     Attributes:
-        averagers: one a fragment, with ``stats``.
+        averagers: one `ManagedAverager` per fragment, with ``stats``.
 
     Raises:
-        TypeError: `should_quantize`, `use_bucketization` or ``bucket_cap_mb``, which are of
+        TypeError: `should_quantize`, `use_bucketization` or ``bucket_cap_mb``, which belong to
             torchft's own exchange.
-        ValueError: as torchft's, and as of `ManagedAverager`.
+        ValueError: see torchft's `DiLoCo` and `ManagedAverager`.
     """
 
     def __init__(
@@ -420,20 +426,20 @@ class DiLoCo(local_sgd.DiLoCo):  # type: ignore[misc]
 def _average(
     fragment: Any, changed: list[tuple[str, nn.Parameter]], averager: ManagedAverager
 ) -> None:
-    """Begin to average a fragment's pseudo-gradients."""
+    """Start to average a fragment's pseudo-gradients."""
     for name, parameter in changed:
         parameter.grad = fragment._grads[name]
     fragment._allreduce_work.append(averager.start())
 
 
 def _forget(manager: Manager, key: str) -> None:
-    """Have a manager know of an averager no more."""
+    """Remove an averager's state functions from a manager."""
     for registered in (manager._user_state_dicts, manager._load_state_dict_fns):
         registered.pop(key, None)
 
 
 def _configure(owner: weakref.ref[ManagedAverager], configure: Any) -> Any:
-    """Return a `ProcessGroup.configure` that connects an averager, too, until it is closed."""
+    """Return a `ProcessGroup.configure` that also connects an averager, until that is closed."""
 
     def wrapped(address: str, replica_id: str, rank: int, world_size: int, *more: Any) -> None:
         configure(address, replica_id, rank, world_size, *more)

@@ -1,9 +1,8 @@
-"""torchtitan, and any FSDP2 trainer that averages over replicas in ``set_all_reduce_hook``: between
-machines gradients travel packed.
+"""torchtitan, and any FSDP2 trainer that averages over replicas in ``set_all_reduce_hook``:
+gradients are compressed between machines.
 
-Inside a machine torch reduce-scatters over its fast links as ever. What that leaves, a shard a
-rank, is averaged over the replicas of the model, once a backward pass. torchtitan itself is not
-imported.
+Inside a machine torch still reduce-scatters over the fast links. Each rank's shard is then averaged
+over the replicas of the model, once per backward pass. torchtitan itself is not imported.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ _MISSED = (
 
 
 class ReplicaAverage:
-    """Averages gradients of `fully_shard` models over their replicas at the end of every backward
-    pass that has reduced some. Collective.
+    """Compressed average of the gradients of `fully_shard` models over their replicas, at the end
+    of every backward pass in which FSDP reduces gradients. Collective.
 
     ::
 
@@ -42,25 +41,24 @@ class ReplicaAverage:
         fully_shard(model, mesh=mesh["shard"])
         replicas = ReplicaAverage(model, mesh["replica"].get_group(), "onebit")
 
-    It takes the place of what torchtitan's ``maybe_set_all_reduce_hook(model_parts)`` sets.
-    Gradients that add up over several backward passes are averaged once, if
-    ``set_requires_gradient_sync`` leaves the exchange to the last of them. Residuals are as large
-    as shards, on the host. A step of an optimizer on gradients that were not averaged, since
-    another hook was set, is a GradcompError.
+    It replaces the hook of torchtitan's ``maybe_set_all_reduce_hook(model_parts)``. Gradients that
+    accumulate over several backward passes are averaged once, if ``set_requires_gradient_sync``
+    enables only the last exchange. Residuals have the size of shards and are on the host. An
+    optimizer step raises GradcompError if gradients were not averaged because another hook was set.
 
     Args:
-        models: with FSDP modules inside, or a list of such (parts of a pipeline).
-        group: the ranks that hold the same shards of other replicas.
+        models: a module with FSDP modules inside, or a list of them (the parts of a pipeline).
+        group: process group of the ranks that have the same shard of other replicas.
         codec: codec or name.
-        common, advanced: as of `gradcomp.ddp.register`.
+        common, advanced: see `gradcomp.ddp.register`.
 
     Attributes:
-        averager: the `gradcomp.GradientAverager` inside: `stats`, `describe`, `quality`, `log_to`.
-            Its own `state_dict` does not tell shards apart.
+        averager: the `gradcomp.GradientAverager`, for `stats`, `describe`, `quality` and `log_to`.
+            Use `state_dict` of this class, since the averager's does not distinguish shards.
 
     Raises:
-        TypeError: no module that `fully_shard` has wrapped.
-        ValueError, PeerMismatch, PeerLost: as `gradcomp.GradientAverager`.
+        TypeError: no module is wrapped by `fully_shard`.
+        ValueError, PeerMismatch, PeerLost: see `gradcomp.GradientAverager`.
     """
 
     @takes(CommonOptions)
@@ -100,7 +98,7 @@ class ReplicaAverage:
             module.set_all_reduce_hook(self._reduced)
 
     def close(self) -> None:
-        """Average no more; closing twice is harmless."""
+        """Remove the hooks and close the averager. Closing twice has no effect."""
         for module in self._modules:
             module.set_all_reduce_hook(None)
         self._modules = []
@@ -109,17 +107,17 @@ class ReplicaAverage:
         self.averager.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank needs to go on bit for bit, under the name of its shards: a
-        `torch.distributed.checkpoint` unites those of all ranks.
+        """Return the state that this rank needs to resume bit for bit, under the name of its shard,
+        so that `torch.distributed.checkpoint` can merge those of all ranks.
         """
         return {self._shard: self.averager.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`.
+        """Load a state that `state_dict` returned.
 
         Raises:
-            ValueError: of other shards, or as `GradientAverager.load_state_dict`; nothing is
-                changed then.
+            ValueError: a state of other shards, or an error of `GradientAverager.load_state_dict`;
+                nothing is changed then.
         """
         if self._shard not in state:
             held = ", ".join(state) or "none"
@@ -136,10 +134,12 @@ class ReplicaAverage:
         number = torch_private.graph_task()
         if number != self._called_back:
             self._called_back = number
-            torch_private.after_backward(self._average)  # behind FSDP's own, which was there first
+            torch_private.after_backward(self._average)  # runs after FSDP's own callback
 
     def _hold(self, *_: Any) -> None:
-        """Keep this alive with the model, whatever becomes of its all-reduce hooks."""
+        """Do nothing; as a hook it keeps this object alive with the model, even if the all-reduce
+        hooks are replaced.
+        """
 
     def _average(self) -> None:
         self._averages += 1

@@ -1,5 +1,5 @@
-"""Transformers: `CompressedTrainer`, or `Compressed` before any other subclass of Trainer, which
-has no argument for a hook.
+"""Transformers: `CompressedTrainer`, or the mixin `Compressed` before another subclass of Trainer,
+since Trainer has no argument for a communication hook.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ with imported("transformers"):
 
 
 class Compressed:
-    """Mixin for a Trainer that exchanges packed gradients, and every rank's residuals are in its
-    checkpoints.
+    """Mixin for a Trainer that compresses gradients. The Trainer's checkpoints include every rank's
+    residuals.
 
     ::
 
@@ -33,20 +33,20 @@ class Compressed:
 
         trainer = MyTrainer(model, args, train_dataset=data, codec="ternary")
 
-    After backward ``p.grad`` has the averaged gradients, for clipping and norms. A step before
-    which gradcomp was not called is a GradcompError.
+    After the backward pass ``p.grad`` is the averaged gradient, for clipping and norms. An
+    optimizer step raises GradcompError if gradcomp was not called since the step before.
 
     Args:
-        args, kwargs: of the Trainer.
-        codec: codec or name; "auto": by the optimizer.
+        args, kwargs: arguments of the Trainer.
+        codec: codec or name; "auto" chooses by the optimizer.
         compression: options of `gradcomp.ddp.register`, as a dictionary: ``{"warmup_steps": 100}``,
             ``{"advanced": gradcomp.Advanced(quality_every=2)}``.
 
     Raises:
         TypeError: `compression` is not a dictionary, or has an unknown option.
-        ValueError: an unknown codec.
+        ValueError: an unknown codec, or an option out of its range.
 
-    Later, out of ``train()``: ValueError for a checkpoint whose state does not fit, and as
+    ``train()`` raises ValueError for a checkpoint whose state does not fit, and the errors of
     `gradcomp.ddp.register`.
     """
 
@@ -65,14 +65,14 @@ class Compressed:
             )
         check_names(options, (*COMMON, "advanced"), type(self).__name__)
         Options(**options)  # refuses wrong values
-        self._gradcomp = _Compression(self, codec, options)  # one name: Trainers have many
+        self._gradcomp = _Compression(self, codec, options)  # one attribute, to avoid name clashes
         super().__init__(*args, **kwargs)
         self.add_callback(self._gradcomp)  # type: ignore[attr-defined]  # Trainer's
 
     @property
     def compression(self) -> CompressionState | None:
-        """The state: `stats`, `describe`, `quality`; None before ``train()`` and in a run of one
-        process. Kept for the next ``train()``.
+        """The state, with `stats`, `describe` and `quality`; None before ``train()`` and in a run
+        of one process. The next ``train()`` uses it again if the wrapped model is the same.
         """
         return self._gradcomp.state
 
@@ -94,12 +94,12 @@ class Compressed:
 
 
 class CompressedTrainer(Compressed, Trainer):  # type: ignore[misc]  # Transformers is not looked at by mypy
-    """A Trainer whose gradients travel packed; see `Compressed`."""
+    """A Trainer that compresses gradients; see `Compressed`."""
 
 
 class _Compression(TrainerCallback):  # type: ignore[misc]
-    """The state of a trainer: registers when its model is wrapped, and writes a file of every rank
-    to each checkpoint.
+    """Callback with the compression state of a trainer: registers on the wrapped model when
+    training begins, and writes a file per rank to each checkpoint.
     """
 
     def __init__(self, trainer: Any, codec: Codec | str, options: Mapping[str, Any]) -> None:
@@ -111,14 +111,14 @@ class _Compression(TrainerCallback):  # type: ignore[misc]
         self._trial: Any = None
 
     def begins(self, resume: str | bool | None, trial: Any) -> None:
-        """Take note of the arguments of ``train()``."""
+        """Store the checkpoint and the trial that were passed to ``train()``."""
         if resume is True:
             resume = get_last_checkpoint(self._trainer.args.output_dir)
         self._resume, self._trial = str(resume) if resume else None, trial
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Register on the wrapped model, unless it is that of an earlier ``train()``; load what
-        the checkpoint has.
+        """Register on the wrapped model, unless an earlier ``train()`` did; load the states of the
+        checkpoint to resume from.
         """
         self.on_train_end()
         trainer, model = self._trainer, self._trainer.model_wrapped
@@ -133,14 +133,14 @@ class _Compression(TrainerCallback):  # type: ignore[misc]
             self._watch = DdpWatch(self.state, model)
 
     def on_save(self, *_: Any, **__: Any) -> None:
-        """Write this rank's state beside what the Trainer has saved."""
+        """Write this rank's state to the Trainer's checkpoint, unless that has only the model."""
         if self.state is not None and not self._trainer.args.save_only_model:
             folder = self._trainer._get_output_dir(trial=self._trial)
             name = f"{PREFIX_CHECKPOINT_DIR}-{self._trainer.state.global_step}"
             write(self.state, self.state._engine.comm, Path(folder, name))
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Watch the optimizers no longer."""
+        """Stop watching the optimizers."""
         if self._watch is not None:
             self._watch.close()
             self._watch = None

@@ -1,4 +1,4 @@
-"""With which releases of a framework gradcomp was tried, and the warning about others."""
+"""The framework releases that gradcomp was tested with, and the warning about other releases."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator
 from importlib.metadata import version
 
-# oldest and newest release; pyproject.toml has them as extras, docs/howto those in between
+# oldest and newest release; they are also extras in pyproject.toml and listed in docs/howto
 TRIED = {
     "lightning": ((2, 4), (2, 6)),
     "accelerate": ((1, 6), (1, 15)),
@@ -20,8 +20,10 @@ TRIED = {
 
 @contextlib.contextmanager
 def imported(framework: str) -> Iterator[None]:
-    """Name the extra to install if the imports in this block fail, and warn about a release outside
-    of `TRIED` if they do not.
+    """Run a block of imports of a framework; warn if its release is outside of `TRIED`.
+
+    Raises:
+        ImportError: an import failed; the message names the extra to install.
     """
     try:
         yield
@@ -35,7 +37,7 @@ def imported(framework: str) -> Iterator[None]:
 
 
 def warn_unless_tried(framework: str, found: str) -> None:
-    """Warn if a release, `found`, is outside of `TRIED`."""
+    """Warn if `found`, the installed version of a framework, is outside of `TRIED`."""
     numbers = re.match(r"(\d+)\.(\d+)", found)
     oldest, newest = TRIED[framework]
     if not numbers or not oldest <= (int(numbers[1]), int(numbers[2])) <= newest:
@@ -44,5 +46,5 @@ def warn_unless_tried(framework: str, found: str) -> None:
             f"gradcomp.integrations.{framework} was tried with {framework} {tried}, this is"
             f" {found}: it may work, but nobody has looked; pip install 'gradcomp[{framework}]'"
             " takes one that was tried",
-            stacklevel=5,  # the import of the integration
+            stacklevel=5,  # the line that imports the integration
         )

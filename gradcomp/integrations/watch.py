@@ -1,5 +1,5 @@
-"""Whether gradients were exchanged before an optimizer steps: frameworks drop hooks, wrap models
-again, or never leave `no_sync`.
+"""Check before an optimizer step that gradients were exchanged: frameworks may drop hooks, wrap
+models again, or never leave `no_sync`.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from gradcomp.errors import GradcompError
 
 
 class Watch(Steps):
-    """Raises GradcompError before a step of an optimizer, if nothing was exchanged since the step
-    before.
+    """Check that raises GradcompError before an optimizer step if nothing was exchanged since the
+    step before.
 
     Args:
-        parameters: the optimizers of some of these are watched.
-        now: returns what changes with every exchange.
-        why: returns what is wrong and what to do, for the message.
-        automatic: watch every step until `close`, as long as this object lives. False: call `check`
-            before a step.
-        late: whether exchanges come after steps, not before.
+        parameters: every optimizer of at least one of these is watched.
+        now: returns a value that changes with every exchange.
+        why: returns the cause and the remedy, for the error message.
+        automatic: check every step until `close`, as long as this object lives. False: the caller
+            calls `check` before a step.
+        late: whether exchanges come after steps instead of before.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Watch(Steps):
         self._hooks: list[Any] = [before_any_step(mine, self.check)] if automatic else []
 
     def close(self) -> None:
-        """Watch no longer; closing twice is harmless."""
+        """Stop watching. Closing twice has no effect."""
         remove(self._hooks)
 
     def _refuse(self) -> None:
@@ -50,13 +50,13 @@ class Watch(Steps):
 
 
 class DdpWatch(Watch):
-    """A watch for a model in DistributedDataParallel, which keeps it alive."""
+    """A watch for a DistributedDataParallel model; a hook of the model keeps the watch alive."""
 
     def __init__(
         self, state: CompressionState, model: nn.Module, *, automatic: bool = True
     ) -> None:
         def now() -> tuple[int, int]:
-            return state.step, state.stats.steps  # the second may be reset, the first loaded
+            return state.step, state.stats.steps  # a load changes the first, a reset the second
 
         self._forwards = self._synced = 0
         super().__init__(model.parameters(), now, self._cause, automatic=automatic)
@@ -89,8 +89,8 @@ class DdpWatch(Watch):
 
 
 class _Forward:
-    """A forward pre-hook that counts passes for a watch. That of a copied or saved model does
-    nothing.
+    """Forward pre-hook that counts forward passes for a watch. The hook of a copied or saved model
+    does nothing.
     """
 
     def __init__(self, watch: DdpWatch | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Register on a model that a framework has wrapped in DistributedDataParallel."""
+"""Registration on a model that a framework has wrapped in DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -36,12 +36,17 @@ def attach(
     """Register on a wrapped model; return None, with a warning, if there is one rank and no DDP.
 
     Args:
-        options: common options and ``advanced``, as keywords of `gradcomp.ddp.register`.
-        ranks: that the framework runs.
-        wrapper, hint: what returns the wrapped model, and the end of a TypeError's message.
-        alone, stacklevel: of `warn_alone`, up to the user's call.
+        options: common options and ``advanced``, as keyword arguments of `gradcomp.ddp.register`.
+        ranks: number of ranks of the framework's run.
+        wrapper, hint: the function that returns the wrapped model, and an end of the TypeError's
+            message.
+        alone, stacklevel: arguments of `warn_alone`; the warning names the user's call.
+
+    Raises:
+        TypeError: several ranks, and a model that is not wrapped in DistributedDataParallel.
+        ValueError, PeerMismatch, PeerLost: see `gradcomp.ddp.register`.
     """
-    Options(**options)  # refuses wrong values in a run of one rank, too
+    Options(**options)  # checks the values in a run of one rank, too
     if isinstance(model, DistributedDataParallel):
         return ddp.register(model, codec, optimizer=optimizer, **options)
     if ranks > 1:
@@ -60,7 +65,11 @@ def attach_prepared(
     optimizer: Any,
     options: Mapping[str, Any],
 ) -> CompressionState | None:
-    """Register on what accelerate has prepared, for accelerate itself and for Transformers."""
+    """Register on a model that accelerate has prepared, for accelerate itself and for Transformers.
+
+    Raises:
+        ValueError: accelerate has registered a communication hook; others see `attach`.
+    """
     hook = getattr(accelerator.ddp_handler, "comm_hook", None)
     if getattr(hook, "value", "no") != "no":
         raise ValueError(
@@ -80,7 +89,7 @@ def attach_prepared(
 
 
 def inner(optimizer: Any) -> Any:
-    """Return torch's own optimizer of one that accelerate has prepared."""
+    """Return the torch optimizer inside an optimizer that accelerate has prepared."""
     from accelerate.optimizer import AcceleratedOptimizer
 
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
