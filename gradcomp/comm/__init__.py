@@ -1,4 +1,4 @@
-"""Communicators: they move bytes between ranks and know no codec."""
+"""Communicators, which move bytes between ranks and are independent of any codec."""
 
 from __future__ import annotations
 

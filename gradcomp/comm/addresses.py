@@ -1,5 +1,5 @@
-"""Where this process listens for its peers: one address, that of the interface which the group
-uses, never all of them.
+"""The address at which this process listens for peers: that of the network interface which the
+group uses, never all interfaces.
 """
 
 from __future__ import annotations
@@ -14,30 +14,32 @@ from pathlib import Path
 
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
-LINK_LOCAL = "20"  # a scope in /proc/net/if_inet6: such an address means nothing on another host
+LINK_LOCAL = "20"  # scope in /proc/net/if_inet6 of addresses that other hosts cannot use
 LOOPBACKS = ("127.0.0.1", "::1")
 
 
 def host_identity() -> str:
-    """Return a name that processes share exactly if they reach each other over the loopback."""
+    """Return a name that is equal for processes that can reach each other over the loopback, and
+    different for all others.
+    """
     boot, namespace = "", ""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         namespace = os.readlink("/proc/self/ns/net")
     except OSError:
-        pass  # not Linux: the host name must do
+        pass  # not Linux: use the host name only
     return f"{socket.gethostname()} {boot} {namespace}"
 
 
 def listen(one_host: bool, backlog: int) -> socket.socket:
-    """Return a socket that listens on a free port of the address at which peers find this process.
+    """Return a socket that listens on a free port of an address at which peers reach this process.
 
-    That is the address of the interface GLOO_SOCKET_IFNAME; where that is not set, the loopback if
-    all ranks are on `one_host`, else the first that the host name resolves to, as gloo has it, else
-    the one on the way to MASTER_ADDR.
+    The address is that of the interface GLOO_SOCKET_IFNAME, if it is set. Otherwise it is the
+    loopback if `one_host`, that is, all ranks are on this host; else the first address that the
+    host name resolves to, as in gloo; else the source address of packets to MASTER_ADDR.
 
     Raises:
-        OSError: there is no such address; the message says what to set.
+        OSError: there is no such address; the message names the variable to set.
     """
     refused = []
     for address in _candidates(one_host):
@@ -55,7 +57,7 @@ def listen(one_host: bool, backlog: int) -> socket.socket:
 
 
 def listen_at(address: str, backlog: int) -> socket.socket:
-    """Return a socket that listens on a free port of an address; OSError if that cannot be."""
+    """Return a socket that listens on a free port of an address; OSError if that fails."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, 0), family=family, backlog=backlog)
 
@@ -73,12 +75,12 @@ def _candidates(one_host: bool) -> Iterator[str]:
 
 
 def of_interface(name: str) -> Iterator[str]:
-    """Yield the addresses at which other hosts may find an interface, if there is one."""
-    with contextlib.suppress(OSError):  # one without an IPv4 address
+    """Yield the IPv4 and IPv6 addresses of an interface that other hosts can use."""
+    with contextlib.suppress(OSError):  # no such interface, or it has no IPv4 address
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
         yield socket.inet_ntoa(found[20:24])
-    with contextlib.suppress(OSError):  # no IPv6 here
+    with contextlib.suppress(OSError):  # this host has no IPv6
         for row in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
             address, _index, _prefix, scope, _flags, interface = row.split()
             if interface == name and scope != LINK_LOCAL:
@@ -92,7 +94,7 @@ def _resolved(host: str) -> Iterator[str]:
 
 
 def _on_the_way_to(host: str) -> Iterator[str]:
-    """Yield the addresses from which datagrams would leave for a host; none is sent."""
+    """Yield the source addresses of datagrams to a host. Sends nothing."""
     with contextlib.suppress(OSError):
         found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
         for family, kind, protocol, _, address in found:
@@ -103,5 +105,5 @@ def _on_the_way_to(host: str) -> Iterator[str]:
 
 
 def _is_public(address: str) -> bool:
-    """Whether another host can know it by this name."""
+    """Return whether another host can use an address: not loopback or IPv6 link-local."""
     return not (address.startswith(("127.", "fe80:")) or address == "::1")

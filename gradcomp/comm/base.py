@@ -1,21 +1,21 @@
-"""What an exchange needs of a transport: three collectives, started without waiting, on separate
-channels; for a parameter server also messages from one rank to another.
+"""The transport interface: three non-blocking collectives on separate channels, and point-to-point
+messages for a parameter server.
 
-A channel is an ordered sequence of its own (a gloo group, a duplicated MPI communicator):
-collectives of one channel start in the same order on every rank, collectives of different channels
-may overtake each other. One pipeline stage uses one channel, which is why overlapped exchanges
+A channel is an independent, ordered sequence of collectives (a gloo group, a duplicated MPI
+communicator). Collectives on one channel start in the same order on every rank. Collectives on
+different channels are not ordered. Each pipeline stage uses one channel, so overlapped exchanges
 cannot deadlock (docs/explanation/overlap.md).
 
-Who may call what while what is under way, for every communicator:
+Threads and concurrent calls, for every communicator:
 
-- `Channel.CONTROL` (`all_gather_bytes`, whatever ranks agree on beside exchanges) belongs to the
-  main thread, in the same order on every rank, at any time.
-- The other channels belong to one user at a time, who claims them (`Lease`) for a step: an engine
-  from the start of its step to the end, `all_reduce` for its call. Another user gets a
-  GradcompError at once, and wants `duplicate()`.
+- `Channel.CONTROL` (`all_gather_bytes`, and all agreement between ranks outside of exchanges) is
+  used only from the main thread, at any time, in the same order on every rank.
+- The other channels have one user at a time, which claims them with a `Lease`: an engine for the
+  duration of its step, `all_reduce` for the duration of its call. Any other user gets a
+  GradcompError immediately and should use `duplicate()`.
 - `start_send` and `receive` may be called at any time, each from one thread.
-- `abort` may be called from any thread; `subset`, `duplicate` and `close` from the main thread,
-  when nothing is under way.
+- `abort` may be called from any thread. `subset`, `duplicate` and `close` may be called from the
+  main thread while no collective or message is in progress.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ logger = logging.getLogger("gradcomp")
 
 CLOSED = "closed its communicator, or its program ended, while other ranks were waiting for it"
 Counts = Sequence[int]  # bytes to or from each rank
-Message = tuple[int, Tensor]  # its sender, and ``(n,)`` uint8
+Message = tuple[int, Tensor]  # rank of the sender, and its message, ``(n,)`` uint8
 
 
 class Channel(IntEnum):
     """A sequence of collectives that start in the same order on every rank.
 
-    `SCALE`, `FIRST` and `SECOND` are one for each collective of an exchange; `CONTROL` is for what
-    ranks agree on beside exchanges, from the main thread.
+    `SCALE`, `FIRST` and `SECOND` each carry one collective of an exchange. `CONTROL` carries
+    agreement between ranks outside of exchanges, and is used from the main thread only.
     """
 
     SCALE = 0
@@ -61,12 +61,12 @@ class Channel(IntEnum):
 
 
 class RankGone(ConnectionError):
-    """A peer that will not send or receive any more.
+    """A peer that no longer sends or receives.
 
     Args:
-        rank: which one, also an attribute.
-        detail: what is known of the reason, for the message.
-        what: what the message says of the rank.
+        rank: rank of the peer; also an attribute.
+        detail: known reason, appended to the error message; "" if unknown.
+        what: predicate of the error message, after "rank N".
     """
 
     def __init__(self, rank: int, detail: str = "", *, what: str = "is gone") -> None:
@@ -75,21 +75,21 @@ class RankGone(ConnectionError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text: torch's and MPI's have a page of C++ below."""
+    """Return the first line of an error message; torch and MPI append long C++ stack traces."""
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def lost_in_setup(begun: float, why: str, rank: int | None = None) -> PeerLost:
-    """Return the error of a meeting that began at `begun`, on `time.monotonic`'s clock."""
+    """Return the PeerLost for a setup that started at `begun` (`time.monotonic`) and failed."""
     return PeerLost("setup", -1, time.monotonic() - begun, why, rank)
 
 
 def log_wait(rank: int, whom: Callable[[], str]) -> None:
-    """Log this thread's wait, once, when it takes much longer than usual.
+    """Log the current wait of this thread, once, if it takes much longer than usual.
 
     Args:
-        rank: of this process.
-        whom: returns which ranks it waits for; "" where that is not known.
+        rank: rank of this process.
+        whom: returns a description of the ranks being waited for; "" if they are not known.
     """
     wait = current()
     if wait is not None and wait.is_long() and not wait.told:
@@ -104,13 +104,14 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def gave_up(reason: str) -> str:
-    """Return what to say of a rank that has given up: it need not be the one that failed first."""
+    """Return the description of a rank that gave up, which need not be the rank that failed."""
     return f"gave up because of {reason}" if reason else "gave up"
 
 
 def report_gone(gone: Collection[int], reported: set[int], source: int | None) -> None:
-    """Raise RankGone for `source` if it is in `gone`; where `source` is None, for a rank in
-    `gone` that is not in `reported` yet, once.
+    """Raise RankGone for a rank in `gone` that concerns a receive from `source`.
+
+    If `source` is None, each rank in `gone` is raised once and then added to `reported`.
     """
     if source is not None:
         if source in gone:
@@ -121,56 +122,56 @@ def report_gone(gone: Collection[int], reported: set[int], source: int | None) -
 
 
 def no_message(source: int | None) -> TimeoutError:
-    """Return what `Communicator.receive` raises after its timeout."""
+    """Return the error that `Communicator.receive` raises after its timeout."""
     return TimeoutError(f"no message from {'any rank' if source is None else f'rank {source}'}")
 
 
 def too_long(sender: int, nbytes: int, max_nbytes: int) -> ValueError:
-    """Return what `Communicator.receive` raises for a message that was dropped."""
+    """Return the error that `Communicator.receive` raises for a message above its limit."""
     return ValueError(f"rank {sender} sent {nbytes} bytes, at most {max_nbytes} expected")
 
 
 class Work(ABC):
-    """A collective, or a message, that has been started."""
+    """Handle of a collective or a message that has been started."""
 
     @abstractmethod
     def wait(self, timeout_s: float) -> None:
-        """Block until the result stands in the receive buffer.
+        """Wait until the collective or message is complete and its buffers may be used.
 
         Raises:
-            TimeoutError: nothing after `timeout_s` seconds.
+            TimeoutError: not complete after `timeout_s` seconds.
             ConnectionError: a peer is gone.
         """
 
     def is_done(self) -> bool:
-        """Return whether `wait` would return at once; waits for nothing and ends nothing."""
+        """Return whether `wait` would return or raise immediately. Does not block."""
         raise NotImplementedError(f"{type(self).__name__} cannot tell")
 
 
 class Communicator(ABC):
     """A fixed set of ranks that exchange bytes.
 
-    Buffers are contiguous CPU tensors that do not overlap (MPICH refuses some that do); the caller
-    leaves them alone until `Work.wait` returns.
+    Buffers are contiguous CPU tensors that do not overlap (MPICH rejects some that do). The caller
+    must not read or write them until `Work.wait` returns.
     Every rank must start the same collectives in the same order on each channel.
 
-    A transport is a subclass that sets the attributes below and defines `_start_max`,
-    `_start_all_to_all`, `_start_all_gather` and `close`; the public `start_...` methods check who
-    has claimed the channels, and call them. `subset`, `start_send`, `receive`, `abort` and
-    `Work.is_done` are needed for hierarchical exchanges, a parameter server, and errors that name a
-    rank. A row in the `over` fixture of tests/conftest.py runs tests/comm/test_transports.py over
-    it.
+    To add a transport, subclass this, set the attributes below, and define `_start_max`,
+    `_start_all_to_all`, `_start_all_gather` and `close`. The public ``start_...`` methods check
+    that the channel is not claimed by another user, then call these. Hierarchical exchanges, the
+    parameter server, and errors that name a rank also need `subset`, `start_send`, `receive`,
+    `abort` and `Work.is_done`. Add a row to the `over` fixture of tests/conftest.py to run
+    tests/comm/test_transports.py over the transport.
 
     Attributes:
-        rank: number of this process in the set.
-        world_size: number of processes in the set.
-        timeout_s: seconds that its users wait for a peer by default.
+        rank: rank of this process in the set.
+        world_size: number of ranks in the set.
+        timeout_s: default timeout of a wait for a peer, in seconds.
     """
 
     rank: int
     world_size: int
     timeout_s: float = 300.0
-    _held: weakref.ref[Lease] | None = None  # who has claimed the channels of exchanges
+    _held: weakref.ref[Lease] | None = None  # the lease that has claimed the exchange channels
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -184,10 +185,10 @@ class Communicator(ABC):
     # ---- collectives -----------------------------------------------------------------------------
 
     def start_max(self, values: Tensor, channel: Channel) -> Work:
-        """Begin to replace `values`, ``(n,)`` int32, by the elementwise maximum over all ranks.
+        """Start an all_reduce of `values`, ``(n,)`` int32, in place, with the elementwise maximum.
 
         Raises:
-            GradcompError: another user has claimed the channels; so of the next two.
+            GradcompError: another user has claimed the channel.
         """
         self._check_claim(channel)
         return self._start_max(values, channel)
@@ -195,14 +196,19 @@ class Communicator(ABC):
     def start_all_to_all(
         self, send: Tensor, send_nbytes: Counts, recv: Tensor, recv_nbytes: Counts, channel: Channel
     ) -> Work:
-        """Begin to send rank k the k-th run of `send` (uint8) and to receive its run for this
-        rank into `recv`.
+        """Start an all_to_all of consecutive slices of `send` into `recv`, both flat and uint8.
+
+        Slice k of `send` has ``send_nbytes[k]`` bytes and is sent to rank k. Slice k of `recv` has
+        ``recv_nbytes[k]`` bytes and is received from rank k. Raises GradcompError as `start_max`.
         """
         self._check_claim(channel)
         return self._start_all_to_all(send, send_nbytes, recv, recv_nbytes, channel)
 
     def start_all_gather(self, send: Tensor, recv: Tensor, channel: Channel) -> Work:
-        """Begin to gather all ranks' `send`, ``(n,)`` uint8, into ``(world_size * n,)``."""
+        """Start an all_gather of `send`, ``(n,)`` uint8, into `recv`, ``(world_size * n,)`` uint8.
+
+        Raises GradcompError as `start_max`.
+        """
         self._check_claim(channel)
         return self._start_all_gather(send, recv, channel)
 
@@ -220,7 +226,11 @@ class Communicator(ABC):
     def all_gather_bytes(
         self, data: bytes, timeout_s: float, channel: Channel = Channel.CONTROL
     ) -> list[bytes]:
-        """Return every rank's `data` (of the same length everywhere), waiting for it."""
+        """Return the `data` of every rank, in rank order. Collective; lengths must be equal.
+
+        Raises:
+            TimeoutError, ConnectionError: as `Work.wait`.
+        """
         send = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         recv = torch.empty(self.world_size * len(data), dtype=torch.uint8, device="cpu")
         self.start_all_gather(send, recv, channel).wait(timeout_s)
@@ -228,8 +238,7 @@ class Communicator(ABC):
         return [whole[i : i + len(data)] for i in range(0, len(whole), len(data))]
 
     def identity(self, timeout_s: float) -> bytes:
-        """Return 16 bytes that the ranks of this communicator, and no others, have in common.
-        Collective at first.
+        """Return 16 bytes, equal on the ranks of this communicator only. Collective at first.
 
         Raises:
             TimeoutError, ConnectionError: as `Work.wait`.
@@ -242,41 +251,45 @@ class Communicator(ABC):
     # ---- users -----------------------------------------------------------------------------------
 
     def lease(self, user: str) -> Lease:
-        """Return this communicator for `user`, who may claim its channels (`Lease.claim`)."""
+        """Return a `Lease`, with which `user` can claim the exchange channels."""
         return Lease(self, user)
 
     def _holder(self) -> Lease | None:
         return self._held() if self._held is not None else None
 
     def _check_claim(self, channel: Channel, user: Lease | None = None) -> None:
-        """Raise GradcompError where another user than `user` has claimed a channel."""
+        """Raise GradcompError if a user other than `user` has claimed `channel`."""
         holder = self._holder()
         if holder not in (None, user) and channel is not Channel.CONTROL:
             raise holder.refuse("a collective")
 
     def check_overlap(self) -> None:
-        """Raise RuntimeError where this rank cannot start collectives from several threads."""
+        """Raise RuntimeError if this rank cannot start collectives from several threads."""
 
     @property
     def kept(self) -> dict[Any, Any]:
-        """What callers keep with this communicator: buffers, step counters."""
+        """Dictionary in which callers store their own state: buffers, step counters."""
         return self.__dict__.setdefault("_kept", {})  # type: ignore[no-any-return]
 
     # ---- other communicators ---------------------------------------------------------------------
 
     def subset(self, ranks: Sequence[int], timeout_s: float) -> Communicator:
-        """Return a communicator of `ranks`, in that order. Collective among them."""
+        """Return a communicator of `ranks`, in that order. Collective over `ranks`.
+
+        `timeout_s` is the timeout of the setup and of later waits, in seconds.
+        """
         raise NotImplementedError(f"{type(self).__name__} makes no communicators of fewer ranks")
 
     def node_subset(self, ranks: Sequence[int], timeout_s: float) -> Communicator:
-        """As `subset`, of ranks that share a host."""
+        """Return a communicator of `ranks`, which share a host; otherwise as `subset`."""
         return self.subset(ranks, timeout_s)
 
     def duplicate(self, timeout_s: float | None = None) -> Communicator:
-        """Return another communicator of the same ranks, with channels of its own. Collective.
+        """Return another communicator of the same ranks with separate channels. Collective.
 
         Args:
-            timeout_s: seconds that its users wait for a peer; None: those of this one.
+            timeout_s: timeout of the setup and of later waits, in seconds; None: that of this
+                communicator.
         """
         seconds = self.timeout_s if timeout_s is None else timeout_s
         return self.subset(range(self.world_size), seconds)
@@ -289,48 +302,54 @@ class Communicator(ABC):
             raise ValueError(f"rank {self.rank} of {self.world_size} cannot send to rank {to}")
 
     def start_send(self, message: Tensor, to: int) -> Work:
-        """Begin to send `message`, ``(n,)`` uint8, to rank `to`; order is kept for each pair."""
+        """Start to send `message`, ``(n,)`` uint8, to rank `to`. Messages to a rank stay in order.
+
+        Raises:
+            ValueError: `to` is this rank or does not exist.
+            RankGone: rank `to` is known to be gone.
+        """
         raise NotImplementedError(f"{type(self).__name__} sends no messages from rank to rank")
 
     def receive(self, timeout_s: float, source: int | None = None, *, max_nbytes: int) -> Message:
-        """Wait for a message from rank `source`, or from any rank: return (its sender, the message,
-        ``(n,)`` uint8).
+        """Wait for a message from rank `source` (None: any rank), and return (rank of the sender,
+        message, ``(n,)`` uint8).
 
         Raises:
-            TimeoutError: nothing after `timeout_s` seconds; a later call may still receive.
-            RankGone: a sender is gone (with any source: once for each); the others can still be
-                heard.
-            ValueError: a message of more than `max_nbytes`; it is dropped unread.
+            TimeoutError: no message after `timeout_s` seconds; a later call may still receive it.
+            RankGone: `source` is gone. With ``source=None``, raised once for each rank that is
+                gone; messages from other ranks can still be received.
+            ValueError: the message has more than `max_nbytes` bytes and was dropped.
         """
         raise NotImplementedError(f"{type(self).__name__} sends no messages from rank to rank")
 
     def abort(self, reason: str = "") -> None:
-        """Tell the peers, where the transport can, that this rank has given up, and why."""
+        """Notify peers that this rank has given up because of `reason`, if the transport can."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what the communicator holds. Closing twice is harmless."""
+        """Release the resources of the communicator. A second call has no effect."""
 
 
 _leases = threading.Lock()
 
 
 def _same(method: str) -> Any:
-    """Return a method of `Lease` that is the one of its communicator."""
+    """Return a method that calls the communicator's method of that name."""
     return lambda self, *args, **named: getattr(self._comm, method)(*args, **named)
 
 
 class Lease(Communicator):
-    """A communicator in the hands of one user, who claims the channels of exchanges before a step
-    and releases them after.
+    """A communicator for one user, which claims the exchange channels before a step and releases
+    them after it.
 
-    While they are claimed nobody else can claim them or start a collective on them, and everything
-    the user starts goes through the lease. It can be claimed again and again; ``with
-    comm.lease("what for") as lease:`` does once. A lease that is dropped holds nothing.
+    While the channels are claimed, no other user can claim them or start a collective on them, and
+    their user must start its collectives through the lease. A lease can be claimed and released
+    repeatedly; ``with comm.lease("user") as lease:`` does so once. A lease that is garbage
+    collected releases its claim.
 
     Args:
-        comm: the communicator; the lease closes and aborts it.
-        user: who this is, for the error that another one gets.
+        comm: the wrapped communicator. `close` and `abort` of the lease close and abort it.
+        user: name of the user, for the error that other users get.
     """
 
     def __init__(self, comm: Communicator, user: str) -> None:
@@ -338,10 +357,10 @@ class Lease(Communicator):
         self.rank, self.world_size, self.timeout_s = comm.rank, comm.world_size, comm.timeout_s
 
     def claim(self) -> None:
-        """Take the channels of exchanges; nothing happens where this lease has them.
+        """Claim the exchange channels; no effect if this lease has already claimed them.
 
         Raises:
-            GradcompError: another user has.
+            GradcompError: another user has claimed them.
         """
         with _leases:
             holder = self._comm._holder()
@@ -351,13 +370,13 @@ class Lease(Communicator):
                 raise holder.refuse(self.user)
 
     def release(self) -> None:
-        """Let others have the channels; nothing happens where this lease does not have them."""
+        """Release the exchange channels; no effect if this lease has not claimed them."""
         with _leases:
             if self._comm._holder() is self:
                 self._comm._held = None
 
     def refuse(self, other: str) -> GradcompError:
-        """Return what another user gets who wants the channels."""
+        """Return the error for a user `other` that tries to use the claimed channels."""
         return GradcompError(
             f"{other} cannot start on this communicator while {self.user} has an exchange under way"
             " on it: finish that first (or close it), or give one of them a communicator of its"

@@ -1,10 +1,9 @@
-"""The gloo groups of one TorchCommunicator, the collectives under way on them, and what is kept
-when one never ends.
+"""The gloo groups of one TorchCommunicator, and the collectives in progress on them.
 
-The groups are gradcomp's own: torch.distributed does not know of them, so their names do not depend
-on how many groups a rank has made, and dropping one gives its sockets and threads back at once. One
-with a collective under way is kept instead, since dropping it would block until the collective's
-timeout.
+The groups are not registered with torch.distributed. Their names therefore do not depend on how
+many groups a rank has created, and deleting one closes its sockets and ends its threads
+immediately. A group with a collective in progress is kept alive instead, since deleting it would
+block until the timeout of the collective.
 """
 
 from __future__ import annotations
@@ -29,35 +28,35 @@ from gradcomp.comm.torch_private import make_gloo, store_below, store_is_gone
 from gradcomp.errors import GradcompError, peers_answer
 from gradcomp.waits import current
 
-SLICE_S = 0.5  # longest wait that does not look whether this rank or a peer has given up
-LOOK_S = 0.2  # longest wait for the store to say so
-NOTE_S = 2.0  # from then on peers can read what this rank waits for
-GRACE_S = 0.1  # what a peer sent before it gave up may still arrive
-CONNECT_S = 60.0  # longest wait for ranks that are all there
-# pauses between looks for who has broken a connection: a process that ends closes its sockets one
-# by one, and those of its peers may come first
+SLICE_S = 0.5  # longest wait between two checks whether this rank or a peer has given up
+LOOK_S = 0.2  # longest wait for the store in such a check
+NOTE_S = 2.0  # a wait longer than this is announced to peers in a note
+GRACE_S = 0.1  # messages that a peer sent before it gave up may still arrive
+CONNECT_S = 60.0  # longest wait for a connection between ranks that have met
+# pauses between probes for the rank that broke a connection: a process that exits closes its
+# sockets one by one, and may close its connections before its listening socket
 ENDING_S = (0.05, 0.2, 0.5)
-OWN_DESCRIPTORS = 4  # of a gloo group, beside a socket for each peer
+OWN_DESCRIPTORS = 4  # file descriptors of a gloo group besides one socket for each peer
 DATA = (Channel.SCALE, Channel.FIRST, Channel.SECOND)
 
-# what first went wrong in a job
+# first failure in a job, by default process group
 _failed: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-# groups with a collective that no peer has answered yet
+# gloo groups kept alive because of collectives in progress, and these collectives
 _stuck: list[tuple[list[Any], set[_GlooWork]]] = []
-_open: weakref.WeakSet[Groups] = weakref.WeakSet()  # that this process has made
+_open: weakref.WeakSet[Groups] = weakref.WeakSet()  # all that this process has made
 
 
 class Groups:
-    """One gloo group a channel, connected when a channel is first used: those of an exchange
-    together.
+    """The gloo groups of a communicator, one for each channel, connected when it is first used.
+
+    The first use of a channel of exchanges connects the groups of all three.
 
     Args:
-        store: in which these ranks, and no others, meet.
-        timeout_s: seconds after which a collective fails by itself, and to wait for ranks that have
-            not connected yet.
-        job: returns the default process group, None if they are of none or it is gone. What goes
-            wrong on some groups of a job is also why others are closed.
-        one_host: all ranks are on this host.
+        store: store used by these ranks only.
+        timeout_s: timeout of a collective in gloo, and of a connection, in seconds.
+        job: returns the default process group that the ranks belong to; None if there is none. A
+            failure on some groups of a job is the reason that others report when they are closed.
+        one_host: whether all ranks are on this host.
     """
 
     def __init__(
@@ -73,18 +72,18 @@ class Groups:
         self._store, self._timeout_s, self._one_host = store, timeout_s, one_host
         self._rank, self._world_size = rank, world_size
         self._made: dict[Channel, Any] = {}
-        self._cards: list[bytes] = []  # where the ranks are
+        self._cards: list[bytes] = []  # of all ranks, for `find_lost`
         self._lock = threading.Lock()
         self._job = job
         self.notes = Notes(store, rank)
         self.pending: set[_GlooWork] = set()
-        self.broken = ""  # why nothing on these groups can be relied on
+        self.broken = ""  # why these groups have failed; "" if they have not
         self.closed = False
         _open.add(self)
 
     def start(self, channel: Channel, begin: Callable[..., Any], *args: object) -> Work:
-        """Begin a collective by ``begin(group, *args)``; the groups keep `args`, its buffers, until
-        it is done.
+        """Start a collective by ``begin(group, *args)``, and keep `args`, its buffers, alive until
+        it is complete. RuntimeError if closed, ConnectionError if this rank has given up.
         """
         if self.closed:
             raise RuntimeError("this communicator is closed")
@@ -97,14 +96,14 @@ class Groups:
             raise ConnectionError(_broke(error)) from error
 
     def lose(self, reason: str) -> None:
-        """Remember the first reason why nothing on these groups can be relied on."""
+        """Mark these groups as failed, and record the first reason for them and the job."""
         self.broken = self.broken or reason
         job = self._job()
         if job is not None:
             _failed.setdefault(job, self.broken)
 
     def find_lost(self) -> RankGone | None:
-        """Look which rank is not at work any more; peers find in a note what this one has found."""
+        """Probe for a lost rank, return its error, and leave a note for peers; None if unknown."""
         found = find_lost(self._cards, self._rank)
         if found is None:
             return None
@@ -115,7 +114,7 @@ class Groups:
         return RankGone(rank, what=what)
 
     def watch(self) -> None:
-        """Note, and log once, a wait of this thread that takes long."""
+        """Announce the current wait of this thread in a note if it is long, and log it once."""
         wait = current()
         if wait is not None and wait.seconds() > NOTE_S:
             if not wait.noted:
@@ -124,8 +123,8 @@ class Groups:
             log_wait(self._rank, self._whom)
 
     def _whom(self) -> str:
-        """Return which ranks a long wait is for: one that is not at work any more, or else those
-        that have not noted that they wait, too.
+        """Describe the ranks that a long wait is for: a lost rank, or else those without a note
+        that they also wait.
         """
         found = find_lost(self._cards, self._rank)
         if found is not None:
@@ -140,14 +139,14 @@ class Groups:
         return "ranks that wait, too: " + ", ".join(f"{rank} in {waits[rank]}" for rank in others)
 
     def give_up(self, reason: str) -> None:
-        """End every wait on these groups within a second: here, and by a note on the peers."""
+        """End every wait on these groups within a second, on this rank and, by a note, on peers."""
         if not self.closed:
             self.lose(reason or "abort() was called")
             if self._world_size > 1:
                 self.notes.give_up(reason)
 
     def close(self) -> None:
-        """Give sockets and threads back. Closing twice is harmless."""
+        """Close sockets and end threads. A second call has no effect."""
         if not self.closed and self._world_size > 1:
             self._leave_note()
         with self._lock:
@@ -157,28 +156,28 @@ class Groups:
         self.pending.clear()
         _sweep()
         if pending:
-            # kept past the end of the interpreter, too: dropping one waits for its timeout
+            # leaked on purpose, also at interpreter exit: deleting a group waits for its timeout
             for group in made:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
             _stuck.append((made, pending))
 
     def leave_to_parent(self) -> None:
-        """Close in a child of the process that made these groups, without a word to the peers."""
-        self._lock = threading.Lock()  # another thread of the parent may have held it
-        # kept for ever: dropping a group waits for its threads, which a child does not have
+        """Close these groups in a forked child, without notifying peers."""
+        self._lock = threading.Lock()  # another thread of the parent may have held the old one
+        # leaked on purpose: deleting a group waits for its threads, which a child does not have
         parents = self._made, self.pending, self._store
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(parents))
         self._made, self.pending, self.closed = {}, set(), True
 
     def drop(self) -> None:
-        """As `close`, where nobody called that: the program may be ending by an exception."""
-        died = getattr(sys, "last_value", None)  # of an exception that nobody caught
+        """Close groups that nobody closed; give up first if the program ends by an exception."""
+        died = getattr(sys, "last_value", None)  # an uncaught exception
         if died is not None and not self.closed:
             self.give_up(f"{type(died).__name__}: {died}".removesuffix(": "))
         self.close()
 
     def _leave_note(self) -> None:
-        """Say why this rank closes to the peers, which see only that a connection ends."""
+        """Leave a note why this rank closes, since peers see only a closed connection."""
         job = self._job()
         failed = self.broken or (_failed.get(job, "") if job is not None else "")
         if not failed and any(not work.is_done() for work in list(self.pending)):
@@ -189,7 +188,7 @@ class Groups:
             self.notes.close()
 
     def connect(self, channel: Channel) -> Any:
-        """Return the group of a channel. The first call connects it, with all ranks."""
+        """Return the gloo group of a channel. The first call connects it (collective, PeerLost)."""
         with self._lock, peers_answer("setup"):
             if channel not in self._made:
                 try:
@@ -201,7 +200,7 @@ class Groups:
 
     def _connect(self, channels: tuple[Channel, ...]) -> None:
         _check_descriptors(len(channels), self._world_size)
-        if channels is not DATA:  # for data the ranks have just met
+        if channels is not DATA:  # for DATA, the ranks have just met
             what, look = "begun to agree on anything", self.notes.look_for_cause
             self._meet("meeting", b"", self._timeout_s, what, look)
         for channel in channels:
@@ -214,11 +213,11 @@ class Groups:
                     "this rank could not connect with all the others: one has ended, or a firewall"
                     f" or GLOO_SOCKET_IFNAME keeps them apart [{first_line(error)}]"
                 ) from error
-        # a rank that leaves before the others are connected would look like a failure to them
+        # wait for all: others would take a rank that closes before they connect for a failure
         name, card, look = f"connected {channels[0]:d}", here(self._one_host), self.notes.look
         self._cards = self._meet(name, card, CONNECT_S, "connected", look)
         job = self._job()
-        if job is not None:  # all ranks are there again
+        if job is not None:  # all ranks are connected, so an earlier failure is over
             _failed.pop(job, None)
 
     def _meet(
@@ -231,7 +230,7 @@ class Groups:
 class _GlooWork(Work):
     def __init__(self, work: Any, groups: Groups, buffers: object) -> None:
         self._work, self._groups = work, groups
-        self._buffers = buffers  # the collective reads and writes them until it is done
+        self._buffers = buffers  # kept alive until the collective is complete
         groups.pending.add(self)
 
     def is_done(self) -> bool:
@@ -244,7 +243,7 @@ class _GlooWork(Work):
             try:
                 self._work.wait(_patience(min(left, SLICE_S)))
             except RuntimeError as error:
-                # it may have been done just after its wait ended: what it says itself counts
+                # it may have completed just after the wait timed out; then its own result counts
                 if self._work.is_completed():
                     self._settle(timeout_s)
                     return
@@ -261,7 +260,7 @@ class _GlooWork(Work):
             self._groups.notes.wait_for("")
 
     def _settle(self, timeout_s: float) -> None:
-        """Return if the collective was done when it ended; raise what has happened otherwise."""
+        """Return if a completed collective succeeded; raise its error otherwise."""
         try:
             self._work.wait(_patience(SLICE_S))
         except RuntimeError as error:
@@ -269,18 +268,21 @@ class _GlooWork(Work):
         self._end()
 
     def _look(self, error: RuntimeError, timeout_s: float, *, ended: bool, last: bool) -> None:
-        """Return if it makes sense to wait on after `error`, raise what has happened otherwise."""
+        """Return if the wait should continue after `error`; raise the cause otherwise.
+
+        `ended`: the collective is complete. `last`: the whole wait of `timeout_s` is over.
+        """
         groups, text = self._groups, first_line(error)
         late = "imed out" in text or "imeout" in text
         ended = ended or not late
         gone = groups.notes.look(LOOK_S) if late else groups.notes.look_for_cause(LOOK_S)
         if gone is not None:
-            # with what the other had sent before: how, the next wait says
+            # data that the peer sent before may complete the collective; the next wait returns it
             if not ended and self._ends_yet():
                 return
-            left = RankGone(gone[0], what=gone[1] if late else f"{gone[1]} [{text}]")
-            groups.lose(str(left))
-            raise left from error
+            peer_gone = RankGone(gone[0], what=gone[1] if late else f"{gone[1]} [{text}]")
+            groups.lose(str(peer_gone))
+            raise peer_gone from error
         if groups.broken and not ended:
             raise ConnectionError(f"this rank has given up: {groups.broken}") from error
         if ended or last:
@@ -297,14 +299,16 @@ class _GlooWork(Work):
             raise (TimeoutError if late else ConnectionError)(why) from error
 
     def _ends_yet(self) -> bool:
-        """Whether it ends within GRACE_S: what it lacks may come after this rank stood still."""
+        """Return whether the collective completes within GRACE_S: its data may still arrive after
+        this process was paused.
+        """
         with contextlib.suppress(RuntimeError):
             self._work.wait(_patience(GRACE_S))
         return self.is_done()
 
 
 def _check_descriptors(groups: int, world_size: int) -> None:
-    """Raise GradcompError where this process may not open enough sockets for these groups."""
+    """Raise GradcompError if this process cannot open enough sockets for `groups` gloo groups."""
     needed = groups * (world_size - 1 + OWN_DESCRIPTORS)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     try:
@@ -320,7 +324,7 @@ def _check_descriptors(groups: int, world_size: int) -> None:
 
 
 def _patience(seconds: float) -> timedelta:
-    """Return at least that long, for torch, which drops what is less than a millisecond."""
+    """Return a timedelta rounded up to whole milliseconds, which torch would round down."""
     return timedelta(milliseconds=max(1, math.ceil(1e3 * seconds)))
 
 
@@ -340,7 +344,7 @@ def _silent(error: BaseException, timeout_s: float) -> str:
 
 
 def _sweep() -> None:
-    """Drop groups that were kept, once their collectives have ended."""
+    """Delete kept groups whose collectives have completed."""
     ended = [kept for kept in _stuck if all(work.is_done() for work in kept[1])]
     _stuck[:] = [kept for kept in _stuck if kept not in ended]
     for made, _ in ended:
@@ -351,7 +355,7 @@ def _sweep() -> None:
 def _leave_to_parent() -> None:
     for groups in list(_open):
         groups.leave_to_parent()
-    _stuck.clear()  # `_sweep` alone would drop their groups
+    _stuck.clear()  # does not delete the groups, since `close` has added a reference
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)

@@ -1,14 +1,13 @@
-"""How two ranks prove to each other over a new connection who they are, without sending the key
-that both have.
+"""Mutual authentication of two ranks over a new connection, by a shared key that is never sent.
 
     connector -> listener    magic, rank of the connector (u32), its nonce
     listener -> connector    nonce of the listener,
                              HMAC-SHA256(key, "listener" + both ranks + both nonces)
     connector -> listener    HMAC-SHA256(key, "connector" + both ranks + both nonces)
 
-Integers are little-endian. The ranks stand in both proofs, so another rank of the same job is a
-stranger, too; the roles do, so no proof serves as the other one. What follows on the connection is
-neither encrypted nor authenticated.
+Integers are little-endian. Both proofs contain the ranks, so a wrong rank of the same job is also
+rejected. They contain the roles, so one proof cannot be replayed as the other. Later data on the
+connection is neither encrypted nor authenticated.
 """
 
 from __future__ import annotations
@@ -25,13 +24,16 @@ _HELLO = struct.Struct(f"<{len(MAGIC)}sI{NONCE_NBYTES}s")
 
 
 class Stranger(ConnectionError):
-    """Whoever is at the other end is not who it should be."""
+    """The process at the other end of a connection is not the expected rank."""
 
 
 async def greet(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, rank: int, peer: int
 ) -> None:
-    """Prove that this is `rank`, once the other end has proved that it is `peer`, else Stranger."""
+    """Authenticate as connector `rank`, after the listener has proved that it is rank `peer`.
+
+    Raises Stranger if the proof of the listener is wrong.
+    """
     mine = secrets.token_bytes(NONCE_NBYTES)
     writer.write(_HELLO.pack(MAGIC, rank, mine))
     theirs = await reader.readexactly(NONCE_NBYTES)
@@ -48,7 +50,10 @@ async def answer(
     rank: int,
     world_size: int,
 ) -> int:
-    """Prove that this is `rank`, and return which rank above it the other end is, else Stranger."""
+    """Authenticate as listener `rank`, and return the rank of the connector, which is above it.
+
+    Raises Stranger if the first message or the proof of the connector is wrong.
+    """
     magic, peer, theirs = _HELLO.unpack(await reader.readexactly(_HELLO.size))
     if magic != MAGIC or not rank < peer < world_size:
         raise Stranger(f"no rank above {rank}")

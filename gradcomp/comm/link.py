@@ -1,5 +1,5 @@
-"""A slow link between ranks that have a fast one, to try on one machine what a training would take
-in another building.
+"""Emulation of a slow link between ranks, to measure on one machine how long training would take on
+a slower network.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from gradcomp.comm.rounds import all_gather_rounds, all_to_all_rounds, max_round
 
 
 class LinkCommunicator(Communicator):
-    """The ranks of another communicator behind a slow link.
+    """A communicator that delays another one as if its ranks were connected by slow links.
 
-    Every rank has one full-duplex link. What it sends leaves in the order in which it was started.
-    A collective begins on `comm` when its bytes have left and been under way for `latency_s` in
-    each of its rounds (all_gather N - 1, all_to_all 1, maximum 2 (N - 1)): a rank that starts late
-    delays its peers as it would over a wire, and no rank is delayed twice.
+    Every rank has one full-duplex link, which sends messages in the order in which they were
+    started. A collective starts on `comm` after the time to send its bytes plus `latency_s` for
+    each of its rounds (all_gather N - 1, all_to_all 1, maximum 2 (N - 1)). A rank that starts late
+    therefore delays its peers as on a real link, and no rank is delayed twice.
 
     Args:
-        comm: moves the bytes in the end; closed with this one.
-        bits_per_s: of each rank's link, in each direction; ``float("inf")`` for latency alone.
-        latency_s: seconds that a message is under way, whatever its size.
+        comm: communicator that moves the bytes after the delay; closed by `close`.
+        bits_per_s: rate of each rank's link in each direction, in bits per second;
+            ``float("inf")`` to emulate latency only.
+        latency_s: latency of a message of any size, in seconds.
 
     Raises:
         TypeError: `comm` is not a communicator, or an option is not a number.
-        ValueError: a rate that is not positive, or a latency that is negative or not finite.
+        ValueError: `bits_per_s` is not positive, or `latency_s` is negative or not finite.
     """
 
     def __init__(self, comm: Communicator, *, bits_per_s: float, latency_s: float = 0.0) -> None:
@@ -55,7 +56,7 @@ class LinkCommunicator(Communicator):
         weakref.finalize(self, self._queues.close).atexit = False
 
     def _same_link(self, comm: Communicator) -> LinkCommunicator:
-        """Return `comm` over this rank's link, of which there is one."""
+        """Return `comm` behind the link that all communicators of this rank share."""
         wire = self._wire
         link = LinkCommunicator(comm, bits_per_s=wire.bits_per_s, latency_s=wire.latency_s)
         link._wire = wire
@@ -89,15 +90,15 @@ class LinkCommunicator(Communicator):
         return self._comm.receive(timeout_s, source, max_nbytes=max_nbytes)
 
     def subset(self, ranks: Sequence[int], timeout_s: float) -> Communicator:
-        """As `Communicator.subset`; both send over this rank's link."""
+        """As `Communicator.subset`; both communicators share this rank's link."""
         return self._same_link(self._comm.subset(ranks, timeout_s))
 
     def node_subset(self, ranks: Sequence[int], timeout_s: float) -> Communicator:
-        """As `Communicator.node_subset`: inside a node there is no link."""
+        """As `Communicator.node_subset`, without a delay: ranks of one node share no slow link."""
         return self._comm.node_subset(ranks, timeout_s)
 
     def duplicate(self, timeout_s: float | None = None) -> Communicator:
-        """As `Communicator.duplicate`; both send over this rank's link."""
+        """As `Communicator.duplicate`; both communicators share this rank's link."""
         return self._same_link(self._comm.duplicate(timeout_s))
 
     def abort(self, reason: str = "") -> None:
@@ -105,14 +106,14 @@ class LinkCommunicator(Communicator):
         self._comm.abort(reason)
 
     def close(self) -> None:
-        """As `Communicator.close`; what is still under way is lost, and waits for it end in
-        ConnectionError.
+        """Close `comm`, too. Collectives and messages still delayed are dropped, and waits for them
+        raise ConnectionError.
         """
         self._queues.close()
         self._comm.close()
 
     def _send(self, channel: object, nbytes: int, rounds: int, start: Callable[[], Work]) -> Work:
-        """Have `start` called when `nbytes` have left and been under way for `rounds` latencies."""
+        """Schedule `start` for when the link has sent `nbytes`, plus `rounds` latencies."""
         with self._queues.lock:
             work = _LinkWork(self, self._wire.send(nbytes, rounds), start)
             self._queues.put(channel, work)
@@ -120,25 +121,25 @@ class LinkCommunicator(Communicator):
 
 
 class _Wire:
-    """The one link of a rank, which all its communicators share."""
+    """The link of a rank, shared by all of its communicators."""
 
     def __init__(self, bits_per_s: float, latency_s: float) -> None:
         self.bits_per_s, self.latency_s = bits_per_s, latency_s
-        self._free = 0.0  # when all that was started has been sent
+        self._free = 0.0  # time at which everything started so far has been sent
         self._lock = threading.Lock()
 
     def send(self, nbytes: int, rounds: int) -> float:
-        """Return when `nbytes` that are sent now arrive."""
+        """Return the time (`time.monotonic`) at which `nbytes` sent now arrive."""
         with self._lock:
             self._free = max(time.monotonic(), self._free) + 8 * nbytes / self.bits_per_s
             return self._free + rounds * self.latency_s
 
 
 class _LinkWork(Work):
-    """What is under way until `due`, and then begins on the communicator beneath."""
+    """A collective or message that starts on the wrapped communicator at time `due`."""
 
     def __init__(self, link: LinkCommunicator, due: float, start: Callable[[], Work]) -> None:
-        # a link that nobody else uses lives on until this has arrived
+        # keeps the link alive until this has started
         self._link: LinkCommunicator | None = link
         self._due, self._start = due, start
         self._begun: concurrent.futures.Future[Work] = concurrent.futures.Future()
@@ -166,7 +167,7 @@ class _LinkWork(Work):
 
 
 class _Queues:
-    """What is under way, by channel, so that each keeps its order."""
+    """Delayed work, one FIFO queue and one thread for each channel, which preserves its order."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -174,13 +175,13 @@ class _Queues:
         self._queues: dict[object, SimpleQueue[_LinkWork | None]] = {}
 
     def put(self, channel: object, work: _LinkWork) -> None:
-        """Have `work` arrive in its turn. Holds `lock`."""
+        """Append `work` to the queue of a channel. The caller holds `lock`."""
         if self._closed.is_set():
             raise ConnectionError("the link is closed")
         if channel not in self._queues:
             queue = self._queues[channel] = SimpleQueue()
             name, args = f"gradcomp-link-{channel!s}", (queue, self._closed)
-            # a daemon: no process waits for a slow link
+            # a daemon, so that the process can exit before the link has sent everything
             threading.Thread(target=_serve, args=args, name=name, daemon=True).start()
         self._queues[channel].put(work)
 
@@ -195,4 +196,4 @@ class _Queues:
 def _serve(queue: SimpleQueue[_LinkWork | None], closed: threading.Event) -> None:
     while (work := queue.get()) is not None:
         work.arrive(closed)
-        del work  # it knows the communicator, which is to go when nobody uses it
+        del work  # it refers to the communicator, which must be collectable while this waits

@@ -1,8 +1,6 @@
-"""N ranks in one process: each rank is a thread with its own communicator, sharing memory under one
-lock.
+"""Communicators for ranks that are threads of one process and share memory under one lock.
 
-For tests at world sizes that no test machine has processes for, and for trying out codecs without a
-cluster.
+They are meant for tests at large world sizes and for trying out codecs without a cluster.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from gradcomp.comm.base import Channel, Communicator, Counts, Message, RankGone,
 
 @dataclass
 class _Slot:
-    """One collective under way: what each rank gave, and how many have fetched their result."""
+    """One collective in progress: the input of each rank, and how many ranks have the result."""
 
     given: dict[int, list[Tensor]] = field(default_factory=dict)
     kinds: set[str] = field(default_factory=set)
@@ -31,13 +29,13 @@ class _Slot:
 
 
 class _Board:
-    """Where the ranks of one group meet."""
+    """Shared state of the ranks of one group, guarded by `changed`."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self.changed = threading.Condition()
         self.slots: dict[tuple[Channel, int], _Slot] = {}
-        self.gone: dict[int, str] = {}  # why a rank takes part no more
+        self.gone: dict[int, str] = {}  # ranks that were closed or aborted, and the reason
         self.subsets: dict[tuple[tuple[int, ...], int], _Board] = {}
         self.mail: list[deque[Message]] = [deque() for _ in range(world_size)]
 
@@ -82,7 +80,7 @@ class _LocalWork(Work):
 
 
 class Sent(Work):
-    """A message that has left."""
+    """A message that has been delivered."""
 
     def wait(self, timeout_s: float) -> None:
         return
@@ -92,20 +90,20 @@ class Sent(Work):
 
 
 class LocalCommunicator(Communicator):
-    """One rank of a group inside this process; make them all at once with `group`."""
+    """One rank of a group of threads in this process. `group` creates all ranks of a group."""
 
     def __init__(self, board: _Board, rank: int) -> None:
         self._board, self.rank, self.world_size = board, rank, board.world_size
         self._started = dict.fromkeys(Channel, 0)
         self._subsets: Counter[tuple[int, ...]] = Counter()
-        self._reported: set[int] = set()  # ranks whose end `receive` has reported
+        self._reported: set[int] = set()  # ranks for which `receive` has raised RankGone
 
     @classmethod
     def group(cls, world_size: int) -> list[LocalCommunicator]:
-        """Return the communicators of `world_size` ranks, one for each thread that plays a rank.
+        """Return the communicators of a new group, in rank order, for one thread each.
 
         Raises:
-            ValueError: `world_size` below 1.
+            ValueError: `world_size` is below 1.
         """
         if world_size < 1:
             raise ValueError(f"world_size must be at least 1, got {world_size}")
@@ -130,7 +128,7 @@ class LocalCommunicator(Communicator):
         return self._start("all_gather", [send.clone()], channel, self._join(0, recv, nbytes))
 
     def _join(self, number: int, recv: Tensor, nbytes: Counts) -> Callable[[_Slot], None]:
-        """Return what joins the run `number` of every rank into `recv`."""
+        """Return a function that concatenates slice `number` of every rank's input into `recv`."""
 
         def fetch(slot: _Slot) -> None:
             runs = [slot.given[rank][number] for rank in range(self.world_size)]
@@ -158,7 +156,7 @@ class LocalCommunicator(Communicator):
     def subset(self, ranks: Sequence[int], timeout_s: float) -> LocalCommunicator:
         members, board = tuple(ranks), self._board
         with board.changed:
-            self._subsets[members] += 1  # a rank's k-th of these meets the others' k-th
+            self._subsets[members] += 1  # the k-th call for `members` is matched on all ranks
             key = members, self._subsets[members]
             inner = board.subsets.setdefault(key, _Board(len(members)))
         comm = LocalCommunicator(inner, members.index(self.rank))
@@ -192,11 +190,11 @@ class LocalCommunicator(Communicator):
                 board.changed.wait(left)
 
     def abort(self, reason: str = "") -> None:
-        """Make every wait of the other ranks for this one end in ConnectionError."""
+        """Make every wait of other ranks for this rank raise ConnectionError."""
         with self._board.changed:
             self._board.gone.setdefault(self.rank, reason)
             self._board.changed.notify_all()
 
     def close(self) -> None:
-        """Leave the group; waits of peers for this rank end in ConnectionError."""
+        """Leave the group; waits of other ranks for this rank raise ConnectionError."""
         self.abort()

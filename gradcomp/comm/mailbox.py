@@ -1,9 +1,9 @@
-"""Messages from rank to rank over TCP, for transports whose own cannot be given up (a gloo receive
-cannot be interrupted).
+"""Point-to-point messages over TCP, for transports whose own receive cannot be cancelled (gloo).
 
-Every rank listens, tells the others where, and connects to the ranks below it; both ends prove who
-they are. One asyncio loop in a daemon thread moves the bytes. A message is its length (u64,
-little-endian) and its bytes; the bytes are read only when `receive` has memory for them.
+Every rank listens, sends its address to the others, and connects to all lower ranks. Both ends
+authenticate (`gradcomp.comm.handshake`). One asyncio loop in a daemon thread moves the bytes. A
+message is its length (u64, little-endian) followed by its bytes. The bytes are read only after
+`receive` has allocated memory for them.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from gradcomp.errors import peers_answer
 
 logger = logging.getLogger("gradcomp")
 
-CARD_NBYTES = 1024  # what a rank tells about itself, padded
+CARD_NBYTES = 1024  # padded JSON by which a rank describes itself
 KEY_NBYTES = 32
 PART_NBYTES = 1 << 20
-SPARE_CONNECTIONS = 16  # that may wait beside those of the ranks
-CLOSE_S = 3.0  # longest wait for peers to take what was sent to them
+SPARE_CONNECTIONS = 16  # length of the listen queue beyond one connection for each rank
+CLOSE_S = 3.0  # longest wait in `close` for peers to receive pending messages
 CONNECT_S = 10.0  # longest wait for a connection
-HANDSHAKE_S = 10.0  # longest wait for a stranger's proof
+HANDSHAKE_S = 10.0  # longest wait for the proof of an incoming connection
 _LENGTH = struct.Struct("<Q")
 _BROKEN = (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError)
 
@@ -49,20 +49,20 @@ Share = Callable[[bytes], Sequence[bytes]]
 
 @dataclass(eq=False)
 class _Incoming:
-    """A message whose length has arrived: `memory` decides where its bytes go, None drops them."""
+    """A message whose length has arrived."""
 
     sender: int
     nbytes: int
-    memory: asyncio.Future[memoryview | None]
-    message: Tensor | None = None  # once it has been accepted
-    arrived: bool = False
+    memory: asyncio.Future[memoryview | None]  # destination of its bytes; None drops them
+    message: Tensor | None = None  # the same memory, (nbytes,) uint8, after `receive` accepted it
+    arrived: bool = False  # complete
 
 
 class _Peer(NamedTuple):
-    """A rank that is connected."""
+    """The connection with a rank."""
 
     writer: asyncio.StreamWriter
-    lock: asyncio.Lock  # of the message that is being sent
+    lock: asyncio.Lock  # held while a message is being sent
     reading: asyncio.Task[None]
 
 
@@ -83,20 +83,23 @@ class _Sending(base.Work):
 
 
 class Mailbox:
-    """Sends messages to the other ranks and receives theirs.
+    """Point-to-point messages between all ranks. The constructor is collective.
 
-    Every rank must be connected within `timeout_s`: PeerLost for one that cannot be reached, or is
-    not who it should be. `share`, a collective call, gives this rank's bytes (of one length) to all
-    ranks and returns everyone's.
+    Args:
+        share: an all_gather of bytes of equal length, which returns those of all ranks.
+        timeout_s: timeout of the connection of all ranks, in seconds.
+
+    Raises:
+        PeerLost: phase "setup"; a rank cannot be reached, or fails to authenticate.
     """
 
     def __init__(self, rank: int, world_size: int, share: Share, timeout_s: float) -> None:
-        # what the loop holds; so that this goes when its user drops it
+        # the loop refers to this and not to the Mailbox, so that the Mailbox can be collected
         self._post = _Post(rank, world_size)
         loop = self._loop = asyncio.new_event_loop()
         thread = threading.Thread(target=_run, args=(loop,), name="gradcomp-messages", daemon=True)
         thread.start()
-        # at the latest when the interpreter ends
+        # runs at interpreter exit at the latest
         self._end = weakref.finalize(self, _stop, loop, thread, self._post.peers)
         try:
             with peers_answer("setup", called="start_send or receive"):
@@ -106,7 +109,7 @@ class Mailbox:
             raise
 
     def start_send(self, message: Tensor, to: int) -> base.Work:
-        """Begin to send ``(n,)`` uint8."""
+        """Start to send `message`, ``(n,)`` uint8; RankGone if rank `to` is gone."""
         if to in self._post.gone:
             raise base.RankGone(to)
         sending = asyncio.run_coroutine_threadsafe(self._post.send(message, to), self._loop)
@@ -124,12 +127,14 @@ class Mailbox:
                         return found.sender, message
                 base.report_gone(post.gone, post.reported, source)
                 left = deadline - time.monotonic()
-                if left <= 0:  # what is on its way goes on arriving, for a later call
+                if left <= 0:  # accepted messages continue to arrive, for a later call
                     raise base.no_message(source)
                 post.changed.wait(left)
 
     def _accept(self, found: _Incoming, max_nbytes: int) -> Tensor:
-        """Return where the bytes of a message come; ValueError for one that is dropped."""
+        """Return the tensor that receives the bytes of a message, allocated at the first call;
+        ValueError for a message above `max_nbytes`, which is dropped.
+        """
         if found.message is not None:
             return found.message
         if found.nbytes > max_nbytes:
@@ -141,18 +146,18 @@ class Mailbox:
         return found.message
 
     def close(self) -> None:
-        """Close every connection, which peers notice. Closing twice is harmless."""
+        """Close every connection, which peers detect. A second call has no effect."""
         self._end()
 
     def _meet(self, share: Share, timeout_s: float) -> None:
-        """Connect every two ranks, by the key of rank 0."""
+        """Connect all pairs of ranks, authenticated by a random key of rank 0. Collective."""
 
-        def tell(card: dict[str, Any]) -> list[dict[str, Any]]:
+        def share_card(card: dict[str, Any]) -> list[dict[str, Any]]:
             padded = json.dumps(card).encode().ljust(CARD_NBYTES)
             return [json.loads(data) for data in share(padded)]
 
         post = self._post
-        first = tell({"host": host_identity(), "key": secrets.token_hex(KEY_NBYTES)})
+        first = share_card({"host": host_identity(), "key": secrets.token_hex(KEY_NBYTES)})
         one_host = len({card["host"] for card in first}) == 1
         with contextlib.ExitStack() as stack:
             try:
@@ -161,7 +166,7 @@ class Mailbox:
                 card = dict(zip(("address", "port"), listener.getsockname(), strict=False))
             except OSError as error:
                 card = {"error": str(error).encode("ascii", "replace").decode()[:800]}
-            cards = tell(card)
+            cards = share_card(card)
             for rank, theirs in enumerate(cards):
                 if why := theirs.get("error"):
                     raise ConnectionError(f"rank {rank} cannot listen for messages: {why}")
@@ -174,16 +179,19 @@ class Mailbox:
 
 
 class _Post:
-    """Connections and messages; all but `changed` and what it guards belongs to the loop."""
+    """Connections and messages of a Mailbox.
+
+    `changed` guards `incoming`, `gone` and `reported`. Only the loop uses the other attributes.
+    """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
         self.changed = threading.Condition()
         self.incoming: list[_Incoming] = []
         self.gone: set[int] = set()
-        self.reported: set[int] = set()  # ranks whose end `receive` has reported
+        self.reported: set[int] = set()  # ranks for which `receive` has raised RankGone
         self.peers: dict[int, _Peer] = {}
-        self._strangers: set[asyncio.Task[None]] = set()  # that have not proved who they are
+        self._strangers: set[asyncio.Task[None]] = set()  # connections being authenticated
         self._complete = asyncio.Event()
 
     # ---- connecting ------------------------------------------------------------------------------
@@ -191,7 +199,7 @@ class _Post:
     async def join(
         self, listener: socket.socket, cards: Sequence[dict[str, Any]], key: bytes, timeout_s: float
     ) -> None:
-        """Return when every two ranks are connected; close what has led to nothing.
+        """Connect this rank with all others, and close connections that were not authenticated.
 
         Raises asyncio.TimeoutError after `timeout_s`, ConnectionError if a rank cannot be reached.
         """
@@ -209,7 +217,7 @@ class _Post:
                 task.cancel()
 
     async def _greet(self, peer: int, card: dict[str, Any], key: bytes) -> None:
-        """Connect to a rank below."""
+        """Connect to a lower rank."""
         address, port = str(card["address"]), int(card["port"])
         writer = None
         try:
@@ -229,7 +237,7 @@ class _Post:
     async def _answer(
         self, key: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Take the connection of a rank above."""
+        """Accept the connection of a higher rank."""
         task = asyncio.current_task()
         assert task is not None
         self._strangers.add(task)
@@ -239,7 +247,7 @@ class _Post:
             if peer in self.peers:
                 raise Stranger(f"a second rank {peer}")
             self._take(peer, reader, writer)
-        # cancelled when all ranks are here; asyncio would log a page for a task that ends by it
+        # cancelled once all ranks are connected; asyncio logs a task that ends with CancelledError
         except (*_BROKEN, asyncio.CancelledError) as error:
             why = str(error) or type(error).__name__
             logger.debug("gradcomp: rank %d sent a connection away: %s", self.rank, why)
@@ -249,7 +257,7 @@ class _Post:
                 writer.transport.abort()
 
     def _take(self, peer: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # so that drain() means: the caller's memory is free
+        # so that drain() returns only when the caller may reuse its memory
         writer.transport.set_write_buffer_limits(0)
         writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         reading = asyncio.ensure_future(self._read(peer, reader))
@@ -260,7 +268,7 @@ class _Post:
     # ---- messages --------------------------------------------------------------------------------
 
     async def send(self, message: Tensor, to: int) -> None:
-        """Send a message; return when its memory is free."""
+        """Send a message, and return when the caller may reuse its memory."""
         writer, lock, _ = self.peers[to]
         async with lock:
             writer.write(_LENGTH.pack(message.numel()))
@@ -268,7 +276,7 @@ class _Post:
             await writer.drain()
 
     async def _read(self, peer: int, reader: asyncio.StreamReader) -> None:
-        """Read every message of a peer, one at a time, once there is memory for it."""
+        """Read the messages of a peer, one at a time, each after memory for it is allocated."""
         try:
             while True:
                 (nbytes,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
@@ -307,7 +315,7 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 def _stop(
     loop: asyncio.AbstractEventLoop, thread: threading.Thread, peers: dict[int, _Peer]
 ) -> None:
-    """Deliver what has been sent, close every connection, end the loop."""
+    """Flush pending messages, close every connection, and end the loop."""
 
     async def end() -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -317,11 +325,11 @@ def _stop(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        loop.call_soon(loop.stop)  # after what the cancelled tasks have begun to close
+        loop.call_soon(loop.stop)  # after callbacks that the cancelled tasks have scheduled
 
     if thread.is_alive():
         asyncio.run_coroutine_threadsafe(end(), loop)
-        # a finalizer runs wherever the garbage collector does
+        # a finalizer may run in any thread, also in this one
         if threading.current_thread() is not thread:
             thread.join(2 * CLOSE_S)
 

@@ -1,5 +1,5 @@
-"""MPI as a communicator (mpi4py buffer calls): one duplicated communicator a channel, never a
-blocking call.
+"""A communicator over MPI (buffer calls of mpi4py), with one duplicated MPI communicator for each
+channel and non-blocking calls only.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from gradcomp.errors import PeerMismatch
 
 logger = logging.getLogger("gradcomp")
 
-NEWS_EVERY_S = 0.005  # how often a wait looks whether a peer has given up
-MEETING = TAGS  # the tag of "I am about to make this subset"
+NEWS_EVERY_S = 0.005  # interval at which a wait checks whether a peer has given up
+MEETING = TAGS  # tag of the message that announces the creation of a subset
 RANK_VARIABLES = (
     ("RANK", "WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("PMI_RANK", "PMI_SIZE"),
 )
-GRACE_S = 0.5  # what a peer sent before it gave up may still arrive
+GRACE_S = 0.5  # messages that a peer sent before it gave up may still arrive
 
 
 def _mpi() -> Any:
-    """Return mpi4py's MPI module; the first import initialises MPI."""
+    """Return the MPI module of mpi4py. The first import initialises MPI."""
     try:
         from mpi4py import MPI
     except ImportError as error:
@@ -56,7 +56,11 @@ def _mpi() -> Any:
 
 
 def load() -> Any:
-    """As `_mpi`; ValueError if MPI sees one process where a launcher has started several."""
+    """Return the MPI module of mpi4py, as `_mpi`.
+
+    Raises:
+        ValueError: MPI has one process, but a launcher has started several.
+    """
     mpi = _mpi()
     if mpi.COMM_WORLD.Get_size() > 1:
         return mpi
@@ -74,7 +78,7 @@ def load() -> Any:
 
 
 def describe_mpi() -> str:
-    """Return library and thread level of the MPI here; initialises MPI, as `_mpi`."""
+    """Return the name of the MPI library and its thread level. Initialises MPI, as `_mpi`."""
     mpi = _mpi()
     names = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
     levels = {getattr(mpi, f"THREAD_{name}"): name for name in names}
@@ -90,7 +94,7 @@ def _broke(error: BaseException) -> ConnectionError:
 
 
 class _MpiWork(Work):
-    """A request; `peer` is the one rank it depends on, None where it is a collective."""
+    """An MPI request. `peer` is the rank it depends on; None for a collective."""
 
     def __init__(
         self, owner: MpiCommunicator, start: Callable[[], Any], buffers: object, peer: int | None
@@ -100,13 +104,13 @@ class _MpiWork(Work):
             self._request = call(start)
         except owner._mpi.Exception as error:
             raise _broke(error) from error
-        # whoever forgets this work: MPI uses the buffers
+        # keeps the buffers alive for MPI, even if this object is garbage collected
         self._channels.pending[id(self._request)] = (self._request, buffers)
 
     def is_done(self) -> bool:
         try:
             return self._test()
-        except self._owner._mpi.Exception:  # MPI has given the request up
+        except self._owner._mpi.Exception:  # the request has failed
             return True
 
     def _test(self) -> bool:
@@ -127,29 +131,29 @@ class _MpiWork(Work):
 
 
 class MpiCommunicator(Communicator):
-    """The ranks of an MPI communicator, over duplicates of it.
+    """A communicator of the ranks of an MPI communicator, over duplicates of it.
 
-    Making one is a collective call of all ranks of `comm`. MPI is called from any thread under
-    THREAD_MULTIPLE, from one thread under THREAD_SERIALIZED (then call no MPI of your own during a
-    backward pass), and otherwise from the main thread only: `gradcomp.all_reduce` works then,
-    overlapped exchanges do not and say so.
+    The constructor is collective over the ranks of `comm`. With THREAD_MULTIPLE, gradcomp calls MPI
+    from any thread. With THREAD_SERIALIZED, it calls MPI from one thread, and the program must not
+    call MPI during a backward pass. With any lower level, it calls MPI from the main thread only:
+    `gradcomp.all_reduce` works, and overlapped exchanges raise RuntimeError.
 
-    After a lost peer the process waits at its end up to 30 s for the other ranks to end, too, and
-    then ends the job by MPI_Abort instead of waiting in MPI_Finalize for ever.
+    If a peer was lost, the process waits up to 30 s at exit for the other ranks to exit, and then
+    ends the job by MPI_Abort, because MPI_Finalize would wait forever.
 
     Args:
-        comm: an mpi4py intracommunicator; ``MPI.COMM_WORLD`` when None.
-        timeout_s: seconds to wait for the other ranks to make theirs.
-        abort: end the whole MPI job by MPI_Abort as soon as a peer is lost, after logging the
-            error: for programs that cannot be left to run without this rank.
+        comm: an mpi4py intracommunicator; None: ``MPI.COMM_WORLD``.
+        timeout_s: timeout of the setup, and default timeout of a wait for a peer, in seconds.
+        abort: log the error and end the whole MPI job by MPI_Abort as soon as a peer is lost, for
+            programs whose other ranks must not continue.
 
     Raises:
         ImportError: mpi4py is not installed.
         RuntimeError: mpi4py finds no MPI library.
         TypeError: `comm` is not an intracommunicator of mpi4py.
-        ValueError: MPI sees this process alone, but something else has started it as one of several
-            (torchrun, or the mpirun of another MPI): every rank would train by itself.
-        PeerLost: another rank did not make its communicator within `timeout_s`.
+        ValueError: MPI has one process, but the environment has the ranks of another launcher
+            (torchrun, or the mpirun of another MPI), so every rank would train alone.
+        PeerLost: another rank did not create its communicator within `timeout_s`.
     """
 
     def __init__(self, comm: Any = None, *, timeout_s: float = 300.0, abort: bool = False) -> None:
@@ -162,10 +166,10 @@ class MpiCommunicator(Communicator):
             load()
         self.rank, self.world_size, self.timeout_s = parent.Get_rank(), parent.Get_size(), timeout_s
         self._parent, self._abort_job = parent, abort
-        self._reported: set[int] = set()  # ranks whose end `receive` has reported
+        self._reported: set[int] = set()  # ranks for which `receive` has raised RankGone
         kept = kept_with(parent)
         self._channels: Channels | None = kept.take_channels(parent, timeout_s)
-        # a finalizer runs at any time, so it calls no MPI and takes no lock
+        # a finalizer may run at any time, so it must not call MPI or take a lock
         self._dropped = weakref.finalize(self, kept.dropped.append, self._channels)
         self._dropped.atexit = False
 
@@ -189,7 +193,7 @@ class MpiCommunicator(Communicator):
         return self._start(channel, "Iallgather", *buffers)
 
     def _start(self, channel: Channel, name: str, *args: object) -> Work:
-        """Begin a collective of MPI; its buffers are among `args`."""
+        """Start the MPI collective `name`. `args` includes its buffers."""
         begin = getattr(self._open().by_channel[channel], name)
         return _MpiWork(self, partial(begin, *args), args, None)
 
@@ -220,7 +224,7 @@ class MpiCommunicator(Communicator):
         while True:
             now = time.monotonic()
             news = now >= news_at
-            # before messages are looked at: what a rank has sent before it went is received first
+            # read before `match`, so that messages sent by a rank before it gave up come first
             if news:
                 news_at = now + NEWS_EVERY_S
                 channels.read_news()
@@ -232,12 +236,12 @@ class MpiCommunicator(Communicator):
                 return found.sender, found.message
             if news:
                 base.report_gone(channels.gone, self._reported, source)
-            if now >= deadline:  # what is on its way goes on arriving, for a later call
+            if now >= deadline:  # matched messages continue to arrive, for a later call
                 raise base.no_message(source)
             pause()
 
     def abort(self, reason: str = "") -> None:
-        """Tell every peer that this rank has given up, and why; their waits end within a second."""
+        """Notify every peer that this rank has given up; their waits end within a second."""
         channels = self._channels
         if channels is None or channels.broken:
             return
@@ -249,7 +253,7 @@ class MpiCommunicator(Communicator):
         call(lambda: channels.send_news(lost, what))
 
     def close(self) -> None:
-        """Give the channels back for the next communicator on the same MPI communicator."""
+        """Release the channels for reuse by later communicators on the same MPI communicator."""
         channels, self._channels = self._channels, None
         if channels is None:
             return
@@ -265,7 +269,7 @@ class MpiCommunicator(Communicator):
         return self._channels
 
     def _poll(self, test: Callable[[], Any], timeout_s: float, peers: Collection[int]) -> None:
-        """Wait until `test` does not return False; raise where one of `peers` has given up."""
+        """Poll until `test` returns a true value; raise if one of `peers` has given up."""
         deadline, pause, channels = time.monotonic() + timeout_s, Pause(), self._open()
         news_at, grace_until = time.monotonic() + NEWS_EVERY_S, None
         try:
@@ -290,9 +294,10 @@ class MpiCommunicator(Communicator):
             raise (RankGone(lost[0], what=lost[1]) if lost else _broke(error)) from error
 
     def _late(self, timeout_s: float, peers: Collection[int]) -> Exception:
-        """Return the error of a wait for `peers` that has ended without an answer."""
+        """Return the error for a wait for `peers` that has timed out."""
         channels = self._open()
-        channels.read_news()  # of one that has looked already; one that only waited is not blamed
+        # a peer may have found the lost rank already; a peer that itself timed out is not blamed
+        channels.read_news()
         gone = channels.gone.copy()
         known = [news for rank, news in gone.items() if rank in peers and news[0] != rank]
         if known:
@@ -308,11 +313,10 @@ class MpiCommunicator(Communicator):
         return "" if lost is None else describe(lost)
 
     def _meet(self, members: Sequence[int], timeout_s: float) -> None:
-        """Wait until every rank of `members` is about to make their communicator, which is a call
-        that blocks.
+        """Wait until every rank of `members` is about to create the subset, a call that blocks.
 
-        A rank whose patience ends tells all (`abort`): one that comes later finds its message from
-        before, and this.
+        After a timeout this rank notifies all others (`abort`), so a rank that arrives later finds
+        both the announcement and the abort.
         """
         channels, begun = self._open(), time.monotonic()
         others = [rank for rank in members if rank != self.rank]
@@ -328,7 +332,7 @@ class MpiCommunicator(Communicator):
         everyone_is_here = partial(self._mpi.Request.Testall, [*waiting.values()])
         try:
             self._poll(lambda: call(everyone_is_here), timeout_s, others)
-            # before the news: a rank that finds another subset gives up
+            # checked before the news, because a rank that finds a mismatch gives up
             for rank, number in zip(others, theirs, strict=True):
                 if number != mine:
                     self.abort()
@@ -348,7 +352,7 @@ class MpiCommunicator(Communicator):
             raise base.lost_in_setup(begun, why, lost) from error
 
     def _lose(self, error: Exception) -> None:
-        """A wait has ended without its answer: nothing else on these channels can be relied on."""
+        """Give up after a failed wait, since the state of these channels is now undefined."""
         if self._abort_job:
             logger.critical("gradcomp: rank %d ends the MPI job: %s", self.rank, error)
             end_job()

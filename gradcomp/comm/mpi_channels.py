@@ -1,11 +1,11 @@
-"""What an MpiCommunicator is made of: duplicated communicators, who may call MPI, patience, and how
-a program ends.
+"""Parts of an MpiCommunicator: duplicated MPI communicators, the thread that calls MPI, polling,
+and the exit of a program that lost a peer.
 
-Waits poll, so that a silent peer ends in an error and not in a hang: first spinning, since an
-answer over shared memory is near, then sleeping, since peers may need the core. A rank that gives
-up says so on a communicator of its own, which every wait looks at. Channels are kept, as an
-attribute of the MPI communicator they were made from, for the next MpiCommunicator: freeing them is
-collective, and ranks may close theirs, or drop them, at different times.
+Waits poll, so that a silent peer causes an error and not a hang. They spin first, since answers
+over shared memory arrive quickly, and then sleep, since peers may need the core. A rank that gives
+up sends a notification on a separate MPI communicator, which every wait checks. Channels are never
+freed but cached for the next MpiCommunicator, in an attribute of the MPI communicator they were
+duplicated from: freeing is collective, and ranks may close or drop theirs at different times.
 """
 
 from __future__ import annotations
@@ -34,49 +34,51 @@ from gradcomp.comm.base import Channel, lost_in_setup
 
 T = TypeVar("T")
 
-SPIN_S = 0.0005  # poll without sleeping for so long
-# longest sleep between two polls: large messages move on only while a thread polls
+SPIN_S = 0.0005  # time to poll without sleeping
+# longest sleep between two polls: large messages make progress only while a thread polls
 MAX_PAUSE_S = 0.0002
 MAIN_THREAD_ONLY = (
     "MPI was initialised for calls from the main thread only, which overlapped exchanges cannot"
     " keep to: set mpi4py.rc.thread_level = 'serialized' (or 'multiple') before mpi4py.MPI is"
     " imported"
 )
-OFFERS = 16  # free channels that a rank tells the others of: ranks may have freed different ones
-TAGS = 32767  # for messages; every MPI has one more
+OFFERS = 16  # free channels that a rank offers to the others, whose free channels may differ
+TAGS = 32767  # tags for messages; every MPI has at least one more
 LEAVING = -1
 REASON_NBYTES = 300
-CARD_NBYTES = 512  # of what peers know of a rank
+CARD_NBYTES = 512  # padded result of `peers.here`
 _WORD = struct.Struct("<i")
-# for mpirun to pass on what a rank has printed, which MPICH's drops when the job is aborted
+# time for mpirun to forward the output of a rank; that of MPICH drops it when the job is aborted
 FORWARD_S = 0.3
-# at the end of a program that lost a peer, longest wait for the others to end as well
+# longest wait for the other ranks to exit, at the exit of a program that lost a peer
 LEAVE_S = 30.0
 
 
 # ---- who may call MPI ----------------------------------------------------------------------------
 
 _here = threading.local()
-# its thread starts when it is first needed
+# the thread starts at the first call
 _one_thread = ThreadPoolExecutor(1, "gradcomp-mpi", lambda: setattr(_here, "calls_mpi", True))
 
 
 def mpi() -> Any:
-    """Return mpi4py's MPI module, if it is imported, else None."""
+    """Return the MPI module of mpi4py; None if it has not been imported."""
     return sys.modules.get("mpi4py.MPI")
 
 
 @functools.cache
 def thread_level() -> str:
-    """Return from where MPI may be called: "multiple" (any thread), "serialized" (one thread of
-    ours), or "main" (the main thread).
+    """Return which threads may call MPI: "multiple" (any), "serialized" (the one thread that `call`
+    uses), or "main" (the main thread).
     """
     levels = {mpi().THREAD_MULTIPLE: "multiple", mpi().THREAD_SERIALIZED: "serialized"}
     return levels.get(mpi().Query_thread(), "main")
 
 
 def call(function: Callable[[], T]) -> T:
-    """Call MPI in the thread that may; RuntimeError if only the main one may and this is not it."""
+    """Call `function` in a thread that may call MPI; RuntimeError if that is only the main thread,
+    and this is another one.
+    """
     level = thread_level()
     if level == "serialized" and not getattr(_here, "calls_mpi", False):
         return _one_thread.submit(function).result()
@@ -86,7 +88,7 @@ def call(function: Callable[[], T]) -> T:
 
 
 class Pause:
-    """Spins for a while, then sleeps ever longer."""
+    """Pause between two polls: yields for `SPIN_S`, then sleeps up to `MAX_PAUSE_S`."""
 
     def __init__(self) -> None:
         self._spin_until = time.monotonic() + SPIN_S
@@ -104,7 +106,7 @@ class Pause:
 
 
 class Arriving(NamedTuple):
-    """A message that has been matched and is on its way."""
+    """A message whose receive has been started."""
 
     sender: int
     message: Tensor
@@ -113,31 +115,31 @@ class Arriving(NamedTuple):
 
 @dataclass(eq=False)
 class Channels:
-    """The duplicated communicators of one `MpiCommunicator`, and what is known of its peers."""
+    """The duplicated MPI communicators of one `MpiCommunicator`, and the known state of peers."""
 
     by_channel: dict[Channel, Any]
-    point: Any  # messages from rank to rank
-    news: Any  # "I give up"
-    serial: int  # number of its making, the same on every rank
-    # peers that have given up: the rank that was lost, and what is said of it; several threads
-    # write it, so what iterates takes a copy
+    point: Any  # MPI communicator for point-to-point messages
+    news: Any  # MPI communicator for notifications: a rank gave up, or is about to exit
+    serial: int  # number of these channels, equal on every rank
+    # by peer that has given up: the lost rank and its description; several threads write this, so
+    # iterate over a copy
     gone: dict[int, tuple[int, str]] = field(default_factory=dict)
-    lost: tuple[int, str] | None = None  # the same, found by this rank itself
+    lost: tuple[int, str] | None = None  # the lost rank that this rank itself has found
     cards: list[bytes] = field(default_factory=list)  # of all ranks, for `peers.find_lost`
-    listening: socket.socket | None = None  # open until this communicator is closed
-    left: set[int] = field(default_factory=set)  # peers that have come to their end
-    broken: bool = False
-    uses: int = 0  # how many MpiCommunicators have had these channels; tells their messages apart
+    listening: socket.socket | None = None  # open until the MpiCommunicator is closed
+    left: set[int] = field(default_factory=set)  # peers that are about to exit
+    broken: bool = False  # this rank has given up
+    uses: int = 0  # how often these channels were reused; separates messages by tag
     pending: dict[int, tuple[Any, object]] = field(default_factory=dict)  # requests and buffers
-    arriving: list[Arriving] = field(default_factory=list)  # messages that have been matched
-    sent: list[Any] = field(default_factory=list)  # news and their requests
+    arriving: list[Arriving] = field(default_factory=list)  # messages being received
+    sent: list[Any] = field(default_factory=list)  # notifications and their requests
 
     @property
     def tag(self) -> int:
         return self.uses % TAGS
 
     def read_news(self) -> None:
-        """Take note of the peers that have given up or come to their end."""
+        """Receive pending notifications, and update `gone` and `left`."""
         status, byte = mpi().Status(), mpi().BYTE
         while (found := call(lambda: self.news.Improbe(status=status))) is not None:
             note = np.zeros(status.Get_count(byte), np.uint8)
@@ -150,18 +152,18 @@ class Channels:
                 self.gone[status.Get_source()] = (word, what)
 
     def find_lost(self) -> tuple[int, str] | None:
-        """Return a rank that is not at work any more, and what is known of it."""
+        """Return a lost rank and its description, as `peers.find_lost`."""
         return peers.find_lost(self.cards, self.news.Get_rank())
 
     def send_news(self, word: int, what: str = "") -> None:
-        """Send every peer the rank that was lost, and what is said of it, or LEAVING."""
+        """Send every peer the lost rank and its description; or that this rank exits (LEAVING)."""
         note = np.frombuffer(_WORD.pack(word) + what.encode()[:REASON_NBYTES], np.uint8)
         others = [rank for rank in range(self.news.Get_size()) if rank != self.news.Get_rank()]
         self.sent += [note, *(self.news.Isend([note, mpi().BYTE], rank) for rank in others)]
 
     def match(self) -> None:
-        """Begin to receive what peers have sent. A message that is too long comes as well:
-        truncating one that has been matched corrupts Open MPI's memory.
+        """Start to receive all messages that peers have sent, also those above the caller's limit:
+        truncating a matched message corrupts the memory of Open MPI.
         """
         status, byte, source = mpi().Status(), mpi().BYTE, mpi().ANY_SOURCE
         while (found := call(lambda: self.point.Improbe(source, self.tag, status))) is not None:
@@ -170,7 +172,7 @@ class Channels:
             self.arriving.append(Arriving(status.Get_source(), message, request))
 
     def arrived(self, source: int | None) -> Arriving | None:
-        """Return the first message that is here, in the order in which each rank sent its own."""
+        """Return and remove the first message that has arrived; each rank's stay in order."""
         waiting: set[int] = set()
         for number, found in enumerate(self.arriving):
             asked = found.sender not in waiting and source in (None, found.sender)
@@ -180,7 +182,7 @@ class Channels:
         return None
 
     def forget(self) -> list[Any]:
-        """Forget requests and messages; return those that have not ended."""
+        """Clear requests and messages; return those that are incomplete, with their buffers."""
         known = [*self.pending.values(), *((a.request, a.message) for a in self.arriving)]
         self.pending.clear()
         self.arriving.clear()
@@ -189,19 +191,21 @@ class Channels:
 
 @dataclass(eq=False)
 class Parent:
-    """What is kept with an MPI communicator, for the main thread: channels that are free, and how
-    many were made.
+    """State stored with an MPI communicator and used by the main thread: its free channels, its
+    subsets, and the number of channels made.
     """
 
     free: list[Channels] = field(default_factory=list)
-    dropped: list[Channels] = field(default_factory=list)  # by finalizers: nobody closed theirs
+    dropped: list[Channels] = field(default_factory=list)  # of communicators never closed
     made: int = 0
     subsets: dict[tuple[int, ...], Any] = field(default_factory=dict)
-    # some rank did not take part in making channels: what it does now would match the wrong call
+    # a rank missed a collective setup call, so its next call would be matched with the wrong one
     spoiled: bool = False
 
     def take_channels(self, comm: Any, timeout_s: float) -> Channels:
-        """Return channels that are free on every rank, or make some. Collective over `comm`."""
+        """Return channels that are free on every rank, or new ones. Collective over `comm`;
+        PeerLost if a rank did not take part in time, now or earlier.
+        """
         if self.spoiled:
             why = "an earlier MpiCommunicator here was not made on every rank"
             raise lost_in_setup(time.monotonic(), why)
@@ -239,7 +243,7 @@ class Parent:
         return channels
 
     def give_back(self, channels: Channels) -> None:
-        """Let channels serve again unless something on them has not ended."""
+        """Add channels to the free ones, unless they failed or have incomplete requests."""
         if channels.listening is not None and not channels.broken:
             channels.listening.close()
         if left := channels.forget():
@@ -248,11 +252,10 @@ class Parent:
             self.free.append(channels)
 
     def make_subset(self, comm: Any, members: Sequence[int], timeout_s: float) -> Any:
-        """Return an MPI communicator of some ranks, which have met. Collective over these: PeerLost
-        if one did not take part within `timeout_s`.
+        """Return an MPI communicator of `members`, which have met before. Collective over these.
 
-        MPI has no call for this that does not block: should a rank end just now, the thread that
-        waits is left behind where threads may call MPI.
+        The MPI call blocks. If threads may call MPI, it runs in a thread, which is abandoned after
+        `timeout_s` seconds with a PeerLost.
         """
         group = comm.Get_group().Incl(list(members))
         make = functools.partial(comm.Create_group, group, members[0])
@@ -274,13 +277,13 @@ class Parent:
     def _gather(
         self, comm: Any, mine: np.ndarray[Any, Any], timeout_s: float
     ) -> np.ndarray[Any, Any]:
-        """Return the arrays of all ranks, one a row."""
+        """Return the arrays of all ranks, ``(world_size, len(mine))``. Collective over `comm`."""
         everyone = np.zeros((comm.Get_size(), len(mine)), mine.dtype)
         self._wait([call(lambda: comm.Iallgather(mine, everyone))], [mine, everyone], timeout_s)
         return everyone
 
     def _wait(self, requests: list[Any], kept: object, timeout_s: float) -> None:
-        """Wait for what every rank has to take part in."""
+        """Wait for requests of collectives, with buffers `kept`; PeerLost after `timeout_s`."""
         begun, pause = time.monotonic(), Pause()
         while not call(lambda: mpi().Request.Testall(requests)):
             if time.monotonic() - begun > timeout_s:
@@ -294,7 +297,7 @@ _keyval: int | None = None
 
 
 def kept_with(comm: Any) -> Parent:
-    """Return what is kept with an MPI communicator; it goes when the communicator goes."""
+    """Return the `Parent` of an MPI communicator, which lives as long as the communicator."""
     global _keyval
     if _keyval is None:
         _keyval = mpi().Comm.Create_keyval()
@@ -308,32 +311,32 @@ def kept_with(comm: Any) -> Parent:
 # ---- the end of a program that lost a peer -------------------------------------------------------
 
 _made: list[Channels] = []
-# what no peer will complete, with its buffers: MPI may use them until the process ends
+# requests that will never complete, with their buffers, which MPI may use until the process exits
 unanswered: list[Any] = []
 
 
 @atexit.register
 def _leave() -> None:
-    """After a lost peer, end the job instead of waiting in MPI_Finalize, once the other ranks are
-    at their end, too.
+    """After a lost peer, wait for the other ranks to exit and end the job without MPI_Finalize.
 
-    A rank that has heard of trouble says when it is; one that has not (it may be in MPI_Finalize
-    already) says nothing, so the wait ends after LEAVE_S.
+    Ranks that know of the failure notify the others when they exit. A rank that does not know of it
+    (it may already be in MPI_Finalize) sends nothing, so the wait is limited to LEAVE_S.
     """
     if mpi() is None or mpi().Is_finalized():
         return
-    _here.calls_mpi = True  # the thread of ours has ended
+    _here.calls_mpi = True  # the thread of `_one_thread` has ended
     for channels in _made:
         channels.read_news()
         if channels.listening is not None and not channels.broken:
-            channels.listening.close()  # others may wait for this rank, which waits in MPI_Finalize
+            # lets others see that this rank is gone while it waits in MPI_Finalize
+            channels.listening.close()
     trouble = [channels for channels in _made if channels.broken or channels.gone]
     for channels in trouble:
         channels.send_news(LEAVING)
         unanswered.extend(kept for kept in channels.pending.values() if not kept[0].Test())
     if not unanswered:
         return
-    # of an exception that nobody caught: others are not to go on without this rank
+    # after an uncaught exception, do not let other ranks continue without this one
     died = hasattr(sys, "last_value")
     pause, deadline = Pause(), time.monotonic() + (0 if died else LEAVE_S)
     while (
@@ -352,5 +355,5 @@ def end_job() -> NoReturn:
     sys.stderr.flush()
     time.sleep(FORWARD_S)
     mpi().COMM_WORLD.Abort(1)
-    time.sleep(5)  # MPICH's returns, and the process is ended a little later
+    time.sleep(5)  # MPI_Abort of MPICH returns, and the process is killed a little later
     os._exit(1)

@@ -1,11 +1,11 @@
-"""Which rank of a group has ended, is stopped, or cannot be reached, once a collective has failed.
+"""Detection of a rank that has ended, is stopped, or cannot be reached, after a failed collective.
 
-Every process has a socket that listens. Connecting to it is up to the kernel: it answers for a
-process that computes, sleeps or is stopped, and refuses at once where the process has ended. So no
-thread has to run, and a busy rank is not taken for a lost one. Connections are accepted only to
-make room for more, when the process itself looks for a lost rank.
-A communicator without a store for its notes has such a socket, too (`make_socket`), which is closed
-with it.
+Every process has a listening socket, to which other ranks connect as a probe. The kernel accepts
+the connection for a process that computes, sleeps or is stopped, and refuses it immediately after
+the process has ended. So no thread is needed, and a busy rank is not mistaken for a lost one. A
+process accepts probes only to make room in its queue, when it probes others itself.
+A communicator without a store for notes has its own socket (`make_socket`), which is closed with
+it.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from typing import Any, NamedTuple
 from gradcomp.comm.addresses import host_identity, listen, listen_at
 from gradcomp.comm.base import CLOSED
 
-PATIENCE_S = 1.0  # longest wait for a peer's kernel
-BACKLOG = 4096  # probes that may wait to be accepted; Linux does not answer more
+PATIENCE_S = 1.0  # longest wait for an answer of a peer's kernel
+BACKLOG = 4096  # length of the queue of probes; Linux does not answer further ones
 
 
 class Peer(NamedTuple):
-    """Where a rank can be found.
+    """Process and sockets of a rank.
 
     Attributes:
-        address: (host, port) of its socket; None: it has none.
-        pid, host: of the process.
-        identity: the same for processes that see each other's numbers in /proc.
-        port: of its communicator's own socket; None: it has no socket.
+        address: (host, port) of the listening socket of the process; None: it has none.
+        pid: process ID.
+        host: name of the host.
+        identity: equal for processes that see each other's process IDs in /proc.
+        port: port of the communicator's own socket; None: it has none.
     """
 
     address: tuple[str, int] | None
@@ -51,24 +52,24 @@ class Peer(NamedTuple):
 
 
 def here(one_host: bool, own: socket.socket | None = None) -> bytes:
-    """Return what `find_lost` of the other ranks has to know of this process.
+    """Return the `Peer` of this process as JSON, for `find_lost` on other ranks.
 
     Args:
-        one_host: all ranks are on this host.
-        own: socket of its communicator, from `make_socket`.
+        one_host: whether all ranks are on this host.
+        own: the communicator's own socket, from `make_socket`.
     """
     try:
         address: Any = _socket(one_host).getsockname()[:2]
-    except OSError:  # no address at which peers could find it: it is never named
+    except OSError:  # no address that peers can reach, so this process is never reported as lost
         address = None
     port = None if own is None else own.getsockname()[1]
     return json.dumps([address, os.getpid(), socket.gethostname(), _identity(), port]).encode()
 
 
 def make_socket(one_host: bool) -> socket.socket | None:
-    """Return a socket to close with a communicator; None: there is no address for it."""
+    """Return a listening socket for one communicator; None if there is no address for it."""
     try:
-        # this process's own socket has the address, which is looked up once
+        # the address of the process's socket, which is determined once
         made = listen_at(_socket(one_host).getsockname()[0], BACKLOG)
     except OSError:
         return None
@@ -76,12 +77,11 @@ def make_socket(one_host: bool) -> socket.socket | None:
 
 
 def find_lost(cards: Sequence[bytes], rank: int) -> tuple[int, str] | None:
-    """Return one rank that is not at work, and what is known of it; None: all are, or there are
-    several between which this cannot decide.
+    """Return (rank, description) of a lost rank; None if none or no single one is found.
 
     Args:
-        cards: what `here` has returned on every rank.
-        rank: of this process.
+        cards: results of `here` on all ranks, in rank order.
+        rank: rank of this process.
     """
     _make_room()
     peers = {n: Peer(*json.loads(card)) for n, card in enumerate(cards) if n != rank}
@@ -92,7 +92,7 @@ def find_lost(cards: Sequence[bytes], rank: int) -> tuple[int, str] | None:
     except OSError:  # no more file descriptors
         return None
     stopped = {n for n, p in peers.items() if p.identity == _identity() and _is_stopped(p.pid)}
-    # a rank that has ended may be one that gave up because of a stopped one
+    # in this order, since a rank may have ended because it gave up on a stopped rank
     for found, what in (
         (stopped, "is stopped (SIGSTOP, or a debugger)"),
         (refused, "has ended: killed, out of memory, or by itself; read its output"),
@@ -106,44 +106,45 @@ def find_lost(cards: Sequence[bytes], rank: int) -> tuple[int, str] | None:
 
 
 def describe(found: tuple[int, str]) -> str:
-    """Return what `find_lost` has returned as words that follow "waits for"."""
+    """Return a result of `find_lost` as text that can follow "waits for"."""
     return f"rank {found[0]} {found[1].replace(') ', '), which ', 1)}"
 
 
-# this process's sockets, by id
+# sockets of this process, by id
 _open: weakref.WeakValueDictionary[int, socket.socket] = weakref.WeakValueDictionary()
 
 
 def _listens(made: socket.socket) -> socket.socket:
-    """Return a socket of this process, which a child closes."""
+    """Make a socket non-blocking, register it to be closed in forked children, and return it."""
     made.setblocking(False)
     _open[id(made)] = made
     return made
 
 
 def _sockets() -> list[socket.socket]:
-    found = (reference() for reference in _open.valuerefs())  # whatever other threads make now
+    # valuerefs() returns a copy, so other threads may add sockets meanwhile
+    found = (reference() for reference in _open.valuerefs())
     return [made for made in found if made is not None]
 
 
 def _make_room() -> None:
-    """Accept the probes that wait at this process's sockets: where too many do, the next one gets
-    no answer, as if the host were down.
+    """Accept and close the queued probes, since a probe to a full queue gets no answer, as if the
+    host were down.
     """
     for made in _sockets():
-        with contextlib.suppress(OSError):  # no more, or it is closed
+        with contextlib.suppress(OSError):  # the queue is empty, or the socket is closed
             while True:
                 made.accept()[0].close()
 
 
 @functools.cache
 def _socket(one_host: bool) -> socket.socket:
-    """Return this process's socket, open as long as the process is."""
+    """Return the listening socket of this process, which stays open until the process ends."""
     return _listens(listen(one_host, BACKLOG))
 
 
 def _forget() -> None:
-    """Close the sockets in a child, which would keep them open after the end of this process."""
+    """Close the sockets in a forked child, which would keep them open after the parent ends."""
     for made in _sockets():
         made.close()
     _socket.cache_clear()
@@ -168,7 +169,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _probe(addresses: Mapping[int, Sequence[Any]]) -> tuple[set[int], set[int]]:
-    """Return the ranks whose hosts refuse a connection, and those that nobody answers for."""
+    """Return the ranks that refuse a connection, and the ranks that do not answer."""
     status = dict.fromkeys(addresses, errno.EINPROGRESS)
     with contextlib.ExitStack() as stack:
         poll, deadline, waiting = select.poll(), time.monotonic() + PATIENCE_S, {}

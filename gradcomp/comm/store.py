@@ -1,9 +1,9 @@
-"""Meetings and notes of ranks in a store (`torch.distributed.Store`, or anything with its add, set,
-get and check).
+"""Meetings and notes of ranks in a store (`torch.distributed.Store`, or any object with its methods
+`add`, `set`, `get` and `check`).
 
-A meeting is a small all_gather that waits by asking again and again, so that it ends in time
-whoever is missing, says who that is, and leaves no collective behind that a late rank could run
-into. A note says that a rank has given up or closed its communicator.
+A meeting is a small all_gather that polls the store. It therefore times out if any rank is missing,
+names the missing ranks, and leaves no pending collective for a late rank. A note tells peers that a
+rank has given up or has closed its communicator.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from gradcomp.comm.torch_private import leave_store, limit_store, store_is_gone
 from gradcomp.waits import waiting
 
 SETUP_VARIABLE = "GRADCOMP_SETUP_TIMEOUT_S"
-# longest wait for the other ranks to make their communicators, unless the variable says otherwise
+# longest wait for the other ranks to create their communicators; the variable overrides it
 SETUP_S = 60.0
 LONGEST_PAUSE_S = 0.05
 LOOK_EVERY_S = 1.0
-WRITE_S = 2.0  # longest wait until a note stands in the store
-LATE_S = 0.2  # a store that takes longer is not waited for again
+WRITE_S = 2.0  # longest wait until a note is written to the store
+LATE_S = 0.2  # after this time without an answer, a store is considered not to respond
 REASON_LENGTH = 500
-_LEFT = 1 << 32  # counted for a rank that has given up; arrivals are counted below it
+_LEFT = 1 << 32  # added to the counter by a rank that gives up; lower bits count the arrivals
 
-# of seconds to wait; returns (rank, what it did) of a peer that takes part no more
+# (seconds to wait) -> (rank, description) of a peer that has given up or closed, or None
 Look = Callable[[float], tuple[int, str] | None]
 
 
 def setup_timeout_s(timeout_s: float) -> float:
-    """Return how long to wait for the other ranks at the first meeting, at most `timeout_s`."""
+    """Return the timeout of the first meeting, in seconds: at most `timeout_s`."""
     text = os.environ.get(SETUP_VARIABLE)
     try:
         seconds = SETUP_S if text is None else float(text)
@@ -66,18 +66,20 @@ def meet(
     what: str,
     look: Look = lambda patience_s: None,
 ) -> list[bytes]:
-    """Return every rank's `mine`. Collective over the ranks of `store`, which serves one meeting.
+    """Return the `mine` of every rank, in rank order. Collective over the ranks of `store`.
 
-    All ranks get the answer, or all get an error: who comes after a rank has given up fails at
-    once. Who leaves because of the answer calls `wait_until_read` before.
+    Either all ranks return the result, or all raise: a rank that arrives after another has given up
+    fails immediately. A rank that exits because of the result must call `wait_until_read` first.
 
     Args:
-        what: what a rank that is missing has not done ("called register").
-        look: called every second while ranks are missing; a rank that it returns ends the meeting
-            for this rank in RankGone.
+        store: a store used for this meeting only.
+        what: what a missing rank has not done, for the error ("called register").
+        look: called every second while ranks are missing; if it returns a rank, this rank raises
+            RankGone.
 
     Raises:
         PeerLost: phase "setup"; a rank is missing, or the store does not answer.
+        RankGone: see `look`.
     """
     begun = looked = time.monotonic()
     keys = [f"rank{r}" for r in range(world_size)]
@@ -89,7 +91,7 @@ def meet(
         while not store.check(["end"]):
             if time.monotonic() - begun > timeout_s:
                 count = store.add("count", _LEFT)
-                if count % _LEFT < world_size:  # else the last one has just come, and says so
+                if count % _LEFT < world_size:  # otherwise the last rank has just arrived
                     store.set("end", str(rank).encode())
                     break
             if time.monotonic() - looked > LOOK_EVERY_S:
@@ -121,39 +123,41 @@ def meet(
 
 
 def absent(store: Any, keys: list[str]) -> list[int]:
-    """Return the ranks whose keys are not there."""
+    """Return the ranks whose keys are not in the store."""
     return [rank for rank, key in enumerate(keys) if not store.check([key])]
 
 
 def wait_until_read(store: Any) -> None:
-    """Wait, for WRITE_S at most, until all ranks have read: the store may end with its host."""
+    """Wait, at most for WRITE_S, until all ranks have the result of a meeting, since the store ends
+    with the process that hosts it.
+    """
     deadline = time.monotonic() + WRITE_S
-    with contextlib.suppress(RuntimeError):  # it has gone
+    with contextlib.suppress(RuntimeError):  # the store is gone
         while store.check(["read"]) and time.monotonic() < deadline:
             time.sleep(0.005)
 
 
 class Notes:
-    """Why a rank takes part no more, for its peers to find in a store.
+    """Notes in a store, by which ranks tell peers that they gave up, closed, or wait.
 
-    A store whose host is frozen blocks whoever asks it, so threads of their own ask, and nobody
-    waits for them for long. No such thread outlives the interpreter (`_end_calls`).
+    Calls of a store block if its host is frozen. Each call therefore runs in a thread, and waits
+    for the thread are short. No such thread outlives the interpreter (`_end_calls`).
     """
 
     def __init__(self, store: Any, rank: int) -> None:
         self._store, self._rank = store, rank
-        # a garbage collector may close a communicator in the middle of anything
+        # reentrant: the garbage collector may close a communicator at any time
         self._lock = threading.RLock()
         self._reading: _Call | None = None
-        self._found: dict[str, tuple[int, str]] = {}  # by "note" and "closed"
+        self._found: dict[str, tuple[int, str]] = {}  # rank and description, by "note" or "closed"
         self._written = False
 
     def give_up(self, reason: str, rank: int | None = None) -> None:
-        """Leave a note that this rank has given up, unless it or another rank has left one.
+        """Leave a note that this rank has given up, unless this or another rank has left one.
 
         Args:
-            reason: why; with `rank`, what is known of that rank.
-            rank: the one that was lost, in whose name the note is.
+            reason: reason of this rank; or the description of `rank`, if given.
+            rank: the lost rank; the note then names it instead of this rank.
         """
         if rank is None:
             self._leave("note", self._rank, gave_up(reason[:REASON_LENGTH]))
@@ -161,18 +165,16 @@ class Notes:
             self._leave("note", rank, reason)
 
     def close(self) -> None:
-        """Leave a note that this rank has closed, unless it or another rank has left one."""
+        """Leave a note that this rank has closed, unless this or another rank has left one."""
         self._leave("closed", self._rank, CLOSED)
 
     def wait_for(self, what: str) -> None:
-        """Leave a note of what this rank waits for; "" for nothing any more."""
+        """Leave a note of what this rank is waiting for; "" clears it."""
         if not _is_silent():
             _Call(self._store, lambda: self._store.set(f"wait {self._rank}", what.encode()))
 
     def who_waits(self, world_size: int, patience_s: float) -> dict[int, str] | None:
-        """Return what every rank that has left such a note waits for; None: the store does not
-        answer.
-        """
+        """Return what each rank with such a note waits for; None if the store does not answer."""
         found: dict[int, str] = {}
 
         def read() -> None:
@@ -187,12 +189,14 @@ class Notes:
         return {rank: what for rank, what in found.items() if what} if call.ended else None
 
     def look(self, patience_s: float) -> tuple[int, str] | None:
-        """Return (rank, what it did) of a peer that has given up; None if unknown in time."""
+        """Return (rank, description) of a rank that has given up or is lost; None if there is no
+        note, or the store does not answer within `patience_s` seconds.
+        """
         return self._found.get("note") or self._read(patience_s).get("note")
 
     def look_for_cause(self, patience_s: float) -> tuple[int, str] | None:
-        """As `look`, after a connection broke: a peer that has closed comes first, since others
-        gave up because of it.
+        """As `look`, after a connection broke. A peer that has closed takes precedence, since other
+        ranks gave up because of it.
         """
         found = self._read(patience_s)
         return found.get("closed") or found.get("note")
@@ -200,13 +204,13 @@ class Notes:
     def _leave(self, key: str, rank: int, what: str) -> None:
         with self._lock:
             left, self._written = self._written, True
-        # torch logs a page for each write to one that is
+        # torch logs a long stack trace for each write to a store that is gone
         if not left and not store_is_gone(self._store):
             call = _Call(self._store, lambda: self._write(key, rank, what))
             call.join(0.0 if _is_silent() else WRITE_S)
 
     def _read(self, patience_s: float) -> dict[str, tuple[int, str]]:
-        """Return what is known of peers after a look at the store, if it answers in time."""
+        """Read the notes, if the store answers in time, and return all known ones."""
         with self._lock:
             reading = self._reading
             if reading is None or reading.ended:
@@ -221,7 +225,8 @@ class Notes:
             self._store.set(key, json.dumps([rank, what]).encode())
 
     def _find(self) -> None:
-        for key in ("note", "closed"):  # a rank has closed before others give up because of it
+        # note first: a rank closes before others give up because of it, so both are found
+        for key in ("note", "closed"):
             if key not in self._found and self._store.check([key]):
                 rank, what = json.loads(bytes(self._store.get(key)))
                 if rank != self._rank:
@@ -229,10 +234,10 @@ class Notes:
 
 
 class _Call:
-    """A call of a store in a thread of its own.
+    """A call of a store in a separate thread.
 
-    The thread is one of `_thread`: starting one of `threading` takes a lock, which a garbage
-    collector that closes a communicator may find taken by the very thread that it runs in.
+    The thread is started by `_thread`. Starting a `threading.Thread` takes a lock, which would
+    deadlock if the garbage collector closes a communicator in a thread that holds the lock.
     """
 
     def __init__(self, store: Any, call: Callable[[], None]) -> None:
@@ -244,7 +249,7 @@ class _Call:
         _calls.add(self)
         try:
             _thread.start_new_thread(self._run, ())
-        except RuntimeError:  # the interpreter ends: from Python 3.12 on it starts no thread then
+        except RuntimeError:  # at interpreter exit, Python 3.12 and later start no threads
             if not _is_silent():
                 limit_store(self.store, WRITE_S)
                 self._run()
@@ -252,7 +257,7 @@ class _Call:
     def _run(self) -> None:
         try:
             self._call()
-        except RuntimeError:  # the store has gone: whoever waits for a peer hears of it otherwise
+        except RuntimeError:  # the store is gone; waits for peers detect that by other means
             pass
         finally:
             self.ended = True
@@ -260,28 +265,28 @@ class _Call:
             self._end.release()
 
     def is_late(self) -> bool:
-        """Whether the store has not answered for so long that it is not worth waiting for."""
+        """Return whether the store has not answered for longer than LATE_S."""
         return not self.ended and time.monotonic() - self._begun > LATE_S
 
     def join(self, seconds: float) -> None:
-        """Wait for the end of the call."""
+        """Wait for the end of the call, at most for `seconds`."""
         if self._end.acquire(timeout=seconds):
             self._end.release()
 
 
-_calls: set[_Call] = set()  # under way
+_calls: set[_Call] = set()  # in progress
 
 
 def _is_silent() -> bool:
-    """Whether a store does not answer."""
+    """Return whether any store does not answer."""
     return any(call.is_late() for call in list(_calls))
 
 
 def _end_calls() -> None:
-    """Let no thread be in a call of a store when the interpreter ends.
+    """End all calls of stores before the interpreter exits.
 
-    One that came back from it while the interpreter finalizes would end the process by SIGABRT
-    (before Python 3.14): it is stopped in the middle of C++ that lets no exception out.
+    Before Python 3.14, a thread that returns from such a call while the interpreter finalizes
+    aborts the process by SIGABRT: Python stops the thread inside C++ code that is noexcept.
     """
     deadline = time.monotonic() + WRITE_S
     for call in list(_calls):
@@ -291,5 +296,5 @@ def _end_calls() -> None:
         call.join(WRITE_S)
 
 
-os.register_at_fork(after_in_child=_calls.clear)  # their threads are the parent's
-weakref.finalize(Notes, _end_calls)  # made first, so called after those of all communicators
+os.register_at_fork(after_in_child=_calls.clear)  # a child has no threads of its parent
+weakref.finalize(Notes, _end_calls)  # registered first, so it runs after those of communicators

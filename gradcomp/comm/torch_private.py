@@ -1,6 +1,6 @@
-"""What gradcomp needs of torch and torch does not promise: every such name is in this file.
+"""All private names of torch that gradcomp uses.
 
-torch 2.8 to 2.15 have them all; a torch that has moved one gives a GradcompError with the name.
+torch 2.8 to 2.15 have all of them. A torch version without one raises GradcompError with the name.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ import torch.distributed as dist
 
 from gradcomp.errors import GradcompError
 
-# (values, dtype, device): flat memory
+# (numel, dtype, device) -> uninitialised flat tensor
 Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]
 
-FALLBACK_TIMEOUT_S = 300.0  # where a process group does not tell its own
+FALLBACK_TIMEOUT_S = 300.0  # for a process group whose timeout cannot be read
 LONGEST_TIMEOUT_S = 1e6  # eleven days; longer ones overflow gloo's clocks
 
 
 def default_store() -> Any:
-    """Return the store in which the default group's ranks have met."""
+    """Return the store of the default process group."""
     return _named(dist.distributed_c10d, "_get_default_store")()
 
 
 def store_below(store: Any, prefix: str) -> Any:
-    """Return a store with the keys of `store` below `prefix` only."""
+    """Return a view of `store` that adds `prefix` to every key."""
     return _named(dist.distributed_c10d, "PrefixStore")(prefix, store)
 
 
 def _store_sockets(store: Any) -> Iterator[socket.socket]:
-    """Yield this process's connections with the host of a TCPStore; on Linux only."""
+    """Yield the connections of this process with the host of a TCPStore; none outside Linux."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     port = getattr(store, "port", None)
@@ -55,7 +55,7 @@ def _store_sockets(store: Any) -> Iterator[socket.socket]:
 
 
 def store_is_gone(store: Any) -> bool:
-    """Whether the host of a store is known to have closed its connection with this process."""
+    """Return whether the host of a store is known to have closed its connection."""
     for one in _store_sockets(store):
         try:
             if not one.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
@@ -68,19 +68,19 @@ def store_is_gone(store: Any) -> bool:
 
 
 def limit_store(store: Any, seconds: float) -> None:
-    """Have calls of a store that begin later fail when its host does not answer for `seconds`."""
+    """Make later calls of a store fail if its host does not answer within `seconds`."""
     for one in _store_sockets(store):
         one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), 0))
 
 
 def leave_store(store: Any) -> None:
-    """Close the connections with a store's host: calls under way and later ones fail."""
+    """Close the connections with the host of a store. Current and later calls fail."""
     for one in _store_sockets(store):
         one.shutdown(socket.SHUT_RDWR)
 
 
 def group_timeout_s(process_group: Any) -> float:
-    """Return how long torch's own collectives on a process group wait for a peer, in seconds."""
+    """Return the timeout of torch's own collectives on a process group, in seconds."""
     for device in ("cpu", "cuda"):
         try:
             timeout: timedelta = process_group._get_backend(torch.device(device)).options._timeout
@@ -91,16 +91,16 @@ def group_timeout_s(process_group: Any) -> float:
 
 
 def default_timeout_s() -> float:
-    """Return how long torch's collectives over gloo wait for a peer by default, in seconds."""
+    """Return the default timeout of torch's collectives over gloo, in seconds."""
     seconds: float = _named(dist.constants, "default_pg_timeout").total_seconds()
     return seconds
 
 
 def make_gloo(store: Any, rank: int, world_size: int, connect_s: float, timeout_s: float) -> Any:
-    """Connect the ranks of `store` with each other; RuntimeError if one did not within `connect_s`.
+    """Connect the ranks of `store` and return a gloo group with timeout `timeout_s` (seconds).
 
-    The result, whose collectives fail after `timeout_s`, is no process group that torch knows of:
-    dropping it closes its sockets and ends its threads.
+    The group is not registered with torch.distributed; deleting it closes its sockets and ends its
+    threads. Raises RuntimeError if a rank did not connect within `connect_s` seconds.
     """
     group = _named(dist, "ProcessGroupGloo")(store, rank, world_size, timedelta(seconds=connect_s))
     _named(group, "_set_default_timeout")(timedelta(seconds=min(timeout_s, LONGEST_TIMEOUT_S)))
@@ -108,21 +108,21 @@ def make_gloo(store: Any, rank: int, world_size: int, connect_s: float, timeout_
 
 
 def start_max(group: Any, values: torch.Tensor) -> Any:
-    """Begin an all_reduce with MAX in place, on a group of `make_gloo`."""
+    """Start an in-place all_reduce with MAX on a group of `make_gloo`."""
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
     return _named(group, "allreduce")([values], options)
 
 
 def start_all_gather(group: Any, recv: torch.Tensor, send: torch.Tensor) -> Any:
-    """Begin to gather `send` of all ranks into `recv`, on a group of `make_gloo`."""
+    """Start an all_gather of `send` into `recv` on a group of `make_gloo`."""
     return _named(group, "_allgather_base")(recv, send)
 
 
 def start_all_to_all(
     group: Any, recv: torch.Tensor, send: torch.Tensor, counts: tuple[list[int], list[int]]
 ) -> Any:
-    """Begin an all_to_all of runs of `counts` (received, sent), on a group of `make_gloo`."""
+    """Start an all_to_all on a group of `make_gloo`; `counts` are bytes (from, to) each rank."""
     return _named(group, "alltoall_base")(recv, send, *counts)
 
 
@@ -137,35 +137,35 @@ def _named(where: Any, name: str) -> Any:
         ) from None
 
 
-# ---- of DistributedDataParallel and autograd -----------------------------------------------------
+# ---- DistributedDataParallel and autograd --------------------------------------------------------
 
 
 def graph_task() -> int:
-    """Return the number of the backward pass that runs in this thread, -1 outside of one."""
+    """Return the ID of the backward pass that runs in this thread; -1 if there is none."""
     return int(_named(torch._C, "_current_graph_task_id")())
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Call `callback` at the end of this backward pass; its errors come out of ``backward()``."""
+    """Call `callback` at the end of this backward pass; ``backward()`` raises its exceptions."""
     _named(torch.autograd.Variable._execution_engine, "queue_callback")(callback)
 
 
 def bucket_dtypes(model: Any) -> list[str] | None:
-    """Return the C++ names of the dtypes that DDP averages; None where torch does not tell."""
+    """Return the C++ names of the dtypes that DDP averages; None if torch does not report them."""
     data: dict[str, Any] = getattr(model, "_get_ddp_logging_data", dict)()
     dtypes = data.get("dtypes")
     return None if dtypes is None else str(dtypes).split(", ")
 
 
 def name_hook(model: Any, name: str) -> None:
-    """Call the communication hook `name` in DDP's logging data."""
+    """Set the name of the communication hook in DDP's logging data."""
     setter = getattr(getattr(model, "logger", None), "_set_comm_hook_name", None)
     if setter is not None:
         setter(name)
 
 
 def taken_hook(model: Any) -> str:
-    """Return what has taken DDP's only communication hook before any user could; "" for none."""
+    """Return a description of the torch feature that uses DDP's only hook; "" if it is free."""
     if getattr(model, "mixed_precision", None) is not None:
         what = "mixed_precision= of DistributedDataParallel casts gradients in it"
         return f"{what}; convert the model or use autocast"
@@ -179,36 +179,40 @@ def taken_hook(model: Any) -> str:
 
 
 def hook_states(model: Any) -> list[object]:
-    """Return the states of the hooks that a model, or the one it is a copy of, has registered."""
+    """Return the states of the hooks registered on a model, or on the model it was copied from."""
     return [state for _, state in getattr(model, "_comm_hooks", ())]
 
 
 def joins_by_active_ranks(model: Any) -> bool:
-    """Whether DDP is in a `Join` that wants averages over the ranks that still have data."""
+    """Return whether DDP is in a `Join` context that averages over ranks that still have data."""
     is_joining = getattr(getattr(model, "_join_config", None), "enable", False)
     return is_joining and not getattr(model, "_divide_by_initial_world_size", True)
 
 
-# ---- of FSDP2 ------------------------------------------------------------------------------------
+# ---- FSDP2 ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Sharded:
-    """What one module of a `fully_shard` model reduce-scatters."""
+    """Parameters that one module of a `fully_shard` model reduce-scatters.
+
+    Lists have one entry for each parameter, in the order in which gradients are reduce-scattered.
+    """
 
     module: Any  # an FSDPModule
-    group: Any  # the ranks that share it out
-    # sharded, as model.parameters() has them, in the order in which gradients travel
-    parameters: list[torch.nn.Parameter]
-    shapes: list[tuple[int, ...]]  # of each, as it was before
-    chunks: list[list[tuple[int, ...]]]  # of each, every rank's chunk, the largest first
-    dims: list[int]  # of each, along which it is cut
-    owners: list[Any]  # of each, whose `sharded_param` is another one once weights are assigned
-    is_split: bool  # some is a rank's part of a tensor-parallel one, and shapes are that part's
+    group: Any  # process group over which the parameters are sharded
+    parameters: list[torch.nn.Parameter]  # sharded, as in model.parameters()
+    shapes: list[tuple[int, ...]]  # before sharding
+    chunks: list[list[tuple[int, ...]]]  # shape of every rank's chunk, the largest first
+    dims: list[int]  # dimension that is sharded
+    owners: list[Any]  # FSDPParam; its `sharded_param` is replaced when weights are assigned
+    is_split: bool  # some are also sharded by tensor parallelism; `shapes` are those local shapes
 
 
 def sharded_modules(model: Any) -> list[Sharded]:
-    """Return what a model's `fully_shard` modules reduce-scatter, module by module."""
+    """Return the `Sharded` of every `fully_shard` module with parameters of its own; ValueError if
+    one shards them over several meshes.
+    """
     from torch.distributed.fsdp import FSDPModule
 
     out = []
@@ -239,11 +243,8 @@ def sharded_modules(model: Any) -> list[Sharded]:
 
 
 class ReusedTensors:
-    """Flat tensors of `allocate` that are handed out again once nobody holds them or a view of
-    them.
-
-    torch asks for new memory for whole modules in every step, whose pages the system then makes
-    one by one.
+    """A cache of flat tensors of `allocate`, each reused after all references to its storage are
+    gone. torch allocates buffers of whole modules in every step, and new memory costs page faults.
     """
 
     def __init__(self, allocate: Allocate) -> None:
@@ -251,7 +252,7 @@ class ReusedTensors:
         self._made: dict[tuple[int, torch.dtype, torch.device], list[tuple[torch.Tensor, int]]] = {}
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return ``(numel,)``, whatever is in it; an `Allocate`."""
+        """Return an uninitialised tensor ``(numel,)``. This method is an `Allocate`."""
         made = self._made.setdefault((numel, dtype, device), [])
         for tensor, idle in made:
             if _storage_uses(tensor) <= idle:
@@ -264,13 +265,13 @@ class ReusedTensors:
 
 
 def _storage_uses(tensor: torch.Tensor) -> int:
-    """Return how many tensors and views share the memory; 0 where torch does not tell."""
+    """Return how many tensors and views share the storage; 0 if torch does not report it."""
     count = getattr(torch._C, "_storage_Use_Count", None)
     return 0 if count is None else int(count(tensor.untyped_storage()._cdata))
 
 
 def _collective(kind: str, call: Callable[..., Any], allocate: Allocate) -> Any:
-    """Return a collective of FSDP2's interface `kind` that does `call` in memory of `allocate`."""
+    """Return a collective of FSDP2's interface `kind` that runs `call`, in memory of `allocate`."""
     from torch.distributed.fsdp._fully_shard import _fsdp_api
 
     class Called(_named(_fsdp_api, kind)):  # type: ignore[misc]
@@ -293,17 +294,17 @@ def _collective(kind: str, call: Callable[..., Any], allocate: Allocate) -> Any:
 def reduce_scatter_by(
     module: Any, call: Callable[[torch.Tensor, torch.Tensor, Any, Any], None], allocate: Allocate
 ) -> None:
-    """Have a `fully_shard` module reduce-scatter by ``call(output, input, group, op)``."""
+    """Make a `fully_shard` module reduce-scatter by ``call(output, input, group, op)``."""
     module.set_custom_reduce_scatter(_collective("ReduceScatter", call, allocate))
 
 
 def reduce_scatter_as_before(module: Any) -> None:
-    """Give a module of a `fully_shard` model torch's own reduce-scatter back."""
+    """Restore torch's own reduce-scatter of a `fully_shard` module."""
     module.set_custom_reduce_scatter(_torchs_own("DefaultReduceScatter"))
 
 
 def all_gather_as_before(module: Any) -> None:
-    """Give a module of a `fully_shard` model torch's own all_gather back."""
+    """Restore torch's own all_gather of a `fully_shard` module."""
     _named(module, "set_custom_all_gather")(_torchs_own("DefaultAllGather"))
 
 
@@ -314,9 +315,8 @@ def _torchs_own(kind: str) -> Any:
 
 
 def leaves_shards_alone(module: Any, dtype: torch.dtype) -> bool:
-    """Whether a module of a `fully_shard` model only hands on what its reduce-scatter of this dtype
-    has averaged, and reads none of it before the backward pass is over; False where torch does not
-    tell.
+    """Return whether torch reads no result of a `fully_shard` module's reduce-scatter in `dtype`
+    before the backward pass is over; False if torch does not report it.
     """
     try:
         one = module._get_fsdp_state()._fsdp_param_group
@@ -328,13 +328,13 @@ def leaves_shards_alone(module: Any, dtype: torch.dtype) -> bool:
 
 
 def _only_given(p: Any) -> bool:
-    """Whether a gradient is only handed on: not added up, cast, moved, or used by a hook."""
+    """Return whether a gradient shard is assigned without offload, accumulation or a hook."""
     hooked = bool(getattr(p.sharded_param, "_post_accumulate_grad_hooks", None))
     return not p.offload_to_cpu and p.sharded_param.grad is None and not hooked
 
 
 def reshards_after_forward(module: Any) -> bool:
-    """Whether a `fully_shard` module gathers weights for backward again, from the same ranks."""
+    """Return whether a `fully_shard` module re-gathers weights for backward from the same ranks."""
     one = module._get_fsdp_state()._fsdp_param_group
     elsewhere = getattr(one, "_use_post_forward_mesh", False)
     return bool(_named(one, "_reshard_after_forward")) and not elsewhere
@@ -345,12 +345,13 @@ def all_gather_by(
     call: Callable[[torch.Tensor, torch.Tensor, Any], Callable[[], None] | None],
     allocate: Allocate,
 ) -> None:
-    """Have a `fully_shard` module gather weights by ``call(output, input, group)``; what that
-    returns, if anything, is called when the weights are needed.
+    """Make a `fully_shard` module gather weights by ``call(output, input, group)``.
+
+    `call` may return a function, which is then called when the weights are needed.
     """
 
     class Arriving(dist.Work):
-        """Weights under way; `finish` is called when they are needed."""
+        """Handle of an all_gather of weights; `wait` calls `finish`."""
 
         def __init__(self, finish: Callable[[], None]) -> None:
             super().__init__()
@@ -367,22 +368,25 @@ def all_gather_by(
     _named(module, "set_custom_all_gather")(_collective("AllGather", gather, allocate))
 
 
-# ---- of the profiler -----------------------------------------------------------------------------
+# ---- profiler ------------------------------------------------------------------------------------
 
 
 def is_profiling() -> bool:
-    """Whether a profiler records this thread."""
+    """Return whether a profiler records this thread."""
     return bool(getattr(torch.autograd, "_profiler_enabled", bool)())
 
 
 def record_until(name: str, future: torch.futures.Future[Any]) -> torch.futures.Future[Any]:
-    """Show range `name` in a profile until `future` is complete; return one that ends with it."""
+    """Record a profiler range `name` until `future` completes, and return a future to use instead.
+
+    Without this feature in torch, the range ends immediately and the result is `future` itself.
+    """
     with torch.profiler.record_function(name) as span:
         ended = getattr(span, "_call_end_callbacks_on_future", None)
         return future if ended is None else ended(future)
 
 
 def stage_range(name: str) -> Any:
-    """Return a context manager: a range in the profile of its thread (0.2 us without one)."""
+    """Return a context manager that records a profiler range (0.2 us without a profiler)."""
     fast = getattr(torch._C._profiler, "_RecordFunctionFast", None)
     return contextlib.nullcontext() if fast is None else fast(name)

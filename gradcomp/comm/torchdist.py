@@ -1,9 +1,8 @@
-"""torch.distributed (gloo) as a communicator: one gloo group a channel, and whose ranks a
-communicator has.
+"""A communicator over torch.distributed, with one gloo group for each channel.
 
-Making one is a meeting of its ranks in the store of the default group, which is bounded, names who
-is missing and agrees on the timeout. The groups (`gradcomp.comm.gloo`) belong to the communicator
-and end with it: nothing is left to be used again.
+To create one, its ranks meet in the store of the default process group. The meeting has a timeout,
+names missing ranks, and checks that all ranks use the same `timeout_s`. The gloo groups
+(`gradcomp.comm.gloo`) belong to the communicator and are closed with it.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ from gradcomp.errors import PeerMismatch, peers_answer
 
 logger = logging.getLogger("gradcomp")
 
-PATIENCE = 2.0  # a process group that waits so many times longer than gradcomp is worth a warning
-# timeout_s, what makes the keys of this communicator its own (stores outlive groups), the host
+PATIENCE = 2.0  # warn if the process group's timeout is longer than gradcomp's by this factor
+# timeout_s; random bytes for a unique key prefix, since stores outlive groups; hash of the host
 _CARD = struct.Struct("<d8s16s")
-# rank, world size, whether the communicator is made of the process group
+# rank, world size, whether the communicator was made from the process group
 _RANK = struct.Struct("<IIB")
 
 
 class _Home:
-    """A store in which ranks meet, each set of them again and again.
+    """A store in which sets of ranks meet, each set any number of times.
 
     Args:
-        store: of these ranks.
-        rank: of this process in it.
+        store: `torch.distributed.Store` of these ranks.
+        rank: rank of this process in the store.
         job: see `gradcomp.comm.gloo.Groups`.
     """
 
@@ -56,7 +55,7 @@ class _Home:
         self._meetings: Counter[Any] = Counter()
 
     def meeting(self, members: tuple[int, ...], what: str) -> Any:
-        """Return where `members` meet, for the k-th time for this purpose."""
+        """Return a new store for the next meeting of `members` for the purpose `what`."""
         self._meetings[members, what] += 1
         key = f"{'_'.join(map(str, members))}/{what}"
         digest = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
@@ -88,37 +87,38 @@ def _warn(ours_s: float, theirs_s: float) -> None:
 
 
 class TorchCommunicator(Communicator):
-    """The ranks of a torch.distributed process group, over gloo groups of their own.
+    """A communicator of the ranks of a torch.distributed process group, over its own gloo groups.
 
-    Making one is a collective call of all its ranks, and so is the first use of its control
-    channel, which connects only then. A communicator that is dropped without `close` gives
-    everything back, too. Two ranks need not close in the same order, or at all.
+    The constructor is collective over these ranks. So is the first use of the control channel,
+    which connects it. A communicator that is garbage collected without `close` also releases its
+    resources. Ranks may close their communicators in any order, or not at all.
 
-    A rank that gives up or closes, or whose program ends, says so in the process group's store;
-    waits of its peers then end within about a second in PeerLost with rank and reason. Torch's own
-    collectives (buffers, bucket rebuilds) wait as long as ``init_process_group(timeout=...)`` says;
-    a warning says so where that is far longer than `timeout_s`.
+    A rank that gives up, closes its communicator or ends its program leaves a note in the store of
+    the process group. Waits of its peers then raise PeerLost, with the rank and the reason, within
+    about a second. Collectives of torch itself (buffers, bucket rebuilds) use the timeout of
+    ``init_process_group(timeout=...)``; a warning is logged if it is much longer than `timeout_s`.
 
-    After a failure ranks look which process has ended, is stopped or cannot be reached
-    (`gradcomp.comm.peers`), and PeerLost names it.
+    After a failure, ranks probe which process has ended, is stopped or cannot be reached
+    (`gradcomp.comm.peers`), and PeerLost names that rank.
 
-    On N ranks it takes 3 (N + 3) file descriptors, N + 3 more with the control channel, and about
-    twice that under ``exchange="hierarchical"``. ``ulimit -n 1024`` lasts to 300 ranks or so;
-    GradcompError says how many are missing.
+    On N ranks a communicator uses 3 (N + 3) file descriptors, N + 3 more with the control channel,
+    and about twice as many with ``exchange="hierarchical"``. ``ulimit -n 1024`` is enough for about
+    300 ranks. Above the limit, GradcompError reports how many are needed.
 
     Args:
-        process_group: the ranks to speak with; the default group when None.
-        timeout_s: seconds after which a collective that a peer does not answer fails, the same on
-            every rank; as long as torch's own collectives on the process group wait, when None.
+        process_group: process group of the ranks; None: the default group.
+        timeout_s: timeout of a wait for a peer, in seconds, equal on every rank; None: the timeout
+            of torch's own collectives on the process group.
 
     Attributes:
-        members: their ranks in the default group.
+        members: ranks of this communicator in the default group, in rank order.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
         ValueError: this process is not in `process_group`.
-        PeerLost: another rank did not make its communicator in time (GRADCOMP_SETUP_TIMEOUT_S).
-        PeerMismatch: another `timeout_s` on some rank.
+        PeerLost: another rank did not create its communicator in time (GRADCOMP_SETUP_TIMEOUT_S).
+        PeerMismatch: ranks have different `timeout_s`.
+        GradcompError: too few file descriptors.
     """
 
     def __init__(
@@ -141,26 +141,26 @@ class TorchCommunicator(Communicator):
 
     @classmethod
     def over(cls, store: Any, rank: int, world_size: int, *, timeout_s: float) -> TorchCommunicator:
-        """Return the communicator of all ranks that call this with a store of their own, which no
-        default process group has to know of.
+        """Return a communicator of all ranks that share `store`. Needs no default process group.
 
         Args:
-            store: `torch.distributed.Store` in which these ranks, and no others, meet.
-            rank, world_size: of this process among them.
-            timeout_s: as above.
+            store: `torch.distributed.Store` used by these ranks only.
+            rank, world_size: rank of this process, and number of ranks.
+            timeout_s: as for the constructor.
 
         Raises:
-            PeerLost, PeerMismatch: as above.
+            PeerLost, PeerMismatch, GradcompError: as for the constructor.
         """
         home = _Home(store, rank, lambda: None)
         return cls._of(home, tuple(range(world_size)), timeout_s)
 
     def _join(self, home: _Home, members: tuple[int, ...], timeout_s: float) -> None:
-        """Become the communicator of `members` with the others that do."""
+        """Initialise this communicator. Collective over `members`, ranks in `home`."""
         self._home, self.members, self.timeout_s = home, members, timeout_s
         self.rank, self.world_size = members.index(home.rank), len(members)
         self._mailbox: Mailbox | None = None
-        self._connecting = threading.Lock()  # of the mailbox: one thread may send, another receive
+        # for creating the mailbox, since one thread may send while another receives
+        self._connecting = threading.Lock()
         store = home.meeting(members, "communicator")
         what, seconds = "called register, or made its communicator", setup_timeout_s(timeout_s)
         host = hashlib.blake2b(host_identity().encode(), digest_size=16).digest()
@@ -204,22 +204,22 @@ class TorchCommunicator(Communicator):
         return TorchCommunicator._of(self._home, members, timeout_s)
 
     def start_send(self, message: Tensor, to: int) -> Work:
-        """As `Communicator.start_send`; the first message connects all ranks (collective)."""
+        """As `Communicator.start_send`. The first message connects all ranks (collective)."""
         self.check_peer(to)
         return self._mail().start_send(message, to)
 
     def receive(self, timeout_s: float, source: int | None = None, *, max_nbytes: int) -> Message:
-        """As `Communicator.receive`; the first message connects all ranks (collective)."""
+        """As `Communicator.receive`. The first message connects all ranks (collective)."""
         return self._mail().receive(timeout_s, source, max_nbytes)
 
     def abort(self, reason: str = "") -> None:
-        """End every wait on this communicator, here and on peers, within about a second."""
+        """End every wait on this communicator, on this rank and its peers, in about a second."""
         self._groups.give_up(reason)
         if self._mailbox is not None:
             self._mailbox.close()
 
     def close(self) -> None:
-        """Give sockets and threads back."""
+        """Close sockets and end threads."""
         if self._mailbox is not None:
             self._mailbox.close()
         self._end.detach()
@@ -237,11 +237,11 @@ class TorchCommunicator(Communicator):
 
 
 def open_store(host: str, port: int, *, serves: bool, timeout_s: float) -> Any:
-    """Return the store at MASTER_ADDR and MASTER_PORT, in which ranks can meet before anything else
-    connects them; where this process `serves`, others find it there.
+    """Return the TCPStore at MASTER_ADDR and MASTER_PORT, in which ranks can meet before any other
+    connection exists. The process with `serves` hosts it.
 
     Raises:
-        ConnectionError: the port is taken, or nothing answers for `timeout_s`.
+        ConnectionError: the port is taken, or the host does not answer within `timeout_s`.
     """
     try:
         return dist.TCPStore(  # type: ignore[attr-defined]
@@ -252,7 +252,7 @@ def open_store(host: str, port: int, *, serves: bool, timeout_s: float) -> Any:
 
 
 def open_group(store: Any, rank: int, world_size: int, timeout_s: float) -> None:
-    """Make torch.distributed's default group over gloo, of the ranks that call this."""
+    """Initialise torch.distributed's default process group over gloo. Collective."""
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
     )
@@ -262,12 +262,12 @@ _default: tuple[Any, TorchCommunicator] | None = None
 
 
 def is_initialized() -> bool:
-    """Whether torch.distributed has a default process group."""
+    """Return whether torch.distributed has a default process group."""
     return dist.is_available() and dist.is_initialized()
 
 
 def group_size() -> int:
-    """Return the number of ranks of torch.distributed's default process group, 1 without one."""
+    """Return the world size of torch.distributed's default process group, 1 without one."""
     return dist.get_world_size() if is_initialized() else 1
 
 
@@ -279,10 +279,10 @@ def group_rank() -> int:
 def read_checkpoint(
     checkpoint_id: str, wanted: Callable[[str], bool], prefix: str
 ) -> dict[str, Any]:
-    """Return what a folder of `torch.distributed.checkpoint` has under the keys that are wanted,
-    here alone and not as a collective; ValueError if it has no checkpoint.
+    """Return the `wanted` keys of a `torch.distributed.checkpoint` folder. Not collective.
 
-    `prefix` is left out of the keys; the word after it is that of a dictionary where others follow.
+    `prefix` is removed from the keys. A remaining key "a.b" becomes entry "b" of a dictionary "a".
+    Raises ValueError if the folder has no checkpoint.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -310,7 +310,7 @@ def read_checkpoint(
 
 
 def default_communicator() -> TorchCommunicator:
-    """Return the communicator over the default group, made at the first call, a collective one."""
+    """Return the communicator over the default group. The first call creates it (collective)."""
     global _default
     world = dist.group.WORLD if dist.is_initialized() else None
     if _default is None or _default[0] is not world or world is None:
@@ -319,42 +319,47 @@ def default_communicator() -> TorchCommunicator:
 
 
 def default_or_alone() -> Communicator:
-    """Return `default_communicator()`, or one of a single rank without torch.distributed."""
+    """Return `default_communicator()`, or a communicator of one rank without torch.distributed."""
     return default_communicator() if is_initialized() else LocalCommunicator.group(1)[0]
 
 
 def reduce_scatter(
     output: Tensor, given: Tensor, process_group: dist.ProcessGroup, op: Any
 ) -> None:
-    """Write this rank's part ``(k,)`` of what `op` makes of all ranks' ``(N * k,)``."""
+    """Reduce-scatter `given`, ``(N * k,)``, by `op` into `output`, ``(k,)``, as torch does."""
     dist.reduce_scatter_tensor(output, given, op=op, group=process_group)
 
 
 def all_gather(output: Tensor, given: Tensor, process_group: dist.ProcessGroup) -> None:
-    """Write all ranks' ``(k,)`` to ``(N * k,)``, as torch does."""
+    """All-gather `given`, ``(k,)``, into `output`, ``(N * k,)``, as torch does."""
     dist.all_gather_into_tensor(output, given, group=process_group)
 
 
 def gather_object(mine: Any) -> list[Any] | None:
-    """Return the objects of all ranks on rank 0, None on the others, as torch does."""
+    """Return the objects of all ranks on rank 0, and None on other ranks, as torch does."""
     everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(mine, everyone)
     return everyone
 
 
 def divisor(op: Any, world_size: int) -> int | None:
-    """Return what an operation of torch is to be divided by for a mean; None if it makes no sum."""
+    """Return the divisor that turns the result of reduce op `op` into a mean: 1 for AVG,
+    `world_size` for SUM, None for any other op.
+    """
     return {dist.ReduceOp.AVG: 1, dist.ReduceOp.SUM: world_size}.get(getattr(op, "op", op))
 
 
 def same_ranks(
     comm: Communicator, process_group: dist.ProcessGroup | None = None, *, timeout_s: float = 60.0
 ) -> None:
-    """Raise ValueError, on every rank, unless `comm` has the ranks of a process group (the default
-    one when None), numbered alike; PeerLost if a rank did not call this.
+    """Check that `comm` has the same ranks as a process group, in the same order.
 
-    Collective over the process group. It meets in the store and does not use the group itself. It
-    waits for `timeout_s`, at most for GRADCOMP_SETUP_TIMEOUT_S.
+    Collective over `process_group` (None: the default group), but uses only the store and not the
+    group. Each wait is bounded by `timeout_s` and by GRADCOMP_SETUP_TIMEOUT_S, in seconds.
+
+    Raises:
+        ValueError: on every rank, if the ranks differ.
+        PeerLost: a rank did not call this in time.
     """
     parent = process_group if process_group is not None else dist.group.WORLD
     members = tuple(dist.get_process_group_ranks(parent))

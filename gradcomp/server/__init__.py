@@ -1,9 +1,9 @@
-"""A parameter server: workers push values or packed gradients by key and pull what the server makes
-of all of them.
+"""A parameter server: workers push values or compressed gradients by key, and pull the reduction of
+all workers' pushes.
 
 References:
     Li et al. 2014, "Scaling distributed machine learning with the parameter server"; Wen et al.
-    2017, TernGrad, for the averages of packed gradients.
+    2017, TernGrad, for the averages of compressed gradients.
 """
 
 from gradcomp.server.calls import Pending

@@ -1,8 +1,8 @@
-"""A client's requests: each is one message to a server, and a future that its reply completes.
+"""Requests of a client: each is one message to a server, and a future that its reply completes.
 
-Whoever holds `Requests._receiving` receives replies: the caller while it waits, or a thread while
-calls are under way that nobody waits for. Where MPI allows only its main thread, there is no such
-thread.
+The thread that holds the lock `Requests._receiving` receives replies: the caller while it waits, or
+a background thread while calls with ``wait=False`` are in progress. There is no background thread
+if MPI may be called from its main thread only.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from gradcomp.server.messages import EMPTY, Kind, Message, pack, parse, parse_er
 
 T = TypeVar("T")
 
-GRACE_S = 5.0  # wait for a server to say what a late pull waits for
-CLOSE_S = 5.0  # wait for a CLOSE message to leave
-SLICE_S = 0.1  # longest time until the receiving thread sees a change
-_HEAD_NBYTES = 1 << 16  # of a reply beside its values: a header, or an error
+GRACE_S = 5.0  # longest wait for a server to report the cause of a late pull
+CLOSE_S = 5.0  # longest wait for a CLOSE message to be sent
+SLICE_S = 0.1  # longest time until the receiving thread notices a change
+_HEAD_NBYTES = 1 << 16  # allowance for the header of a reply, or for an error
 
 
 class Request(Future[Message]):
@@ -40,17 +40,17 @@ class Request(Future[Message]):
         self._begun = time.monotonic()
 
     def lost(self, detail: str) -> PeerLost:
-        """Return the error of a request that is not answered."""
+        """Return the error of a request without a reply."""
         waited_s = time.monotonic() - self._begun
         return PeerLost(self.asked.kind.name.lower(), -1, waited_s, detail)
 
 
 class Requests:
-    """Sends requests and receives replies, for one thread.
+    """Sends requests and receives replies, for one calling thread.
 
-    Raise `max_reply_nbytes`, the longest reply that is accepted, before the request that precedes,
-    at the same server, the one with the long reply: the receiver has seen the new number when that
-    reply comes.
+    `max_reply_nbytes` is the longest body of a reply that is accepted. Raise it before an earlier
+    request to the same server than the one with the long reply, so that the receiving thread uses
+    the new limit when that reply arrives.
     """
 
     def __init__(self, comm: Communicator, servers: Sequence[int], timeout_s: float) -> None:
@@ -62,13 +62,15 @@ class Requests:
         self._receiving = threading.Lock()
         self._lock = threading.Lock()  # guards everything below
         self._open: dict[int, Request] = {}
-        self._gone: dict[int, str] = {}  # servers; the transport reports each once
+        self._gone: dict[int, str] = {}  # lost servers, which the transport reports only once
         self._receiver: threading.Thread | None = None
-        self._until = 0.0  # the receiving thread ends then
+        self._until = 0.0  # time (`time.monotonic`) at which the receiving thread ends
         self._closed = False
 
     def send(self, server: int, message: Message) -> Request:
-        """Begin to send a message, numbered here; PeerLost if the server is gone."""
+        """Assign a request number to a message and start to send it; PeerLost if the server is
+        gone.
+        """
         if self._closed:
             raise RuntimeError("this client is closed")
         number = self._number = self._number % (2**32 - 1) + 1
@@ -90,7 +92,7 @@ class Requests:
         return request
 
     def overlap(self) -> None:
-        """Let a thread receive replies until none is missing, or none may come any more."""
+        """Start a thread that receives replies until all have arrived or timed out."""
         with self._lock:
             if self._receiver is None and self._open:
                 run, name = self._receive_all, "gradcomp-replies"
@@ -117,7 +119,7 @@ class Requests:
             return self._open.pop(request.number, None) is not None
 
     def close(self) -> None:
-        """Notify the servers; whoever waits for a reply gets RuntimeError."""
+        """Notify the servers; open requests raise RuntimeError."""
         if self._closed:
             return
         self._closed = True
@@ -133,17 +135,17 @@ class Requests:
     # ---- parts ----
 
     def _asked(self, server: int | None = None) -> list[Request]:
-        """Return the open requests, or those to one server; the oldest first."""
+        """Return the open requests, or only those to `server`, the oldest first."""
         with self._lock:
             return [r for r in self._open.values() if server in (None, r.server)]
 
     def _receive_any(self, requests: Sequence[Request], deadline: float) -> None:
-        """Receive until one of some requests is done, or until `deadline`."""
+        """Receive replies until one of `requests` is done, or until `deadline`."""
         while not any(request.done() for request in requests):
             left = deadline - time.monotonic()
             if left <= 0:
                 return
-            if not self._receiving.acquire(blocking=False):  # the thread does it
+            if not self._receiving.acquire(blocking=False):  # the background thread receives
                 wait_for(requests, min(left, SLICE_S), FIRST_COMPLETED)
                 continue
             try:
@@ -152,7 +154,7 @@ class Requests:
                 self._receiving.release()
 
     def _receive_all(self) -> None:
-        """Receive until no reply is missing that may still come."""
+        """Receive replies in the background thread until none is expected any more."""
         with self._receiving:
             while True:
                 with self._lock:
@@ -165,7 +167,7 @@ class Requests:
                     self._fail(error, self._asked())
 
     def _receive_one(self, timeout_s: float) -> None:
-        """Receive a message, if one comes in time, and complete the request that it answers."""
+        """Receive at most one message, and complete the request that it replies to."""
         try:
             sender, raw = self._comm.receive(
                 timeout_s, max_nbytes=self.max_reply_nbytes + _HEAD_NBYTES
@@ -187,7 +189,7 @@ class Requests:
             reply = parse(raw)
         except CorruptPayload as error:
             return self._fail(error, asked)
-        # 0: the server could not read the number; that was its oldest request
+        # 0: the server could not read the number, so this replies to the oldest request
         request = next((r for r in asked if reply.request in (0, r.number)), None)
         if request is None or reply.kind not in (Kind.OK, Kind.ERROR) or not self.drop(request):
             return None
@@ -196,13 +198,13 @@ class Requests:
         return request.set_exception(parse_error(reply.body, request.lost))
 
     def _fail(self, error: Exception | str, requests: Sequence[Request]) -> None:
-        """End requests that are open with an error; a string says why their server is lost."""
+        """Complete open requests with an error; a string is the detail of a PeerLost."""
         for request in requests:
             if self.drop(request):
                 request.set_exception(request.lost(error) if isinstance(error, str) else error)
 
     def _reason(self, request: Request) -> str:
-        """Ask the server what a late pull waits for; its reply may still come meanwhile."""
+        """Return why a request is late; for a pull, ask the server, which may still reply to it."""
         silent = f"server rank {request.server} is silent"
         if request.asked.kind != Kind.PULL:
             return silent
@@ -221,7 +223,7 @@ class Requests:
 
 
 class Pending(Generic[T]):
-    """A call that is under way, as `ParameterClient` returns it for ``wait=False``."""
+    """A push or pull in progress, returned by `ParameterClient` for ``wait=False``."""
 
     def __init__(
         self,
@@ -235,14 +237,15 @@ class Pending(Generic[T]):
         self._outcome: Future[T] = Future()
 
     def done(self) -> bool:
-        """Return whether `wait` would return, or raise, at once."""
+        """Return whether `wait` would return or raise immediately."""
         return all(part.done() for part in self._parts)
 
     def wait(self) -> T:
-        """Return what the call returns, or raise what it raises; waiting again gives the same.
+        """Wait for the result of the call and return it. Later calls return or raise the same.
 
         Raises:
-            PeerLost: no answer for the client's `timeout_s`, counted from this call.
+            PeerLost: no reply within the client's `timeout_s`, counted from the first `wait`.
+            Exception: as `ParameterClient.push_parameter` or `ParameterClient.pull_parameter`.
         """
         if not self._outcome.done():
             deadline = time.monotonic() + self._requests.timeout_s

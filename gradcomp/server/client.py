@@ -35,27 +35,27 @@ if TYPE_CHECKING:
 
 
 class ParameterClient:
-    """Pushes to and pulls from the servers; one on every worker rank, used by one thread.
+    """Client of a parameter server. Every worker rank has one, which one thread uses.
 
-    A call returns when the server has answered it; with ``wait=False`` a push or pull returns a
-    `Pending` at once. Calls reach a server in the order in which they were made. A context manager
-    that closes itself.
+    A call returns after the server has replied. With ``wait=False``, a push or pull returns a
+    `Pending` immediately. Calls reach a server in the order in which they were made. The client is
+    a context manager, which closes it at exit.
 
     Args:
-        comm: only the client may send and receive messages on it; collectives may run beside.
-            Not closed.
-        servers: ranks of the servers, or how many of the last ranks. The same on every rank.
-        timeout_s: seconds after which a server, or the other workers, are given up.
-        shard_nbytes: a key with more bytes of float32 values is cut into shards of about that size,
-            which live on different servers; between 32 bytes and 1 GiB, the same on every worker.
+        comm: communicator. While the client is open, no other code may send or receive messages on
+            it; collectives may run concurrently. The client does not close it.
+        servers: ranks of the servers, or the number of last ranks that serve; equal on every rank.
+        timeout_s: timeout of a wait for a server or for other workers, in seconds.
+        shard_nbytes: size of a shard, in bytes of float32 values, between 32 bytes and 1 GiB; equal
+            on every worker. A larger key is cut into shards, which are spread over the servers.
 
     Attributes:
-        bytes_sent, bytes_received: of messages, headers included.
-        staleness: of the last push to an asynchronous key, see `push_parameter`.
+        bytes_sent, bytes_received: bytes of messages, including headers.
+        staleness: staleness of the last push to an asynchronous key, see `push_parameter`.
 
     Raises:
-        ValueError: `servers` that do not exist, leave no worker, or include this rank; `timeout_s`
-            or `shard_nbytes` out of range.
+        ValueError: `servers` do not exist, leave no worker, or include this rank; `timeout_s` or
+            `shard_nbytes` is out of range.
     """
 
     def __init__(
@@ -98,37 +98,38 @@ class ParameterClient:
         value: Tensor | None = None,
         scale_key: str | None = None,
     ) -> None:
-        """Make a key, or join the clients that have made it; every client that uses a key calls
-        this first.
+        """Create a key, or join the clients that have created it.
+
+        Every client must call this before it pushes to or pulls from the key.
 
         Args:
-            key: its name, 1 to 255 bytes of UTF-8.
-            shape: of what is pushed, at most 8 dimensions; for payloads
-                ``(codec.payload_nbytes(numel, groups),)``. A uint8 key with any other than a flat
-                shape holds raw codes.
-            dtype: "float32" (the default), or "uint8" for packed gradients: payloads of a codec, or
-                raw 2-bit codes.
+            key: name of the key, 1 to 255 bytes of UTF-8.
+            shape: shape of pushed values, at most 8 dimensions; for payloads
+                ``(codec.payload_nbytes(numel, groups),)``. A uint8 key without a codec whose shape
+                does not have exactly one dimension holds raw codes.
+            dtype: "float32" (the default), or "uint8" for compressed gradients: payloads of a codec
+                or raw 2-bit codes.
             type: another name for `dtype`.
-            codec: of the payloads. None: as their headers say; scales that are byte-equal in all
-                payloads of a round then count as shared, and the server draws with seed 0.
-            asynchronous: apply every push at once instead of in rounds.
-            learning_rate: asynchronous keys only: parameter += learning_rate * pushed value, so a
-                negative one descends along pushed gradients.
-            value: asynchronous keys only: initial values, float32; of `shape`, or for packed
-                gradients of the tensor that they are gradients of. Those of the first client
-                count.
-            scale_key: makes this a key of raw codes: four values a byte, the first in the lowest
-                bits, ``00`` for -1, ``01`` for 0, ``10`` for +1, and nothing else. A pull
-                multiplies them by what this client has last pulled of `scale_key`, a float32 key of
-                one element, with "max". None: by 1.
+            codec: codec of the payloads. None: the codec in their headers; scales that are
+                byte-equal in all payloads of a round count as shared, and the server uses seed 0.
+            asynchronous: apply every push immediately instead of in rounds.
+            learning_rate: asynchronous keys only. The server adds learning_rate * pushed value, so
+                use a negative one for gradient descent.
+            value: asynchronous keys only. Initial values, float32, contiguous, of `shape`; for
+                compressed gradients, of the shape of the parameter. The values of the first client
+                are used.
+            scale_key: makes this a key of raw codes: four values per byte, the first in the lowest
+                bits, ``00`` for -1, ``01`` for 0, ``10`` for +1, and nothing else. Their scale is
+                the result of this client's last pull of `scale_key`, a float32 key of one element,
+                with "max". None: their scale is 1.
 
         Raises:
-            TypeError: `shape` or `value` of another type.
-            ValueError: an argument out of its range, or arguments that exclude each other.
-            UnsupportedTensor: `value` sparse, or not contiguous.
-            PeerMismatch: another client has made the key with other settings; the key is broken for
-                all.
-            PeerLost: the server is gone or silent.
+            TypeError: `shape` or `value` has the wrong type.
+            ValueError: an argument is out of range, or arguments exclude each other.
+            UnsupportedTensor: `value` is sparse or not contiguous.
+            PeerMismatch: another client uses the key with different settings; the key is then
+                broken for all clients.
+            PeerLost: the server is gone or does not reply.
         """
         _check_key(key)
         if value is not None and not isinstance(value, Tensor):
@@ -152,7 +153,7 @@ class ParameterClient:
         known.steps = _number_in(self._replies(asked)[0])
         before = self._keys.get(key)
         if before is None or not before.is_made_like(known):
-            self._keys[key] = known  # else rounds of this client go on
+            self._keys[key] = known  # otherwise keep the round numbers of this client
 
     @overload
     def push_parameter(self, key: str, value: Any, *, wait: Literal[True] = ...) -> int: ...
@@ -161,33 +162,33 @@ class ParameterClient:
     def push_parameter(self, key: str, value: Any, *, wait: Literal[False]) -> Pending[int]: ...
 
     def push_parameter(self, key: str, value: Any, *, wait: bool = True) -> int | Pending[int]:
-        """Push a value: into this worker's next round, or at once into an asynchronous key.
+        """Push a value to this worker's next round of a key, or to an asynchronous key.
 
         Args:
-            key: initialised by this client.
-            value: a tensor of the key's shape and dtype, contiguous; or numbers that make one
-                (one number is enough for a key of one element). It is copied: the caller may change
-                it at once.
-            wait: False: return a `Pending` at once; its `wait` returns or raises what this call
-                would.
+            key: a key that this client has initialised.
+            value: contiguous tensor of the key's shape and dtype, on any device; or numbers of that
+                shape (a key of one element also accepts a single number). It is copied, so the
+                caller may change it after this call.
+            wait: False: return a `Pending` immediately, whose `wait` returns or raises what this
+                call would.
 
         Returns:
-            The staleness of a push to an asynchronous key: pushes of other workers that were
-            applied between this worker's last pull of the key (its making, before the first pull)
-            and this push. 0 for other keys.
+            The staleness of a push to an asynchronous key: the number of pushes of other workers
+            applied since this worker's last pull of the key, or since the key was created if there
+            was no pull. 0 for other keys.
 
         Raises:
-            ValueError: unknown key, wrong shape or dtype, more than two open rounds, NaN or Inf for
-                an asynchronous key.
-            UnsupportedTensor: sparse, or not contiguous.
-            CorruptPayload: a payload that does not decode; every worker's pull of the round fails
-                as well.
-            PeerMismatch: other clients use the key with other settings; it is broken for all.
-            PeerLost: the server is gone or silent, or a worker that the round needs is.
+            ValueError: unknown key, wrong shape or dtype, more than two open rounds, or NaN or Inf
+                in a push to an asynchronous key.
+            UnsupportedTensor: `value` is sparse or not contiguous.
+            CorruptPayload: the payload cannot be decoded; every worker's pull of the round also
+                fails.
+            PeerMismatch: clients use the key with different settings; it is broken for all clients.
+            PeerLost: the server, or a worker that the round needs, is gone or does not reply.
             GradcompError: the server failed, for example for lack of memory; every worker's pull of
-                the round fails as well.
-            RuntimeError: the client is closed; ``wait=False`` where MPI allows only its main
-                thread.
+                the round also fails.
+            RuntimeError: the client is closed; or ``wait=False`` while MPI may be called from its
+                main thread only.
         """
         known = self._known(key, wait)
         made, parts = known.pushed(known.body(value))
@@ -241,31 +242,31 @@ class ParameterClient:
         compressed: bool = False,
         wait: bool = True,
     ) -> Tensor | Pending[Tensor]:
-        """Pull what the server makes of the round of this worker's last push, once all workers have
-        pushed it.
+        """Pull the reduction of the round of this worker's last push, once all workers have pushed.
 
         Args:
-            key: initialised by this client.
-            reduce_method: "max", "sum", "mean", or for packed gradients "decode_average"; the same
-                at every client of a round. None for asynchronous keys, whose current value comes at
-                once.
-            compressed: return the average of packed gradients as a payload again, for
-                `Codec.decode`.
-            wait: False: return a `Pending` at once, for the round of the last push before this
+            key: a key that this client has initialised.
+            reduce_method: "max", "sum", "mean", or "decode_average" for compressed gradients; equal
+                on all clients of a round. None for asynchronous keys, which return their current
+                value without waiting for pushes.
+            compressed: encode the average of compressed gradients again, and return the payload,
+                for `Codec.decode`.
+            wait: False: return a `Pending` immediately, for the round of the last push before this
                 call.
 
         Returns:
-            float32 of the key's shape; for payloads ``(numel,)`` float32, for raw codes of the
-            key's shape with four times the last dimension, for both ``(nbytes,)`` uint8 if
-            `compressed`; for asynchronous keys of the shape of the initial values.
+            float32 tensor of the key's shape. For payloads, ``(numel,)`` float32; for raw codes,
+            float32 of the key's shape with four times the last dimension; for both, ``(nbytes,)``
+            uint8 if `compressed`. For asynchronous keys, float32 of the shape of the initial
+            values.
 
         Raises:
-            ValueError: unknown key or reduce method, one that the key does not take, or no push
-                before.
-            CorruptPayload: a worker's payload of the round does not decode.
-            PeerMismatch: clients use the key with different settings, or pull a round in different
-                ways.
-            PeerLost: a worker is gone before it has pushed the round, or silent; or the server is.
+            ValueError: unknown key, unknown or unsupported reduce method, or no push before.
+            CorruptPayload: a worker's payload of the round cannot be decoded.
+            PeerMismatch: clients use the key with different settings, or pull a round with
+                different arguments.
+            PeerLost: the server, or a worker that has not pushed the round, is gone or does not
+                reply.
             GradcompError, RuntimeError: as `push_parameter`.
         """
         known = self._known(key, wait)
@@ -286,22 +287,23 @@ class ParameterClient:
         return self._started(Pending(self._requests, asked, finish), wait)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write what the servers remember into a file, from which `serve` can go on: all keys and
-        settings, values of asynchronous keys, residuals of averages that are pulled compressed,
-        numbers of rounds.
+        """Write the state of all servers to a checkpoint, from which `serve` can resume.
 
-        One worker calls this while the others push nothing: for example before all of them push to
-        a float32 key and pull it. Values are gathered key by key and pass through this worker; the
-        file appears when it is complete, in the place of an older one.
+        The state is all keys and their settings, values of asynchronous keys, residuals of averages
+        that are pulled compressed, and round numbers.
+
+        One worker calls this while the others do not push, for example before all workers push to a
+        float32 key and pull it as a barrier. Values are fetched key by key through this worker. The
+        file replaces an older one only when it is complete.
 
         Args:
-            path: of the file; its folder exists.
+            path: path of the file, in an existing folder.
 
         Raises:
-            ValueError: a round is under way whose residual would be lost.
+            ValueError: a round is in progress, so its residual would be lost.
             OSError: the file cannot be written.
             PeerMismatch: a key is broken.
-            PeerLost: a server is gone or silent.
+            PeerLost: a server is gone or does not reply.
         """
         max_reply_nbytes = self._requests.max_reply_nbytes
         self._requests.max_reply_nbytes = MAX_MESSAGE_NBYTES
@@ -311,10 +313,10 @@ class ParameterClient:
             self._requests.max_reply_nbytes = max_reply_nbytes
 
     def close(self) -> None:
-        """Notify the servers that this worker is done; closing twice is harmless. The communicator
-        stays open.
+        """Notify the servers that this worker is done. A second call has no effect.
 
-        What was pushed still arrives; a `Pending` that nobody has waited for raises RuntimeError.
+        Earlier pushes still arrive. A `Pending` that is not complete raises RuntimeError. The
+        communicator stays open.
         """
         self._requests.close()
 
@@ -327,7 +329,7 @@ class ParameterClient:
     # ---- parts ----
 
     def _known(self, key: str, wait: bool = True) -> ClientKey:
-        """Return what is known of a key that a call uses."""
+        """Return an initialised key, after checking `key` and `wait`."""
         if wait is not True and wait is not False:
             raise ValueError(f"wait must be True or False, got {wait!r}")
         if not wait:
@@ -341,7 +343,7 @@ class ParameterClient:
     def _raw_codes(
         self, given: Spec, codec: Codec | None, scale_key: str | None
     ) -> RawCodes | None:
-        """Return what makes payloads of raw codes, or None for a key that holds none."""
+        """Return the converter from raw codes to payloads; None for a key without raw codes."""
         packed = given.dtype == "uint8" and codec is None
         if scale_key is None:
             return RawCodes(given.shape, None) if packed and len(given.shape) != 1 else None
@@ -355,18 +357,18 @@ class ParameterClient:
         return RawCodes(given.shape, scale)
 
     def _accept_replies_to(self, known: ClientKey) -> None:
-        """Accept the longest reply to a pull of a key, before the key is made."""
+        """Raise the limit of replies to the longest reply to a pull of a key."""
         self._requests.max_reply_nbytes = max(self._requests.max_reply_nbytes, known.reply_nbytes())
 
     def _ask(
         self, kind: Kind, key: str, shard: int = 0, body: Tensor = EMPTY, **how: Any
     ) -> Request:
-        """Begin to ask the server of a shard."""
+        """Start a request to the server of a shard."""
         message = Message(kind, key=key, shard=shard, body=body, **how)
         return self._requests.send(home_of(key, self._servers, shard), message)
 
     def _started(self, pending: Pending[T], wait: bool) -> T | Pending[T]:
-        """Return the result of a call; or the call itself, while a thread receives its replies."""
+        """Return the result of a call; or `pending`, and let a thread receive its replies."""
         if wait:
             return pending.wait()
         self._requests.overlap()
@@ -376,7 +378,9 @@ class ParameterClient:
         return Pending(self._requests, asked, list).wait()
 
     def _records(self) -> Iterator[tuple[str, int, Tensor]]:
-        """Yield (key, shard, record); settings of a cut key come last, with its shards' steps."""
+        """Yield (key, shard, record). The settings of a cut key follow its shards, whose steps they
+        have.
+        """
         names = set()
         for server in self._servers:
             (reply,) = self._replies([self._requests.send(server, Message(Kind.STATE))])
@@ -405,7 +409,7 @@ def _check_key(key: object) -> None:
 
 
 def _dtype_name(dtype: str | torch.dtype | None) -> str:
-    """Return the name of a dtype, which may be one; the default for None."""
+    """Return the name of a dtype, given by name or as a torch dtype; the default for None."""
     wanted = "float32" if dtype is None else dtype
     return next((name for name, known in DTYPES.items() if known == wanted), str(wanted))
 

@@ -1,4 +1,4 @@
-"""One key as a client knows it: which shards it has, and what is pushed to and pulled from them."""
+"""A key on the client's side: its shards, and the bodies of its requests and replies."""
 
 from __future__ import annotations
 
@@ -22,15 +22,20 @@ from gradcomp.server.shards import Shards
 from gradcomp.server.spec import CODECS, DTYPES, MAX_NBYTES, Spec, pack_spec, parse_payload
 
 CODES_A_BYTE = TernGrad.form.most_numel(1)
-_CODES_AT = HEADER_NBYTES + 4 * TernGrad.form.scales_per_group  # in a payload
+_CODES_AT = HEADER_NBYTES + 4 * TernGrad.form.scales_per_group  # byte offset in a payload
 Parts = list[tuple[int, Tensor]]  # shard numbers and bodies of requests
 
 
 class RawCodes:
-    """Makes payloads of raw 2-bit codes, the bytes of ternary payloads without header and scale.
+    """Converts raw 2-bit codes, ternary payloads without header and scale, to payloads.
 
-    Their scale is the maximum of the key `scale`, or 1. `shape` is that of the values: four times
-    the last dimension of the bytes.
+    Args:
+        shape: shape of the codes, uint8, four codes per byte.
+        scale: key whose last pull with "max" is the scale of the payloads; None: 1.
+
+    Attributes:
+        shape: shape of the values, which is `shape` with four times the last dimension.
+        payload_shape: shape of the payloads, ``(nbytes,)`` uint8.
     """
 
     codec = TernGrad(clip_sigma=None, scale="shared")
@@ -44,7 +49,9 @@ class RawCodes:
         self.payload_shape = (self.codec.payload_nbytes(self._numel),)
 
     def payload(self, key: str, codes: Tensor, step: int) -> Tensor:
-        """Return the payload of codes (uint8), flagged as non-finite if the scale is."""
+        """Return the payload of `codes`, uint8, flagged as non-finite if the scale is; ValueError
+        if the scale has not been pulled or is negative.
+        """
         scale, numel = 1.0, self._numel
         if self._scale is not None:
             if self._scale.maximum is None:
@@ -65,14 +72,16 @@ class RawCodes:
 
 
 class ClientKey:
-    """One key; it is cut where it may have more than `shard_numel` elements.
+    """A key of a client, which is cut into shards if it may have more than `shard_numel` elements.
 
     Args:
-        given: its settings as the caller has them: shape and dtype are those of pushed values.
-        spec: its settings as the server has them.
-        raw: makes payloads of raw codes; None: values are pushed as they are.
-        codec: of its payloads, where it is known.
-        value: initial values of an asynchronous key.
+        key: name of the key.
+        given: settings on the caller's side: shape and dtype of pushed values.
+        spec: settings on the server's side.
+        raw: converts raw codes to payloads; None: values are pushed unchanged.
+        codec: codec of the payloads; None: unknown, or values are not payloads.
+        value: initial values of an asynchronous key, float32.
+        shard_numel: most elements of a shard.
     """
 
     def __init__(
@@ -86,19 +95,19 @@ class ClientKey:
         shard_numel: int,
     ) -> None:
         self.key, self.spec, self._given, self._raw = key, spec, given, raw
-        self.pushes = 0  # of this client
-        self.steps = 0  # rounds before this server began, by its checkpoint
-        self.complete = 0  # the newest round that is known to be complete
-        self.maximum: Tensor | None = None  # what the last pull with "max" returned
+        self.pushes = 0  # number of pushes of this client
+        self.steps = 0  # number of rounds in the checkpoint of the server
+        self.complete = 0  # newest round known to be complete
+        self.maximum: Tensor | None = None  # result of the last pull with "max"
         self._shards: Shards | None = None
         is_float = spec.dtype == "float32"
-        # of an uncompressed pull; None: flat, as long as its payloads say
+        # shape of an uncompressed pull; None: (numel,), with numel as in its payloads
         self.shape = spec.shape if is_float else raw.shape if raw is not None else None
         _check_initial(spec, value)
         if value is not None:
             value = value.detach().cpu()
             self.shape = value.shape
-        # the most elements that a payload of so many bytes can hold, where its shape is not known
+        # if the shape is unknown, the most elements that a payload of this size can have
         most = (ONEBIT if codec is None else codec.form).most_numel(spec.numel)
         numel = most if self.shape is None else math.prod(self.shape)
         if numel > shard_numel and (value is None or is_float or codec is not None):
@@ -114,7 +123,7 @@ class ClientKey:
             raise ValueError(f"{text} and is cut only if it has a codec=")
 
     def is_made_like(self, other: ClientKey) -> bool:
-        """Whether both are the same key of one server."""
+        """Return whether both have the same settings, checkpoint steps and scale key."""
         scales = [key._raw._scale if key._raw is not None else None for key in (self, other)]
         return (self.spec, self.steps) == (other.spec, other.steps) and scales[0] is scales[1]
 
@@ -124,11 +133,11 @@ class ClientKey:
 
     @property
     def may_be_early(self) -> bool:
-        """Whether a server may refuse the next push, since too many rounds are open."""
+        """Whether a server may reject the next push because too many rounds are open."""
         return not self.spec.asynchronous and self.pushes + 1 > self.complete + OPEN_ROUNDS
 
     def settings(self, value: Tensor | None = None) -> Parts:
-        """Return the bodies of the INIT requests that make the key and its known shards."""
+        """Return the bodies of the INIT requests that create the key and its known shards."""
         value = value if value is None else value.detach().cpu()
         if not self.is_cut:
             return [(0, pack_spec(self.spec, value))]
@@ -143,7 +152,7 @@ class ClientKey:
         return made
 
     def body(self, value: Any) -> Tensor:
-        """Return a pushed value, or the payload of raw codes, checked, as ``(nbytes,)`` uint8."""
+        """Check a pushed value; return it, or the payload of raw codes, as ``(nbytes,)`` uint8."""
         dtype, shape = DTYPES[self._given.dtype], self._given.shape
         tensor = value if isinstance(value, Tensor) else self._tensor_of(value)
         check_memory(tensor, "value")
@@ -156,7 +165,7 @@ class ClientKey:
         return tensor.reshape(-1).view(torch.uint8)
 
     def _tensor_of(self, value: object) -> Tensor:
-        """Return numbers as a tensor; one number is enough for a key of one element."""
+        """Return numbers as a tensor. A key of one element also accepts a single number."""
         dtype = DTYPES[self._given.dtype]
         try:
             numbers = torch.as_tensor(value, device="cpu")
@@ -171,10 +180,10 @@ class ClientKey:
         return tensor.view(self._given.shape) if is_one else tensor
 
     def pushed(self, body: Tensor) -> tuple[Parts, Parts]:
-        """Return the bodies of the requests of a push: of INIT and of PUSH.
+        """Return the bodies of the INIT requests and of the PUSH requests of a push.
 
-        INIT goes to new shards, and to the settings of any cut key, so that this client gets an
-        error if other clients use the key with different settings.
+        INIT requests are sent for new shards. For a cut key, one is always sent for its settings,
+        so that this client gets an error if other clients use the key with different settings.
         """
         if not self.is_cut:
             return [], [(0, body)]
@@ -200,11 +209,11 @@ class ClientKey:
         return made, list(enumerate(parts, 1))
 
     def shards(self) -> range:
-        """Return the numbers of the shards that a pull asks."""
+        """Return the numbers of the shards that a pull requests."""
         return range(1, self._known_shards().count + 1) if self.is_cut else range(1)
 
     def reply_nbytes(self) -> int:
-        """Return the most bytes that a reply to a pull can have; 0 while shards are not known."""
+        """Return the largest size of a reply to a pull, in bytes; 0 while shards are unknown."""
         if self.is_cut and self._shards is None:
             return 0
         if self._shards is not None:  # the last shard is no longer than the first
@@ -216,7 +225,7 @@ class ClientKey:
         return 4 * numel
 
     def join(self, replies: Sequence[Message], compressed: bool) -> Tensor:
-        """Return the result of a pull; CorruptPayload if the replies do not answer it."""
+        """Return the result of a pull; CorruptPayload if the replies have unexpected sizes."""
         parts = [reply.body for reply in replies]
         if compressed:
             return parts[0].clone() if not self.is_cut else self._known_shards().join(parts)
@@ -238,7 +247,7 @@ class ClientKey:
 
 
 def _check_initial(spec: Spec, value: Tensor | None) -> None:
-    """Raise unless an asynchronous key, and no other, has initial values such as it needs."""
+    """Raise unless `value` fits: finite float32 for an asynchronous key, None for other keys."""
     given = None if value is None else f"{value.dtype} of shape {tuple(value.shape)}"
     if spec.asynchronous != (value is not None):
         text = "value and asynchronous=True must be given together"

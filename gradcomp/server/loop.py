@@ -1,4 +1,4 @@
-"""The server: one loop that receives requests and sends replies, and never waits for one client."""
+"""The server loop, which receives requests, sends replies and never waits for a single client."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from gradcomp.server.spec import Spec, parse_spec
 from gradcomp.server.state import pack_state, read_states
 
 SLICE_S = 0.2  # longest wait for a message
-BUSY_SLICE_S = 0.001  # the same while replies wait for earlier ones to leave
-MAX_RECEIVE_FAILURES = 10  # in a row, a slice apart; then the transport itself is broken
+BUSY_SLICE_S = 0.001  # longest wait while replies are queued
+MAX_RECEIVE_FAILURES = 10  # consecutive ones, after which the transport counts as broken
 MAX_UNTAKEN = 8  # replies to one client that are being sent
-MAX_WAITING = 1024  # replies to one client that wait for these; a client that asks on is ended
+MAX_WAITING = 1024  # queued replies to one client; with more, the client is dropped
 
 logger = logging.getLogger("gradcomp")
 _Result = Tensor | Exception
@@ -44,19 +44,19 @@ _Result = Tensor | Exception
 
 @dataclass
 class ServerStats:
-    """What a server has done.
+    """Counters of a server.
 
     Attributes:
-        pushes, pulls: requests carried out; a pull counts when it is answered.
+        pushes, pulls: requests that succeeded; a pull is counted when its reply is sent.
         errors: replies that were errors.
-        failures: requests that failed for a reason of the server's own (no memory, a bug); the log
-            has their tracebacks.
-        unread: messages that could not be answered: too long, or from another server.
-        bytes_received, bytes_sent: message headers included.
-        asynchronous_pushes: of `pushes`, those to asynchronous keys.
-        staleness_sum, staleness_max: over these: pushes of other workers that the pusher had not
-            seen.
-        lost: ranks that were gone before they had closed.
+        failures: requests that failed because of the server (no memory, a bug); their tracebacks
+            are in the log.
+        unread: messages without a reply, because they were too long or from another server.
+        bytes_received, bytes_sent: bytes of messages, including headers.
+        asynchronous_pushes: pushes to asynchronous keys, also counted in `pushes`.
+        staleness_sum, staleness_max: sum and maximum of the staleness of asynchronous pushes, see
+            `ParameterClient.push_parameter`.
+        lost: ranks that were lost before they closed their client.
     """
 
     pushes: int = 0
@@ -73,7 +73,7 @@ class ServerStats:
 
     @property
     def staleness_mean(self) -> float:
-        """Mean staleness of asynchronous pushes; 0.0 without any."""
+        """Mean staleness of asynchronous pushes; 0.0 if there are none."""
         return self.staleness_sum / self.asynchronous_pushes if self.asynchronous_pushes else 0.0
 
 
@@ -86,27 +86,26 @@ def serve(
 ) -> ServerStats:
     """Serve parameters on this rank until every client has closed or is gone.
 
-    Called on every server rank; all other ranks of `comm` are workers, each with one
+    Call this on every server rank. All other ranks of `comm` are workers, each with one
     `ParameterClient`.
 
     Args:
-        comm: only the server may send and receive messages on it while this runs.
-        servers: ranks of the servers, or how many of the last ranks. The same on every rank.
-        timeout_s: seconds without any message after which the clients are given up; None: wait
-            without limit.
-        checkpoint: a file of `ParameterClient.save` to go on from; the same on every server. The
-            number of servers may have changed. Its values count, not the initial ones that clients
-            give.
+        comm: communicator. No other code may send or receive messages on it while this runs.
+        servers: ranks of the servers, or the number of last ranks that serve; equal on every rank.
+        timeout_s: timeout without a message from any client, in seconds; None: no timeout.
+        checkpoint: file of `ParameterClient.save` to resume from; equal on every server. The number
+            of servers may differ from that at `save`. Values in the checkpoint take precedence over
+            initial values of clients.
 
     Returns:
-        Counters of what was done.
+        Counters of this server.
 
     Raises:
-        ValueError: `servers` that do not exist, leave no worker, or do not include this rank;
-            `timeout_s` out of its range; a file that is not a checkpoint, is damaged, or is of an
+        ValueError: `servers` do not exist, leave no worker, or do not include this rank;
+            `timeout_s` is not positive; `checkpoint` is not a checkpoint, is damaged, or has an
             older format.
         OSError: `checkpoint` cannot be read.
-        PeerLost: no message from any client for `timeout_s`; names the ranks that have not closed.
+        PeerLost: no message for `timeout_s`; the error names the ranks that have not closed.
     """
     ranks = server_ranks(servers, comm.world_size)
     if comm.rank not in ranks:
@@ -121,7 +120,7 @@ def serve(
 
 
 class _Server:
-    """State of one server."""
+    """State and loop of one server."""
 
     def __init__(self, comm: Communicator, servers: Sequence[int]) -> None:
         self._comm, self._servers, self.stats = comm, tuple(servers), ServerStats()
@@ -130,26 +129,26 @@ class _Server:
         self._ended: dict[int, str] = {}
         self._digest = servers_digest(servers, comm.world_size)
         self._parameters: dict[tuple[str, int], Parameter] = {}  # by key and shard
-        # replies by rank: number and result of those that wait, and the messages on their way
+        # by rank: queued replies (request number and result), and replies that are being sent
         self._waiting = {rank: deque[tuple[int, _Result]]() for rank in self._workers}
         self._untaken: dict[int, list[Work]] = {rank: [] for rank in self._workers}
         self._last_failure: Exception | None = None
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Make the parameters of a checkpoint that live on this server."""
+        """Restore the parameters of a checkpoint that this server owns."""
         servers, rank = self._servers, self._comm.rank
         for key, shard, state in read_states(path, lambda k, s: home_of(k, servers, s) == rank):
             self._make(rank, key, shard, state.spec, state.value).restore(state)
 
     def run(self, timeout_s: float | None) -> ServerStats:
-        heard, failures = time.monotonic(), 0
+        last_message, failures = time.monotonic(), 0
         while self._open:
             try:
                 slice_s = BUSY_SLICE_S if any(self._waiting.values()) else SLICE_S
                 rank, message = self._comm.receive(slice_s, max_nbytes=MAX_MESSAGE_NBYTES)
                 failures = 0
             except TimeoutError:
-                silent_s = time.monotonic() - heard
+                silent_s = time.monotonic() - last_message
                 if timeout_s is not None and silent_s > timeout_s:
                     detail = f"no request from ranks {sorted(self._open)}, which have not closed"
                     raise PeerLost("serve", -1, silent_s, detail) from None
@@ -157,23 +156,23 @@ class _Server:
                 self._end(error.rank, "is gone")
             except ValueError:
                 self.stats.unread += 1
-            except (MemoryError, RuntimeError) as error:  # the message may be lost, or come again
+            except (MemoryError, RuntimeError) as error:  # the message may be lost, or still come
                 failures += 1
                 if failures == MAX_RECEIVE_FAILURES:
                     raise
                 self._note_failure("receive", error)
                 time.sleep(SLICE_S)
             else:
-                heard = time.monotonic()
+                last_message = time.monotonic()
                 self.stats.bytes_received += message.numel()
                 self._handle(rank, message)
             for rank in self._open & {r for r, replies in self._waiting.items() if replies}:
                 self._send(rank)
-        self._comm.kept["server replies"] = self._untaken  # the transport may still send them
+        self._comm.kept["server replies"] = self._untaken  # keeps replies alive while they are sent
         return self.stats
 
     def _handle(self, rank: int, raw: Tensor) -> None:
-        """Carry out one request; its sender gets an error for whatever is wrong with it."""
+        """Process one request. Any exception is sent to its client as an error reply."""
         if rank not in self._workers:
             self.stats.unread += 1
             return
@@ -183,7 +182,7 @@ class _Server:
             message = parse(raw)
             key = message.key, message.shard
             result = self._carry_out(rank, message)
-        except Exception as error:  # noqa: BLE001 - one request fails, whatever the error is
+        except Exception as error:  # noqa: BLE001 - fails this request only
             self._note_failure(f"carry out a request of rank {rank}", error)
             result = error
         if result is not None:
@@ -192,7 +191,7 @@ class _Server:
             self._answer(self._parameters[key])
 
     def _carry_out(self, rank: int, message: Message) -> Tensor | None:
-        """Return the body of the reply; None where there is none, or not yet."""
+        """Process a request and return the body of its reply; None if there is no reply (yet)."""
         kind = message.kind
         if rank not in self._open:
             raise ValueError(f"the client of rank {rank} is closed")
@@ -227,7 +226,7 @@ class _Server:
         return _number(staleness)
 
     def _init(self, rank: int, message: Message, parameter: Parameter | None) -> int:
-        """Make a parameter, or let a client join it; return its steps."""
+        """Create a parameter, or let a client join it, and return its number of steps."""
         spec, value = parse_spec(message.body)
         if not message.key:
             raise ValueError("a key must not be empty")
@@ -239,7 +238,7 @@ class _Server:
         return parameter.steps
 
     def _make(self, rank: int, key: str, shard: int, spec: Spec, value: Tensor | None) -> Parameter:
-        """Add a parameter."""
+        """Create a parameter, add it to this server and return it."""
         parameter = Parameter(key, spec, rank, self._workers)
         if value is not None:
             parameter = AsynchronousParameter(key, spec, rank, self._workers, value)
@@ -249,7 +248,7 @@ class _Server:
         return parameter
 
     def _end(self, rank: int, why: str) -> None:
-        """Note that a worker asks no more; those who wait for its pushes get an error."""
+        """Mark a worker as ended; pulls that wait for its pushes get an error reply."""
         if rank not in self._open:
             return
         self._open.remove(rank)
@@ -262,14 +261,14 @@ class _Server:
             self._answer(parameter)
 
     def _answer(self, parameter: Parameter) -> None:
-        """Answer every pull of a parameter that can be answered now."""
+        """Reply to every pull of a parameter whose result is available."""
         for rank, request, result in parameter.answers():
             self.stats.pulls += not isinstance(result, Exception)
             self._note_failure(f"reduce key {parameter.key!r}", result)
             self._reply(rank, request, result)
 
     def _reply(self, rank: int, request: int, result: _Result) -> None:
-        """Send a reply after all earlier ones; end a client that asks on and takes none."""
+        """Queue a reply behind earlier ones; drop a client whose queue is full."""
         self.stats.errors += isinstance(result, Exception)
         if len(self._waiting[rank]) >= MAX_WAITING:
             self._end(rank, "takes no replies")
@@ -278,7 +277,7 @@ class _Server:
             self._send(rank)
 
     def _send(self, rank: int) -> None:
-        """Start the replies to a client that may leave now; end one that cannot be answered."""
+        """Start to send queued replies to a client, at most MAX_UNTAKEN; drop it if that fails."""
         waiting = self._waiting[rank]
         try:
             untaken = self._untaken[rank] = [w for w in self._untaken[rank] if not w.is_done()]
@@ -286,16 +285,16 @@ class _Server:
                 message = self._packed(*waiting.popleft())
                 untaken.append(self._comm.start_send(message, rank))
                 self.stats.bytes_sent += message.numel()
-        except ConnectionError:  # it is gone, as `receive` will tell
+        except ConnectionError:  # the client is gone; `receive` will raise RankGone
             waiting.clear()
-        except Exception as error:  # noqa: BLE001 - the other clients are served on
+        except Exception as error:  # noqa: BLE001 - continue to serve other clients
             self._note_failure(f"answer rank {rank}", error)
             self._end(rank, "cannot be answered")
         if rank not in self._open:
             waiting.clear()
 
     def _packed(self, request: int, result: _Result) -> Tensor:
-        """Return a reply; an error if there is no memory for what it should be."""
+        """Return a reply as a message; an error reply if packing the result fails."""
         if not isinstance(result, Exception):
             try:
                 return pack(Message(Kind.OK, request, self._digest, body=result))
@@ -306,7 +305,7 @@ class _Server:
         return pack(Message(Kind.ERROR, request, self._digest, body=pack_error(result)))
 
     def _note_failure(self, what: str, error: _Result) -> None:
-        """Count and log an exception, once, unless it tells what is wrong with a request."""
+        """Count and log an exception once, unless it only reports an invalid request."""
         if isinstance(error, Tensor) or is_expected(error) or error is self._last_failure:
             return
         self._last_failure = error

@@ -1,7 +1,6 @@
-"""Messages between clients and servers: a fixed header, a key, raw bytes. No pickle, and no
-allocation by a number that was read.
+"""Messages between clients and servers: a fixed header, a key and a body of raw bytes.
 
-::
+There is no pickle, and no allocation is sized by a number from a message::
 
     byte 0        4         5      6            7        8         12
          +--------+---------+------+------------+--------+---------+
@@ -31,16 +30,16 @@ from gradcomp.payload.pieces import round_up
 MAGIC, VERSION = 0x53504347, 2  # "GCPS"
 METHODS = ("max", "sum", "mean", "decode_average")
 MAX_KEY_NBYTES = 255
-MAX_MESSAGE_NBYTES = 2**31 - 1  # what one MPI call can count
+MAX_MESSAGE_NBYTES = 2**31 - 1  # the largest count of an MPI call
 EMPTY = torch.empty(0, dtype=torch.uint8)
 _HEADER = struct.Struct("<IBBBBIIII")
-_ALIGNMENT = 8  # of the body, so that its fp32 values can be viewed in place
+_ALIGNMENT = 8  # of the body, in bytes, so that its fp32 values can be viewed in place
 _COMPRESSED = 0x80  # bit of the method byte
 _ERRORS = {kind.__name__: kind for kind in (PeerMismatch, CorruptPayload, PeerLost, ValueError)}
 
 
 class Kind(IntEnum):
-    """What a message is: six requests, two replies."""
+    """Kind of a message: six requests and two replies (OK, ERROR)."""
 
     INIT = 1
     PUSH = 2
@@ -55,17 +54,17 @@ class Kind(IntEnum):
 @dataclass(frozen=True)
 class Message:
     kind: Kind
-    request: int = 0  # repeated in the reply; 0 where the server could not read it
+    request: int = 0  # number of the request, repeated in its reply; 0 if it could not be read
     servers: int = 0  # `servers_digest` of the sender
-    key: str = ""  # empty in CLOSE and in replies
-    method: str | None = None  # of a PULL
-    compressed: bool = False  # a PULL asks for a payload
-    shard: int = 0  # 0 for a whole key, and for the settings of a cut one
+    key: str = ""  # empty in CLOSE, in replies, and in a STATE request for all keys
+    method: str | None = None  # reduce method of a PULL
+    compressed: bool = False  # whether a PULL requests a payload
+    shard: int = 0  # 0 for a key that is not cut, and for the settings of a cut key
     body: Tensor = EMPTY  # (n,) uint8
 
 
 def as_bytes(data: bytes) -> Tensor:
-    """Return a copy, ``(n,)`` uint8."""
+    """Return a copy of `data` as ``(n,)`` uint8."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
@@ -80,10 +79,10 @@ def pack(message: Message) -> Tensor:
 
 
 def parse(message: Tensor) -> Message:
-    """Return the message in some bytes; its body is a view of them.
+    """Parse a message, ``(nbytes,)`` uint8. The body of the result is a view of it.
 
     Raises:
-        CorruptPayload: "message": the bytes are not a message.
+        CorruptPayload: check "message"; the bytes are not a valid message.
     """
     raw: bytes = message[: _HEADER.size].numpy().tobytes()
     if len(raw) < _HEADER.size:
@@ -112,14 +111,14 @@ def parse(message: Tensor) -> Message:
 
 
 def request_number(message: Tensor) -> int:
-    """Return the number of a request that may be damaged; 0 if it is too short to have one."""
+    """Return the number of a request that may be corrupt; 0 if it is shorter than a header."""
     if message.numel() < _HEADER.size:
         return 0
     return int(_HEADER.unpack(message[: _HEADER.size].numpy().tobytes())[5])
 
 
 def pack_error(error: Exception) -> Tensor:
-    """Return the body of an ERROR reply: JSON, the name of an error's class and its arguments."""
+    """Return the body of an ERROR reply: JSON with the class name and arguments of `error`."""
     name = next((n for n, kind in _ERRORS.items() if isinstance(error, kind)), "GradcompError")
     fields: Sequence[object] = [str(error)]
     if isinstance(error, (PeerMismatch, CorruptPayload)):
@@ -132,12 +131,12 @@ def pack_error(error: Exception) -> Tensor:
 
 
 def is_expected(error: Exception) -> bool:
-    """Whether an error tells what is wrong with a request; others are the server's own."""
+    """Return whether an error reports an invalid request and not a failure of the server."""
     return isinstance(error, (GradcompError, ValueError)) and not isinstance(error, NativeError)
 
 
 def parse_error(body: Tensor, lost: Callable[[str], PeerLost]) -> Exception:
-    """Return the exception in the body of an ERROR reply; `lost` makes PeerLost of its detail."""
+    """Return the exception in the body of an ERROR reply; `lost` makes a PeerLost of a detail."""
     try:
         found = json.loads(body.numpy().tobytes().decode())
         kind: Callable[..., Exception] = _ERRORS.get(str(found["error"]), GradcompError)
@@ -151,10 +150,13 @@ def _corrupt(detail: str) -> CorruptPayload:
 
 
 def server_ranks(servers: int | Sequence[int], world_size: int) -> tuple[int, ...]:
-    """Return the ranks that serve; ValueError unless they exist, are distinct, and leave a worker.
+    """Return the ranks of the servers.
 
     Args:
-        servers: their ranks, or how many of the last ranks.
+        servers: ranks of the servers, or the number of last ranks that serve.
+
+    Raises:
+        ValueError: the ranks do not exist, are not distinct, or leave no worker.
     """
     ranks: Sequence[int] = ()
     if isinstance(servers, int) and not isinstance(servers, bool):
@@ -171,13 +173,15 @@ def server_ranks(servers: int | Sequence[int], world_size: int) -> tuple[int, ..
 
 
 def servers_digest(servers: Sequence[int], world_size: int) -> int:
-    """Return 32 bits that tell whether two ranks mean the same servers."""
+    """Return a 32-bit hash of world size and servers, by which ranks compare them."""
     return _hash(repr((world_size, tuple(servers))), 4)
 
 
 def home_of(key: str, servers: Sequence[int], shard: int = 0) -> int:
-    """Return the rank that serves a key, by a hash that is the same in every process; the shards
-    of a key go round the servers from there.
+    """Return the server rank that owns a key, or one shard of it.
+
+    A hash that is equal in all processes selects the server of a key; consecutive shards are on
+    consecutive servers.
     """
     return servers[(_hash(key, 8) + max(0, shard - 1)) % len(servers)]
 

@@ -1,4 +1,4 @@
-"""Keys on their server: what has been pushed, who waits for what, and what they get.
+"""Keys on the server's side: pushes, waiting pulls, and their results.
 
 References:
     Dean et al. 2012, "Large scale distributed deep networks" (Downpour SGD), for asynchronous keys.
@@ -26,7 +26,7 @@ from gradcomp.server.reduce import (
 from gradcomp.server.spec import Spec, codec_of
 from gradcomp.server.state import State
 
-OPEN_ROUNDS = 2  # that not every worker has pushed
+OPEN_ROUNDS = 2  # most rounds that not every worker has pushed
 
 
 @dataclass
@@ -35,38 +35,38 @@ class _Round:
 
     pushes: dict[int, Tensor] = field(default_factory=dict)  # by rank, until they are reduced
     asked: tuple[int, str | None, bool] | None = None  # rank and arguments of the first pull
-    result: Tensor | Exception | None = None  # what every worker's pull gets
+    result: Tensor | Exception | None = None  # result of every worker's pull
 
 
 class Parameter:
-    """A key, or one shard of it, whose pulls wait for every worker's push: round r is each worker's
-    r-th push. Of a key that is cut also its settings, on which clients agree: nothing is pushed
-    there.
+    """A synchronous key, or one shard of it. Round r consists of the r-th push of every worker, and
+    its pulls wait for all of these pushes.
 
-    At most two rounds are open, and the newest complete one is kept until the slowest worker has
-    left it behind. The first shard of a key that is cut decides; a push that it has accepted
-    reaches the other shards, where the slowest worker's may still be on its way, so they accept one
-    more.
+    A cut key also has a `Parameter` for its settings, which clients compare, without any pushes.
 
-    A key whose clients turn out to have different settings is broken for good: every request gets
-    `PeerMismatch`. `spec` is what its first client, `first_rank`, has.
+    At most two rounds are open. The newest complete round is kept until the slowest worker has
+    pushed a later one. The first shard of a cut key decides whether a push is accepted. The other
+    shards accept one more round, since the slowest worker's push may not have reached them yet.
+
+    If clients have different settings, the key is broken permanently, and every request raises
+    `PeerMismatch`. `spec` has the settings of the first client, on rank `first_rank`.
     """
 
     def __init__(self, key: str, spec: Spec, first_rank: int, workers: Sequence[int]) -> None:
         self.key, self.spec, self.workers = key, spec, tuple(workers)
-        self.steps = 0  # rounds, or pushes to an asynchronous key, of the checkpoint
+        self.steps = 0  # rounds, or pushes to an asynchronous key, in the checkpoint
         self._first_rank, self._restored = first_rank, False
         self._broken: dict[int | None, PeerMismatch] = {}  # by rank; None: any other rank
         self._count = dict.fromkeys(self.workers, 0)  # pushes by rank
-        self._waiting: list[tuple[int, int, int]] = []  # pulls: rank, round, request
+        self._waiting: list[tuple[int, int, int]] = []  # pulls: rank, round, request number
         self._rounds: dict[int, _Round] = {}
         self._lost: dict[int, str] = {}
-        self._residual: Tensor | None = None  # what averages that were encoded have left out
+        self._residual: Tensor | None = None  # of encoded averages, (numel,) float32
         self._first_header: tuple[int, wire.Header] | None = None
 
     def join(self, rank: int, spec: Spec) -> None:
-        """Accept a further client; PeerMismatch if it has the key with other settings."""
-        if self._restored:  # a checkpoint's values count, so the clients' ones need only be alike
+        """Add another client; PeerMismatch if it uses the key with different settings."""
+        if self._restored:  # values come from the checkpoint; clients need only agree
             self._restored = False
             self.spec = replace(self.spec, value_crc=spec.value_crc)
         theirs = spec.settings()
@@ -81,7 +81,10 @@ class Parameter:
             raise mismatch
 
     def push(self, rank: int, value: Tensor) -> int:
-        """Accept a value, ``(nbytes,)`` uint8, of a worker; return its staleness."""
+        """Add a value, ``(nbytes,)`` uint8, of a worker to its next round; return its staleness.
+
+        If the payload is invalid, all pulls of the round raise the same error.
+        """
         self._check_size(value)
         number, slowest = self._count[rank] + 1, min(self._count.values())
         lost = self._lost_in(number)
@@ -96,13 +99,13 @@ class Parameter:
         now = self._rounds.setdefault(number, _Round())
         try:
             self._admit(rank, value, now)
-        except Exception as error:  # noqa: BLE001 - every worker's pull gets it
+        except Exception as error:  # noqa: BLE001 - every worker's pull raises it
             now.result = error
             if isinstance(error, CorruptPayload):
                 where = f"{error.detail} (from rank {rank}, key {self.key!r}, round {number})"
                 now.result = CorruptPayload(error.check, where)
             raise now.result from None
-        finally:  # forget the rounds that nobody can pull any more
+        finally:  # delete rounds that no worker can pull any more
             slowest = min(self._count.values())
             self._rounds = {n: kept for n, kept in self._rounds.items() if n >= slowest}
         self.check(rank)
@@ -110,7 +113,7 @@ class Parameter:
         return 0
 
     def pull(self, rank: int, message: Message) -> None:
-        """Note that a worker waits; `answers` has what it gets."""
+        """Queue a pull of a worker; `answers` returns its result once it is available."""
         self.spec.check_method(self.key, message.method, message.compressed)
         number = self._count[rank]
         if not number:
@@ -124,7 +127,7 @@ class Parameter:
         self._waiting.append((rank, number, message.request))
 
     def answers(self) -> list[tuple[int, int, Tensor | Exception]]:
-        """Return what can be answered now, once: (rank, request, body or error)."""
+        """Remove and return the pulls that are complete: (rank, request number, body or error)."""
         answers, waiting = [], []
         for rank, number, request in self._waiting:
             result = self._mismatch(rank) or self._result(number)
@@ -136,12 +139,12 @@ class Parameter:
         return answers
 
     def lose(self, rank: int, why: str) -> None:
-        """Note that a worker pushes no more."""
+        """Mark a worker as lost or closed, and drop its pulls."""
         self._waiting = [pull for pull in self._waiting if pull[0] != rank]
         self._lost[rank] = why
 
     def cancel(self, rank: int) -> str:
-        """Forget the oldest round that a worker waits for, and return what it waited for."""
+        """Drop a worker's pulls of the oldest round it waits for; return the reason of the wait."""
         waits = [number for waiting, number, _ in self._waiting if waiting == rank]
         number = min(waits, default=self._count[rank])
         self._waiting = [pull for pull in self._waiting if pull[:2] != (rank, number)]
@@ -151,7 +154,7 @@ class Parameter:
         return f"no push from ranks {missing} in round {number} of key {self.key!r}"
 
     def state(self) -> State:
-        """Return what a checkpoint has to hold; ValueError if a round under way would be lost."""
+        """Return the state for a checkpoint; ValueError if a round in progress would be lost."""
         slowest, newest = min(self._count.values()), max(self._count.values())
         under_way = slowest < newest or (newest and self._rounds[newest].result is None)
         if self._residual is not None and under_way:
@@ -162,13 +165,16 @@ class Parameter:
         return State(self.steps + slowest, self.spec, None, self._residual)
 
     def restore(self, state: State) -> None:
-        """Take over what a checkpoint holds; nobody has used this parameter yet."""
+        """Load steps and residual of a checkpoint. No client may have used this parameter yet."""
         self.steps, self._residual, self._restored = state.steps, state.residual, True
 
     # ---- parts ----
 
     def _compare(self, name: str, first: int, mine: object, rank: int, theirs: object) -> None:
-        """Break the key if rank `first` has `mine` where `rank` has `theirs`; `check` raises."""
+        """Mark the key as broken if a setting differs: `mine` on rank `first`, `theirs` on `rank`.
+
+        `check` raises the error.
+        """
         if mine != theirs and not self._broken:
             here, there = (v[:16].hex() if isinstance(v, bytes) else v for v in (mine, theirs))
             self._broken = {
@@ -180,7 +186,7 @@ class Parameter:
         return self._broken.get(rank) or self._broken.get(None)
 
     def _check_size(self, value: Tensor) -> None:
-        """Raise ValueError unless a pushed value has the bytes of this key, or shard of it."""
+        """Raise ValueError unless a pushed value has the size of this key or shard."""
         if self.spec.agrees_only or value.numel() != self.spec.nbytes:
             raise ValueError(
                 f"key {self.key!r} takes {self.spec.nbytes} bytes (shape {self.spec.shape}), got"
@@ -192,13 +198,13 @@ class Parameter:
         return [rank for rank, count in self._count.items() if count < number]
 
     def _lost_in(self, number: int) -> PeerLost | None:
-        """Return the error of a round that a lost worker has not pushed."""
+        """Return the error of a round that a lost worker has not pushed; None if there is none."""
         gone = [f"rank {r} {self._lost[r]}" for r in self._behind(number) if r in self._lost]
         where = f"round {number} of key {self.key!r} cannot be completed: {', '.join(gone)}"
         return PeerLost("pull", -1, 0.0, where) if gone else None
 
     def _admit(self, rank: int, value: Tensor, now: _Round) -> None:
-        """Check a payload, and compare it with the key's first one and the round's."""
+        """Check a payload, and compare it with the first one of the key and of the round."""
         if self.spec.dtype == "float32":
             return
         header = admit_payload(self.spec, value)
@@ -213,14 +219,14 @@ class Parameter:
                 self._compare("scale", other_rank, scale_bytes(other), rank, scale_bytes(value))
 
     def _result(self, number: int) -> Tensor | Exception | None:
-        """Return what a pull of a round gets; None: not yet."""
+        """Return the result of a round; None if it is not complete."""
         now = self._rounds[number]
         if now.result is None:
             if self._behind(number):
                 return self._lost_in(number)
             try:
                 now.result = self._reduce(now)
-            except Exception as error:  # noqa: BLE001 - every worker gets it, now and later
+            except Exception as error:  # noqa: BLE001 - every worker's pull raises it
                 now.result = error
             now.pushes.clear()
         return now.result
@@ -241,8 +247,9 @@ class Parameter:
 
 
 class AsynchronousParameter(Parameter):
-    """A key with a value: parameter = fl(parameter + fl(learning_rate * pushed value)), in order of
-    arrival; pulls never wait, and lost workers do not matter.
+    """An asynchronous key, with a current value. Pulls do not wait, and lost workers are ignored.
+
+    A push sets value = fl(value + fl(learning_rate * pushed value)), in order of arrival.
     """
 
     def __init__(
@@ -250,7 +257,7 @@ class AsynchronousParameter(Parameter):
     ) -> None:
         super().__init__(key, spec, first_rank, workers)
         self._value = value.clone()
-        self._seen = dict.fromkeys(self.workers, 0)  # pushes of others, in a worker's last pull
+        self._seen = dict.fromkeys(self.workers, 0)  # pushes of others before a worker's last pull
 
     def push(self, rank: int, value: Tensor) -> int:
         self._check_size(value)
@@ -288,5 +295,5 @@ class AsynchronousParameter(Parameter):
         return self._value.view(torch.uint8)
 
     def _others(self, rank: int) -> int:
-        """Return how many pushes of other workers have been applied."""
+        """Return the number of applied pushes of workers other than `rank`."""
         return sum(self._count.values()) - self._count[rank]

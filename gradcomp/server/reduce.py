@@ -1,4 +1,4 @@
-"""Reduction of the values of one round: maxima and sums of fp32, averages of packed gradients."""
+"""Reduction of the pushes of a round: max, sum and mean of fp32, averages of payloads."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from gradcomp.payload.form import HEADER_NBYTES
 from gradcomp.payload.rng import STREAM_SERVER, RngKey
 from gradcomp.server.spec import Spec, codec_of, parse_payload
 
-# of a header, the same in all payloads of a key
+# header fields that are equal in all payloads of a key
 SETTINGS = ("codec", "dtype", "numel", "group_numel", "scale_count", "stream")
 
 
 def reduce_values(values: Sequence[Tensor], method: str) -> Tensor:
-    """Return the elementwise max, sum or mean of float32 tensors, added in the order given, rounded
-    after every step.
+    """Return the elementwise max, sum or mean of float32 tensors.
 
-    A NaN in any value is a NaN in the maximum. The mean is the sum times fl(1 / N).
+    Values are added in the given order, and rounded after every addition. The mean is the sum times
+    fl(1 / N). A NaN in any value gives a NaN in the maximum.
     """
     out = values[0].clone()
     for value in values[1:]:
@@ -32,7 +32,7 @@ def reduce_values(values: Sequence[Tensor], method: str) -> Tensor:
 
 
 def admit_payload(spec: Spec, payload: Tensor) -> wire.Header:
-    """Check a payload whole and return its header; CorruptPayload as `Codec.decode`."""
+    """Validate a payload completely and return its header; CorruptPayload as `Codec.decode`."""
     header, codec, layout = parse_payload(spec, payload)
     if not header.nonfinite:
         codec.validate_packed(payload, layout)
@@ -40,11 +40,12 @@ def admit_payload(spec: Spec, payload: Tensor) -> wire.Header:
 
 
 def average_payloads(spec: Spec, payloads: Sequence[Tensor]) -> Tensor:
-    """Return the average of admitted payloads with like headers, ``(numel,)`` float32.
+    """Return the average of admitted payloads with equal `SETTINGS`, ``(numel,)`` float32.
 
-    With a shared scale it is fl(fl(S / N) * sum of codes), else decoded values are added in the
-    order given and multiplied by fl(1 / N): what an exchange makes of the same payloads, bit for
-    bit. A key without a codec counts byte-equal scales as shared. NaN if any payload is flagged.
+    With a shared scale S, the average is fl(fl(S / N) * sum of codes). Otherwise decoded values are
+    added in the given order and multiplied by fl(1 / N). Both equal the result of an exchange of
+    the same payloads bit for bit. For a key without a codec, byte-equal scales count as shared. All
+    elements are NaN if any payload is flagged as non-finite.
     """
     headers = [wire.parse(payload.numpy()) for payload in payloads]
     nbytes = payloads[0].numel()
@@ -63,10 +64,14 @@ def average_payloads(spec: Spec, payloads: Sequence[Tensor]) -> Tensor:
 def encode_average(
     spec: Spec, key: str, mean: Tensor, payload: Tensor, residual: Tensor | None
 ) -> Tensor:
-    """Return the payload of an average, ``(numel,)`` float32, of payloads like `payload`.
+    """Encode an average of payloads and return its payload, ``(nbytes,)`` uint8.
 
-    The CRC-32 of the key's name takes the place of the parameter's number in random draws.
-    `residual`, what earlier averages left out, is replaced in place.
+    Args:
+        spec: settings of the key.
+        key: name of the key; its CRC-32 is used as the parameter number in random draws.
+        mean: the average, ``(numel,)`` float32.
+        payload: one of the averaged payloads, whose codec and step are used.
+        residual: residual of earlier averages, ``(numel,)`` float32, updated in place; or None.
     """
     header, parameter = wire.parse(payload.numpy()), zlib.crc32(key.encode())
     codec = codec_of(spec, header, payload.numel())
@@ -75,6 +80,6 @@ def encode_average(
 
 
 def scale_bytes(payload: Tensor) -> bytes:
-    """Return the scales of an admitted payload as they are in it."""
+    """Return the bytes of the scales of an admitted payload."""
     view = payload.numpy()
     return view[HEADER_NBYTES : HEADER_NBYTES + 4 * wire.parse(view).scale_count].tobytes()

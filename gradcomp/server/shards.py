@@ -1,8 +1,7 @@
-"""How a large key is cut into shards, which live on different servers, and how payloads are cut and
-joined.
+"""Shards of a large key, which are owned by different servers, and cutting and joining of payloads.
 
-Shards depend on elements, scale groups and `shard_nbytes`, and never on the number of servers, so
-that another number changes no bit.
+Shards depend on the number of elements, scale groups and `shard_nbytes`. They do not depend on the
+number of servers, so results are bit for bit the same for any number of servers.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ MAX_SHARDS = 1 << 16  # of one key
 
 
 def check_shard_nbytes(nbytes: object) -> int:
-    """Return the elements of a shard of so many bytes of float32; ValueError if out of range."""
+    """Return the elements of a shard of `nbytes` bytes of float32; ValueError if out of range."""
     low, high = 4 * UNIT_NUMEL, MAX_SHARD_NBYTES
     if isinstance(nbytes, bool) or not isinstance(nbytes, int) or not low <= nbytes <= high:
         raise ValueError(f"shard_nbytes must be between {low} and {high} bytes, got {nbytes!r}")
@@ -37,17 +36,18 @@ class Shards:
     """The shards of one key, numbered from 1."""
 
     numel: int  # elements of the key
-    unit: int  # of every shard but the last
-    group_numel: int  # of a scale group of whole payloads; 1 for values
-    form: Form  # of the payloads
+    unit: int  # elements of every shard but the last
+    group_numel: int  # elements of a scale group of whole payloads; 1 for values
+    form: Form  # form of the payloads
 
     @classmethod
     def of(cls, numel: int, limit: int, form: Form, group_numel: int = 1) -> Shards:
-        """Return shards of about `limit` elements: whole scale groups, unless the whole key is one
-        whose codes can be cut.
+        """Return shards of about `limit` elements.
+
+        A shard has whole scale groups, unless the key is a single group whose codes can be cut.
 
         Raises:
-            ValueError: a scale group that no message holds, or more shards than a key may have.
+            ValueError: a scale group is too large for a message, or there are too many shards.
         """
         unit = min(limit, numel)
         if group_numel < numel or not form.cuts:
@@ -59,13 +59,13 @@ class Shards:
         if numel > MAX_SHARDS * unit:
             text = f"{numel} elements are more than {MAX_SHARDS} shards of {unit}"
             raise ValueError(f"{text}; raise shard_nbytes")
-        # bits that make no difference to the payload make none to its shards
+        # equal shards for all forms that give equal payloads
         form = form.of_payload(numel, form.code_nbytes(0, numel))
         return cls(numel, unit, group_numel, form)
 
     @property
     def one_group(self) -> bool:
-        """Whether a whole payload has one scale group, which is cut."""
+        """Whether a whole payload has one scale group, which shards cut."""
         return self.group_numel >= self.numel
 
     @property
@@ -73,12 +73,12 @@ class Shards:
         return -(-self.numel // self.unit)
 
     def bounds(self) -> list[tuple[int, int]]:
-        """Return the elements [first, last) of every shard."""
+        """Return the range [first, last) of elements of every shard."""
         starts = range(0, self.numel, self.unit)
         return [(first, min(self.numel, first + self.unit)) for first in starts]
 
     def scales(self, first: int, last: int) -> slice:
-        """Return where a whole payload has the scales of some elements, in bytes."""
+        """Return the byte range, in a whole payload, of the scales of elements [first, last)."""
         begin, end = first // self.group_numel, -(-last // self.group_numel)
         if self.one_group:
             begin, end = 0, 1
@@ -86,17 +86,17 @@ class Shards:
         return slice(start, stop)
 
     def scales_end(self, first: int, last: int) -> int:
-        """Return where the scales of the payload of a shard end, in bytes."""
+        """Return the byte offset of the end of the scales in the payload of a shard."""
         scales = self.scales(first, last)
         end: int = HEADER_NBYTES + scales.stop - scales.start
         return end
 
     def nbytes(self, first: int, last: int) -> int:
-        """Return the bytes of the payload of a shard."""
+        """Return the size of the payload of a shard, in bytes."""
         return self.scales_end(first, last) + self.form.code_nbytes(first, last)
 
     def cut(self, payload: Tensor) -> list[Tensor]:
-        """Return the payload of every shard of one whose header has been checked."""
+        """Return the payload of every shard of a payload whose header has been checked."""
         if self.count == 1:
             return [payload]
         header, parts = wire.parse(payload.numpy()), []
@@ -110,14 +110,16 @@ class Shards:
         return parts
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the payload of the whole key; a group that was cut becomes one of every shard.
+        """Return the payload of the whole key. A scale group that was cut becomes one group for
+        each shard.
 
-        Raises CorruptPayload if the parts are not payloads of these shards.
+        Raises:
+            CorruptPayload: `parts` are not payloads of these shards.
         """
         if self.count == 1:
             return parts[0].clone()
         headers = [wire.parse(part.numpy()) for part in parts]
-        free = {"flags": 0, "group_numel": 0}  # in which shards may differ
+        free = {"flags": 0, "group_numel": 0}  # fields that may differ between shards
         scales, codes, flags, scale_count = [], [], 0, 0
         for (first, last), header, part in zip(self.bounds(), headers, parts, strict=True):
             end = self.scales_end(first, last)

@@ -1,6 +1,4 @@
-"""Settings of a key: dtype, shape, codec, and whether pushes wait for each other. They are the
-same at every client.
-"""
+"""Settings of a key, equal on every client: dtype, shape, codec, synchronous or asynchronous."""
 
 from __future__ import annotations
 
@@ -24,9 +22,9 @@ CODECS = {kind.form.code: kind for kind in reversed(KINDS)}  # the first one of 
 DTYPES = {"float32": torch.float32, "uint8": torch.uint8}
 MAX_NDIM = 8
 FLOAT32_MAX = float(np.finfo(np.float32).max)
-MAX_NBYTES = MAX_MESSAGE_NBYTES - 4096  # of one value, beside header, key and settings
+MAX_NBYTES = MAX_MESSAGE_NBYTES - 4096  # of one value; leaves room for header, key and settings
 _FIXED = struct.Struct("<BBBBIIQdQQQ")
-_FLAGS = ("shares_scale", "error_feedback", "asynchronous")  # by their bits
+_FLAGS = ("shares_scale", "error_feedback", "asynchronous")  # from bit 0
 
 
 @dataclass(frozen=True)
@@ -34,18 +32,18 @@ class Spec:
     """Settings of a key, or of one shard of it."""
 
     dtype: str  # "float32", or "uint8" for payloads
-    shape: tuple[int, ...]  # of what is pushed
-    codec: int = 0  # its number in payload headers; 0: as the headers say
+    shape: tuple[int, ...]  # of pushed values
+    codec: int = 0  # its number in payload headers; 0: any codec, as in the headers
     shares_scale: bool = False
     error_feedback: bool = True
     seed: int = 0
     codec_options: int = 0  # 64-bit hash of all options of the codec
     asynchronous: bool = False
     learning_rate: float = 0.0
-    shard_numel: int = 0  # 0 for a key that is whole
-    value_crc: int = 0  # of the initial values of a key that is cut
-    first: int = 0  # a shard's first element
-    part_nbytes: int = 0  # bytes that are pushed to a shard; 0 for the settings of a cut key
+    shard_numel: int = 0  # most elements of a shard; 0 for a key that is not cut
+    value_crc: int = 0  # CRC-32 of the initial values of a cut key
+    first: int = 0  # first element of a shard
+    part_nbytes: int = 0  # bytes of a push to a shard; 0 for the settings of a cut key
 
     @property
     def numel(self) -> int:
@@ -53,7 +51,7 @@ class Spec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is pushed to this key, or to this shard of it."""
+        """Size of a push to this key or shard, in bytes."""
         return self.part_nbytes if self.shard_numel else self.numel * DTYPES[self.dtype].itemsize
 
     @property
@@ -62,7 +60,7 @@ class Spec:
         return bool(self.shard_numel) and not self.part_nbytes
 
     def settings(self) -> dict[str, object]:
-        """Return what clients must agree on, in the order in which differences are reported."""
+        """Return the settings that must be equal on all clients, in the order of comparison."""
         return {
             "dtype": self.dtype,
             "shape": str(self.shape),
@@ -76,7 +74,7 @@ class Spec:
         }
 
     def check_method(self, key: str, method: str | None, compressed: bool) -> None:
-        """Raise ValueError unless a key like this can be pulled that way."""
+        """Raise ValueError unless a key with these settings supports such a pull."""
         packed = self.dtype == "uint8" and not self.asynchronous
         allowed = (None,) if self.asynchronous else METHODS[3:] if packed else METHODS[:3]
         if method not in allowed or (compressed and not packed):
@@ -95,7 +93,7 @@ def make_spec(
     asynchronous: bool = False,
     learning_rate: float | None = None,
 ) -> Spec:
-    """Return the settings that a client asks for; ValueError if they are wrong."""
+    """Check the arguments of `init_parameter` and return the settings; ValueError if wrong."""
     rate = 0.0 if learning_rate is None else learning_rate
     dims_fit = all(type(d) is int and 0 <= d < 2**63 for d in shape) and len(shape) <= MAX_NDIM
     rate_fits = type(rate) in (int, float) and abs(rate) <= FLOAT32_MAX
@@ -128,7 +126,7 @@ def make_spec(
 
 
 def pack_spec(spec: Spec, value: Tensor | None = None) -> Tensor:
-    """Return the body of an INIT request: settings, dimensions, and initial values, if any."""
+    """Return the body of an INIT request: settings, shape, and initial values, if any."""
     dtype, ndim = list(DTYPES).index(spec.dtype), len(spec.shape)
     flags = sum(getattr(spec, name) << bit for bit, name in enumerate(_FLAGS))
     settings = (spec.seed, spec.value_crc, spec.codec_options, spec.learning_rate)
@@ -168,15 +166,18 @@ def parse_spec(body: Tensor) -> tuple[Spec, Tensor | None]:
 
 
 def codec_of(spec: Spec, header: wire.Header, nbytes: int, *, shares_scale: bool = False) -> Codec:
-    """Return the codec that decodes payloads of `nbytes` with that header, and encodes averages of
-    them again.
+    """Return the codec that decodes payloads of a key and encodes their averages.
 
-    Its scale groups are the header's and it never clips, as the owner of a reduce_scatter does
-    (`Codec.requantizer`); its bits, where a codec chooses them, are those that make payloads so
-    long. `shares_scale`: all payloads have one scale a group.
+    It never clips, as the owner of a reduce_scatter does (`Codec.requantizer`).
+
+    Args:
+        spec: settings of the key.
+        header: header of the payloads, which determines the scale groups.
+        nbytes: size of a payload, which determines the bits of a code if the codec has a choice.
+        shares_scale: whether all payloads have equal scales.
 
     Raises:
-        CorruptPayload: "codec": `Codec.encode` does not write such payloads.
+        CorruptPayload: check "codec"; `Codec.encode` does not produce such payloads.
     """
     code, feedback = spec.codec or header.codec, spec.error_feedback
     if code not in CODECS:
@@ -194,7 +195,7 @@ def codec_of(spec: Spec, header: wire.Header, nbytes: int, *, shares_scale: bool
 
 
 def parse_payload(spec: Spec, payload: Tensor) -> tuple[wire.Header, Codec, PayloadLayout]:
-    """Return header, codec and layout of a payload, checked but for its scales and codes."""
+    """Return header, codec and layout of a payload, without checking its scales and codes."""
     view = payload.numpy()
     header = wire.parse(view)
     if header.segmented:

@@ -1,10 +1,9 @@
-"""What a parameter server remembers, as a file: settings, values of asynchronous keys, and
-residuals of averages.
+"""Checkpoints of a parameter server: settings, values of asynchronous keys, residuals of averages.
 
-A client gathers one record of every key, or of every shard of one, and writes all of them into one
-file; servers of any number read it, each its own keys. The file is a zip archive without
-compression and without pickle; each record is a member with a checksum, named by key and shard. A
-record is::
+A client fetches one record for every key, or every shard of a cut key, and writes all records to
+one file. Any number of servers can read it, each the keys that it owns. The file is a zip archive
+without compression or pickle. Each record is a member with a checksum, named by key and shard, and
+consists of::
 
     steps u64 | settings_nbytes u32 | 0 u32 | settings and values (`pack_spec`) | residual, fp32
 """
@@ -27,7 +26,7 @@ from gradcomp.server.messages import as_bytes
 from gradcomp.server.spec import Spec, pack_spec, parse_spec
 
 FORMAT = b"gradcomp parameter server, version 2, %d records"  # the archive's comment
-_OLD = b"GCPSTATE"  # how files of version 1 begin
+_OLD = b"GCPSTATE"  # first bytes of files of version 1
 _OLD_TEXT = (
     "is a checkpoint of a parameter server in format 1, which this gradcomp does not read: serve it"
     " with the gradcomp that wrote it, pull its asynchronous keys there, and start here without"
@@ -37,16 +36,16 @@ _RECORD = struct.Struct("<QII")
 
 
 class State(NamedTuple):
-    """What a server remembers of one key, or of one shard."""
+    """State of one key, or of one shard, on a server."""
 
-    steps: int  # rounds that are complete, or pushes that were applied
+    steps: int  # complete rounds, or pushes applied to an asynchronous key
     spec: Spec
     value: Tensor | None = None  # of an asynchronous key, (numel,) float32
-    residual: Tensor | None = None  # what encoded averages have left out, (numel,) float32
+    residual: Tensor | None = None  # of encoded averages, (numel,) float32
 
 
 def pack_state(state: State) -> Tensor:
-    """Return a record, ``(nbytes,)`` uint8."""
+    """Return the record of a state, ``(nbytes,)`` uint8."""
     settings = pack_spec(state.spec, state.value)
     head = as_bytes(_RECORD.pack(state.steps, settings.numel(), 0))
     residual = [] if state.residual is None else [state.residual.view(torch.uint8)]
@@ -54,7 +53,7 @@ def pack_state(state: State) -> Tensor:
 
 
 def parse_state(record: Tensor) -> State:
-    """Return what a record holds, as views of it; ValueError for bytes that are not a record."""
+    """Return the state in a record, with views of it; ValueError if it is not a valid record."""
     if record.numel() < _RECORD.size:
         raise ValueError(f"a record of {record.numel()} bytes")
     steps, nbytes, zero = _RECORD.unpack(record[: _RECORD.size].numpy().tobytes())
@@ -66,7 +65,10 @@ def parse_state(record: Tensor) -> State:
 
 
 def write_states(path: str | os.PathLike[str], records: Iterable[tuple[str, int, Tensor]]) -> None:
-    """Write records of (key, shard, ``(nbytes,)`` uint8) into a file that appears when complete."""
+    """Write records of (key, shard, ``(nbytes,)`` uint8) to a file.
+
+    The file appears only when it is complete, and then replaces an older one.
+    """
     count = 0
     with replaced(path) as file, zipfile.ZipFile(file, "w") as archive:
         for key, shard, record in records:
@@ -78,12 +80,15 @@ def write_states(path: str | os.PathLike[str], records: Iterable[tuple[str, int,
 def read_states(
     path: str | os.PathLike[str], mine: Callable[[str, int], bool]
 ) -> list[tuple[str, int, State]]:
-    """Return (key, shard, state) of the records for whose key and shard `mine` is true, after
-    checking the whole file.
+    """Check a whole file of `write_states`, and return (key, shard, state) of some records.
+
+    Args:
+        path: path of the file.
+        mine: returns whether to return the record of a key and shard.
 
     Raises:
-        ValueError: not a file of `write_states`, not all of it, or one of an older gradcomp.
-        OSError: it cannot be read.
+        ValueError: the file is not a checkpoint, is damaged, or has an older format.
+        OSError: the file cannot be read.
     """
     with Path(path).open("rb") as file:
         if file.read(len(_OLD)) == _OLD:
