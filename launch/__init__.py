@@ -1,7 +1,7 @@
-"""Start N ranks of a program under an MPI or torchrun, and tell every rank who it is.
+"""Start N ranks of a program under an MPI or torchrun, with torchrun's environment variables.
 
-``python -m gradcomp.launch -n 4 train.py`` starts them; `environment` is for programs that
-something else has started.
+``python -m gradcomp.launch -n 4 train.py`` starts the ranks. `environment` is for programs that
+were started by another launcher.
 """
 
 from __future__ import annotations

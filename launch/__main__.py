@@ -1,4 +1,4 @@
-"""Run ``python -m gradcomp.launch``."""
+"""Entry point of ``python -m gradcomp.launch``."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""What every rank runs: set the variables, run the user's program in a child, record how it ended.
+"""Program of every rank: set the variables, run the user's program in a child process, and record
+how it ended.
 
 Run by path, ``python -m mpi4py .../bootstrap.py FOLDER (SCRIPT | -m MODULE) [ARG ...]``, so that a
-rank does not import gradcomp, and torch with it, unless its program does. The process that the MPI
-started only watches: it learns of a kill -9 or an ``os._exit`` at once and exactly, where the
-status of mpirun is the OR of all ranks' (MPICH) or one of them.
+rank imports gradcomp, and with it torch, only if its program does. The process that the MPI started
+only watches the child, so it notices a kill -9 or an ``os._exit`` at once and knows the exact
+status. mpirun returns the OR of all ranks' statuses (MPICH) or the status of one of them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ MACHINERY = (__file__, runpy.__file__, "<frozen runpy>")
 
 
 class Recorder:
-    """Writes how a rank started and ended into the launcher's folder, if this host has it."""
+    """Writer of a rank's "started" and "ended" records; none if this host lacks the folder."""
 
     def __init__(self, folder: str, rank: int) -> None:
         self.folder = Path(folder) if _is_private(folder) else None
@@ -38,7 +39,7 @@ class Recorder:
         self.owner = os.getpid()
 
     def write(self, kind: str, *, replace: bool = True, **fields: object) -> None:
-        """Write one record whole or not at all; a rank without a record must still run."""
+        """Write one record atomically; a failure is only printed, so that the rank still runs."""
         if self.folder is None:
             return
         path = self.folder / f"{kind}.{self.rank}"
@@ -63,13 +64,13 @@ def _is_private(folder: str) -> bool:
 
 
 def main() -> None:
-    """Split into the watching parent and the child that runs the program."""
+    """Fork: the parent watches the child, and the child runs the program."""
     folder, program = sys.argv[1], sys.argv[2:]
     variables = runpy.run_path(str(Path(__file__).with_name("variables.py")))["environment"]()
     os.environ.update(variables)
     recorder = Recorder(folder, int(variables["RANK"]))
     libc, watcher = ctypes.CDLL(None), os.getpid()
-    # the system sends none to a process that inherits it ignored
+    # a process that inherits an ignored SIGCHLD receives none
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     child = os.fork()
@@ -86,8 +87,8 @@ def main() -> None:
 
 
 def watch(child: int, recorder: Recorder) -> NoReturn:
-    """Forward signals to the child, record its end unless it has done so itself, and end the
-    same way. The signals stay blocked, so none can end this process before its record.
+    """Forward signals to the child, record its end unless the child did, and end the same way. The
+    signals stay blocked, so none can end this process before it has written the record.
     """
     recorder.owner = child
     ended, raw = 0, 0
@@ -102,7 +103,7 @@ def watch(child: int, recorder: Recorder) -> NoReturn:
     if code:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)
-    if code < 0:  # end by the same signal, without a second core file: the MPI reports it
+    if code < 0:  # the MPI reports the signal: end by the same one, without a second core file
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
         os.kill(os.getpid(), -code)
@@ -110,14 +111,16 @@ def watch(child: int, recorder: Recorder) -> NoReturn:
 
 
 def run(program: list[str], recorder: Recorder) -> None:
-    """Run the program as ``__main__``; record a failure before anything else can go wrong."""
+    """Run the program as ``__main__``, and record a failure before anything else can fail."""
     try:
         _execute(program)
     except BaseException as error:
-        if os.getpid() != recorder.owner:  # a process that the program has forked
+        if os.getpid() != recorder.owner:  # a process forked by the program
             raise
         if isinstance(error, SystemExit):
-            code = error.code  # Python's own reading of it: None is 0, a text is printed and is 1
+            code = (
+                error.code
+            )  # as Python handles it: None is status 0, other objects are printed, 1
             status, text = (code & 0xFF, "") if isinstance(code, int) else (1, f"{code}\n")
             if code is not None and status:
                 recorder.write("ended", status=status, signal=0, traceback=text)

@@ -1,5 +1,5 @@
-"""The command line: read it, prepare the ranks' variables, run, and end as the first failing
-rank did.
+"""Command line of the launcher: parse it, prepare the ranks' variables, run the ranks, and exit
+with the status of the rank that failed first.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ NAME = "gradcomp.launch"
 USAGE = "python -m gradcomp.launch -n RANKS [options] (SCRIPT | -m MODULE) [ARG ...]"
 BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
 NO_FOLDER = "-"
-# Open MPI (5, 4) names its session folder by process id only; one that an earlier, killed mpirun
-# left in /tmp ends a later run with "PMIx server's listener thread failed to start".
+# Open MPI (5, 4) names its session folder by process id only. A folder that a killed mpirun left in
+# /tmp makes a later run fail with "PMIx server's listener thread failed to start".
 SESSION_BASE = ("PRTE_MCA_prte_local_tmpdir_base", "OMPI_MCA_orte_local_tmpdir_base")
 BAD_USE = 2
 EPILOG = """
@@ -62,7 +62,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser; everything after the program belongs to the program."""
+    """Return the parser; all words after the program are arguments of the program."""
     about = "Start a program as several ranks under an MPI or torchrun, and see them to their end."
     layout = argparse.RawDescriptionHelpFormatter
     parser = _Parser(
@@ -102,7 +102,7 @@ def _seconds(text: str) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit status."""
+    """Run the launcher and return the exit status."""
     try:
         options = build_parser().parse_args(arguments)
         program = _program(options)
@@ -137,7 +137,7 @@ def _say(text: str) -> None:
 
 
 def _program(options: argparse.Namespace) -> list[str]:
-    """Return the program as the bootstrap takes it, or raise if it is missing."""
+    """Return the program as arguments of the bootstrap, or raise LaunchError if it is missing."""
     words: list[str] = options.program[1:] if options.program[:1] == ["--"] else options.program
     if not words:
         raise LaunchError(f"no program given: {USAGE}")
@@ -152,7 +152,7 @@ def _program(options: argparse.Namespace) -> list[str]:
 
 
 def _added(options: argparse.Namespace, given: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that the command gets besides the `given` ones."""
+    """Return the environment variables of the command in addition to the `given` ones."""
     address = given.get("MASTER_ADDR") or _first_host(options, given)
     port = given.get("MASTER_PORT")
     if port and _is_taken(address, port):
@@ -169,7 +169,7 @@ def _added(options: argparse.Namespace, given: Mapping[str, str]) -> dict[str, s
 
 
 def _first_host(options: argparse.Namespace, given: Mapping[str, str]) -> str:
-    """Return the name or address at which all ranks find the host of rank 0."""
+    """Return the name or address of rank 0's host, valid on all ranks."""
     if options.hosts:
         return str(options.hosts[0].partition(":")[0])
     nodes = given.get("SLURM_JOB_NODELIST")
@@ -179,17 +179,17 @@ def _first_host(options: argparse.Namespace, given: Mapping[str, str]) -> str:
 
 
 def _is_taken(address: str, port: str) -> bool:
-    """Whether a process of this host listens there; False where that cannot be known from here."""
+    """Return whether a process of this host listens there; False if that cannot be determined."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         socket.create_server((address, int(port)), family=family).close()
-    except (OSError, ValueError, OverflowError) as error:  # a wrong port is for the ranks to report
+    except (OSError, ValueError, OverflowError) as error:  # the ranks report an invalid port
         return getattr(error, "errno", None) == errno.EADDRINUSE
     return False
 
 
 def _command(options: argparse.Namespace, environ: Mapping[str, str]) -> list[str]:
-    """Return the command up to the bootstrap's own arguments."""
+    """Return the command line that starts the ranks, up to the bootstrap's own arguments."""
     if options.torch:
         if options.hosts or options.bind != "none":
             wrong = "leave out -H, --hostfile and --bind"
@@ -212,7 +212,7 @@ def _command(options: argparse.Namespace, environ: Mapping[str, str]) -> list[st
 
 
 def _verdict(folder: Path, status: int, starter: str) -> int:
-    """Return the exit status, and say why the ranks ended: the first traceback comes last."""
+    """Print why the ranks ended, with the first failure's traceback; return the exit status."""
     failure = records.first_failure(folder)
     if failure is not None:
         _say(failure.sentence())
@@ -220,7 +220,7 @@ def _verdict(folder: Path, status: int, starter: str) -> int:
         return failure.status
     lost = sorted(records.started(folder) - {record.rank for record in records.ended(folder)})
     if status and lost:
-        status += 128 if status < 32 else 0  # MPICH gives the bare number of a signal
+        status += 128 if status < 32 else 0  # MPICH returns the signal number without 128
         why = f"ranks {lost} were killed before they could say why"
     else:
         why = "no rank of this host failed: see its messages above"

@@ -1,4 +1,4 @@
-"""Find an mpirun, tell its flavour, and write the command that it understands."""
+"""Find an mpirun, identify its implementation, and build its command line."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-# Open MPI passes no variables to other hosts; MPICH passes all. Variables that matter to a
-# training, by name or prefix:
+# Variables that a training needs, by name or prefix. Open MPI passes none to other hosts unless
+# they are named; MPICH passes all.
 FORWARDED = re.compile(
     r"(MASTER_ADDR|MASTER_PORT|PYTHON\w+|PATH|LD_LIBRARY_PATH|(OMP|MKL|GRADCOMP|GLOO|NCCL|TORCH|CUDA)_\w+)"
 )
-# What another launcher has told this process about itself must not reach the ranks.
+# Variables of another launcher that describe this process; the ranks must not inherit them.
 STALE = re.compile(
     r"((LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|PMI_\w+|PMIX_(?!MCA_)\w+|MPI_LOCALN?RANK(ID|S)|OMPI_COMM_WORLD_\w+)"
 )
@@ -23,7 +23,7 @@ FLAVOURS = {"openmpi": r"Open ?MPI\D*(\d+)", "mpich": r"HYDRA build details:\s+V
 
 
 class LaunchError(Exception):
-    """Something the user can put right, said in one line."""
+    """An error that the user can fix; the message is one line."""
 
 
 class Mpi(NamedTuple):
@@ -35,8 +35,8 @@ class Mpi(NamedTuple):
 
 
 def find(python: str, environ: Mapping[str, str]) -> str:
-    """Return the mpirun to use: GRADCOMP_MPIRUN, or the one beside `python`, or the first on
-    PATH.
+    """Return the path of the mpirun to use: GRADCOMP_MPIRUN, or the one in the folder of `python`,
+    or the first on PATH. No mpirun, or a wrong GRADCOMP_MPIRUN, is a LaunchError.
     """
     path, wanted = environ.get("PATH", os.defpath), environ.get("GRADCOMP_MPIRUN")
     if wanted:
@@ -53,7 +53,7 @@ def find(python: str, environ: Mapping[str, str]) -> str:
 
 
 def identify(path: str, environ: Mapping[str, str]) -> Mpi:
-    """Ask an mpirun for its version."""
+    """Return implementation and version of an mpirun, or raise LaunchError if it does not run."""
     ask, nothing = [path, "--version"], subprocess.DEVNULL
     try:
         out = subprocess.run(
@@ -65,7 +65,7 @@ def identify(path: str, environ: Mapping[str, str]) -> Mpi:
 
 
 def parse_version(path: str, text: str) -> Mpi:
-    """Tell the flavour from what ``--version`` printed."""
+    """Return implementation and version from the output of ``--version``."""
     for flavour, pattern in FLAVOURS.items():
         if found := re.search(pattern, text, re.IGNORECASE):
             return Mpi(path, flavour, int(found[1]))
@@ -73,12 +73,14 @@ def parse_version(path: str, text: str) -> Mpi:
 
 
 def parse_hosts(text: str) -> list[str]:
-    """Read ``a,b:4``: names of hosts, with the number of ranks each takes if that is given."""
+    """Return the hosts of a text such as ``a,b:4``: names, optionally with a number of ranks."""
     return [_host(word) for word in text.split(",")]
 
 
 def read_hostfile(path: str) -> list[str]:
-    """Read a line a host: ``name``, ``name:4`` or ``name slots=4``; ``#`` begins a comment."""
+    """Return the hosts of a file with a line for each: ``name``, ``name:4`` or ``name slots=4``;
+    ``#`` starts a comment. An unreadable, invalid or empty file is a LaunchError.
+    """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -107,11 +109,13 @@ def command(
     as_root: bool,
     forward: Sequence[str] = (),
 ) -> list[str]:
-    """Return the mpirun command line up to the program, or raise LaunchError for hosts or a
-    binding that this MPI cannot be given.
+    """Return the mpirun command line up to the program.
 
-    Without `hosts` the ranks run on this host, or on what a batch system has allotted. `forward`
-    names the variables that Open MPI passes to other hosts.
+    Without `hosts`, the ranks run on this host, or on a batch system's allocation. `bind` is
+    "none", "core" or "socket". `forward` names the variables that Open MPI passes to other hosts.
+
+    Raises:
+        LaunchError: hosts or a binding for an MPI that is neither Open MPI nor MPICH.
     """
     options, names = [], ",".join(hosts)
     if mpi.flavour == "openmpi":

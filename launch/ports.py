@@ -1,4 +1,4 @@
-"""A port for the ranks of a job to meet at, on this host."""
+"""Free port on this host for the rendezvous of a job's ranks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from .variables import FIRST_PORT, PORTS
 
 
 def free_port() -> int:
-    """Return a port that no process uses, of those that Linux does not hand out by itself: it stays
-    free until a process asks for it by number.
+    """Return a port that no process uses. It is below the range that Linux assigns by itself, so it
+    stays free unless a process binds it by number.
 
     Raises:
-        OSError: 100 ports that were tried are in use.
+        OSError: 100 ports were tried, and all are in use.
     """
     for port in random.SystemRandom().sample(range(FIRST_PORT, FIRST_PORT + PORTS), 100):
         with contextlib.suppress(OSError), socket.socket() as probe:

@@ -1,5 +1,5 @@
-"""Run one command and everything below it: pass signals on, give a grace time, leave no process
-and no shared memory behind.
+"""Run one command with all its descendants: forward signals, allow a grace time, and leave no
+process and no shared memory behind.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ def supervise(
     grace_s: float,
     has_failed: Callable[[], bool],
 ) -> tuple[int, int]:
-    """Run `command` to its end; once a rank has failed or a signal has come, that end is near.
+    """Run `command` until it ends, or until it is killed after a failure or a signal.
 
-    A first SIGINT, SIGTERM or SIGHUP goes to the command's process group, a second kills at once.
-    After `has_failed` the command has `grace_s` to end by itself and as long again after SIGTERM.
-    Whatever is left then is killed, and the shared memory of its MPI is removed.
+    A first SIGINT, SIGTERM or SIGHUP is forwarded to the command's process group; a second one
+    kills at once. After `has_failed` returns True, the command has `grace_s` seconds to end by
+    itself, and `grace_s` more after a SIGTERM. Remaining processes are killed then, and the shared
+    memory of their MPI is removed.
 
     Returns:
-        The command's status (128 + n after signal n), and the first signal this process was sent,
-        or 0.
+        The command's exit status (128 + n after signal n), and the first signal that this process
+        received, or 0.
     """
-    # inherit orphans, so that no process can leave this one's tree
+    # adopt orphans, so that every descendant stays in this process's tree
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    # Where SIGCHLD is ignored, the system keeps no status of a process that has ended.
+    # While SIGCHLD is ignored, the system discards the status of a process that has ended.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # The command reads a pipe or a file that was given; it has no terminal of its own.
+    # The command reads standard input only from a pipe or a file: it has no terminal of its own.
     stdin = subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None
-    # A signal that is ignored, as by nohup, stays ignored. The others are blocked and waited for.
+    # An ignored signal (nohup) stays ignored. The others are blocked and received synchronously.
     stopping = {number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN}
     before, signals = sweep.segments(), list[int]()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, stopping)
@@ -81,8 +82,8 @@ def supervise(
 
 
 def _kill_descendants(process: subprocess.Popen[bytes]) -> None:
-    """Kill every process below this one and wait until all are gone; the status of the command
-    itself is left to its Popen.
+    """Kill all descendants of this process and wait until they are gone. The status of the command
+    itself is collected by its Popen.
     """
     deadline = time.monotonic() + REAP_S
     while pids := descendants(os.getpid()):
@@ -100,7 +101,7 @@ def _kill_descendants(process: subprocess.Popen[bytes]) -> None:
 
 
 def descendants(root: int) -> set[int]:
-    """Return the processes below `root`, zombies included; none where there is no /proc."""
+    """Return the ids of all descendants of `root`, zombies included; none without /proc."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

@@ -1,9 +1,9 @@
 """Remove the shared memory that a killed job leaves in /dev/shm of this host.
 
-MPICH and Open MPI keep theirs in files there, which outlive every process. A file is removed if it
-has an MPI's name, belongs to this user, has come since the job began, and no process has it open
-or mapped: what an MPI still needs is open or mapped from its creation on. Nothing is removed if a
-process that could use a file may be out of sight.
+MPICH and Open MPI store shared memory there in files, which outlive every process. A file is
+removed if it has an MPI's name, belongs to this user, was created after the job started, and no
+process has it open or mapped: an MPI keeps its files open or mapped from their creation on. Nothing
+is removed if processes that could use a file may be invisible here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HOST_IPC, HOST_PID = 0xEFFFFFFF, 0xEFFFFFFC
 
 
 def segments() -> set[tuple[str, int]]:
-    """Return name and inode of every file of this user in the folder that may be an MPI's."""
+    """Return name and inode of every file in /dev/shm with an MPI's name that this user owns."""
     found = set()
     for path in FOLDER.glob("*"):
         with contextlib.suppress(OSError):
@@ -32,11 +32,11 @@ def segments() -> set[tuple[str, int]]:
 
 
 def remove(before: set[tuple[str, int]]) -> None:
-    """Remove the segments that were not there `before` and that no process uses."""
+    """Remove the segments that are not in `before` and that no process uses."""
     new = segments() - before
     try:
         unused = {name for name, _ in new} - (_used() if new else set())
-    except OSError:  # it cannot be known what is used
+    except OSError:  # the files in use cannot be determined
         return
     for name in unused:
         with contextlib.suppress(OSError):
@@ -44,19 +44,19 @@ def remove(before: set[tuple[str, int]]) -> None:
 
 
 def _used() -> set[str]:
-    """Return the names of all files that are open or mapped, or raise OSError."""
+    """Return the names of all files that are open or mapped; an OSError if some may be hidden."""
     ipc, pid = (os.stat(PROC / "self/ns" / kind).st_ino for kind in ("ipc", "pid"))
     if ipc == HOST_IPC and pid != HOST_PID:
         raise OSError("the processes of the host are out of sight")
     paths: list[str] = []
     for process in PROC.glob("[0-9]*"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
-            try:  # open files come first: an MPI maps a file before it closes it
+            try:  # read open files first: an MPI maps a file before it closes it
                 for descriptor in os.listdir(process / "fd"):
                     with contextlib.suppress(FileNotFoundError):
                         paths.append(os.readlink(process / "fd" / descriptor))
                 paths += (process / "maps").read_bytes().decode(errors="replace").splitlines()
-            except PermissionError:  # as for a container's init, which may have more rights
+            except PermissionError:  # allowed for a container's init, which may have more rights
                 if process.name != "1" and process.stat().st_uid == os.geteuid():
                     raise
     return {path.rpartition("/")[2].removesuffix(" (deleted)") for path in paths}

@@ -1,7 +1,7 @@
-"""Who a process is among its ranks, read from the variables of whatever started it.
+"""Determine rank, world size and rendezvous of a process from its launcher's environment variables.
 
-Imports the standard library only and nothing of gradcomp: a rank runs this file before anything
-else.
+Imports only the standard library and nothing of gradcomp, because a rank runs this file before
+anything else.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ from typing import NamedTuple
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 DEFAULT_PORT = 29500  # torch's own
-FIRST_PORT, PORTS = 10000, 20000  # below 32768, where Linux begins to hand out ports by itself
+FIRST_PORT, PORTS = 10000, 20000  # below 32768, from which on Linux assigns ports by itself
 NOT_A_TASK = range(4294967290, 4294967293)  # Slurm's steps "interactive", "batch" and "extern"
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 
 
 class _Source(NamedTuple):
-    """A starter's names for the rank, the size, both on this host, and the job, best first."""
+    """A launcher's variables for rank, world size, local rank, local world size and job id.
+
+    Each field has one or more names, separated by spaces; the first that is set is used.
+    """
 
     rank: str
     size: str
@@ -29,8 +32,8 @@ class _Source(NamedTuple):
     job: str = ""
 
 
-# The starter nearest to the process comes first: mpirun inside a Slurm job leaves Slurm's variables
-# of the whole step.
+# The innermost launcher comes first: mpirun inside a Slurm job inherits Slurm's variables of the
+# whole step.
 _OMPI = "OMPI_COMM_WORLD_"
 _SLURM = "SLURM_STEP_NUM_TASKS SLURM_NTASKS"
 _SOURCES = (
@@ -57,25 +60,26 @@ _SOURCES = (
 
 
 def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return torchrun's variables for this process, whichever way it was started.
+    """Return torchrun's variables for this process, for any supported launcher.
 
     Args:
-        variables: what to read, by default `os.environ`. It is not changed.
+        variables: environment to read, not modified; None: `os.environ`.
 
     Returns:
-        RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as text. Those
-        that are set already are kept. A process that nothing has started is a world of one. What
-        cannot be known is left out: the local pair under a bare PMI, and MASTER_ADDR when the ranks
-        are on several hosts and no variable names the first.
+        RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as strings.
+        Variables that are set already keep their values. Without a launcher, the world size is 1.
+        Unknown variables are left out: LOCAL_RANK and LOCAL_WORLD_SIZE under a bare PMI, and
+        MASTER_ADDR if the ranks are on several hosts and no variable names the first host.
 
     Raises:
-        ValueError: a rank without a size, or text that is not a number, with the variable's name.
+        ValueError: a rank is set without a size, or a value is not a whole number; the message has
+            the variable's name.
     """
     given = os.environ if variables is None else variables
     source = next((one for one in _SOURCES if _applies(one, given)), None)
     found = _ranks(source, given) if source else dict(ALONE)
     found |= _rendezvous(source, found, given)
-    # A RANK or WORLD_SIZE that stands alone is left over in a shell and does not count.
+    # RANK without WORLD_SIZE, or the other way round, is a leftover of a shell and is ignored.
     kept = NAMES if source and source.rank == "RANK" else ("MASTER_ADDR", "MASTER_PORT")
     return found | {name: given[name] for name in kept if given.get(name)}
 
@@ -88,7 +92,7 @@ def export_environment() -> dict[str, str]:
 
 
 def _applies(source: _Source, given: Mapping[str, str]) -> bool:
-    if source.rank == "SLURM_PROCID":  # which a batch script has, too, though it is not a task
+    if source.rank == "SLURM_PROCID":  # also set in a batch script, which is not a task
         step = given.get("SLURM_STEP_ID") or given.get("SLURM_STEPID")
         if step is not None and step in map(str, NOT_A_TASK):
             return False
@@ -117,8 +121,8 @@ def _ranks(source: _Source, given: Mapping[str, str]) -> dict[str, str]:
 def _rendezvous(
     source: _Source | None, found: Mapping[str, str], given: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the address of rank 0's host and a port, the same on every rank without a message."""
-    # Under an mpirun the Slurm step is that of the host's daemon, and differs between hosts.
+    """Return the address of rank 0's host and a port, equal on all ranks without communication."""
+    # Under mpirun, the Slurm step is that of the host's daemon and differs between hosts.
     is_mpirun = _OMPI + "RANK" in given or "MPI_LOCALRANKID" in given
     job = _first(given, source.job) if source else None
     if job is None and "SLURM_JOB_ID" in given and source is not None:
@@ -136,13 +140,13 @@ def _rendezvous(
 
 
 def first_node(nodelist: str) -> str:
-    """Return the first name of a Slurm node list: ``n[03-05,9]-ib,m1`` begins with ``n03-ib``."""
+    """Return the first host of a Slurm node list: ``n03-ib`` for ``n[03-05,9]-ib,m1``."""
     first = re.split(r",(?![^\[]*\])", nodelist.strip())[0]
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)
 
 
 def _slurm_local_size(given: Mapping[str, str]) -> str | None:
-    """Return the number of tasks on this node: ``2(x3),1`` is 2 on nodes 0 to 2, 1 on node 3."""
+    """Return the number of tasks on this node; ``2(x3),1`` means 2 on nodes 0 to 2, 1 on node 3."""
     counts = _first(given, "SLURM_STEP_TASKS_PER_NODE SLURM_TASKS_PER_NODE") or ""
     node = int(_number("SLURM_NODEID", given.get("SLURM_NODEID", "0"))) if counts else 0
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
@@ -157,7 +161,7 @@ def _first(given: Mapping[str, str], names: str) -> str | None:
 
 
 def _first_number(given: Mapping[str, str], names: str) -> str | None:
-    """Return the first variable that is set, a whole number; ValueError names it."""
+    """Return the first variable that is set; a value that is not a whole number is a ValueError."""
     name = next((name for name in names.split() if given.get(name)), None)
     return None if name is None else _number(name, given[name])
 

@@ -1,6 +1,6 @@
 """Benchmarks: ``python -m gradcomp.bench NAME``; ``--help`` lists all of them.
 
-Importing this package imports none of them. They need the extra ``bench`` (rich, matplotlib,
+Importing this package imports no benchmark. Benchmarks need the extra ``bench`` (rich, matplotlib,
 scikit-learn).
 """
 

@@ -1,5 +1,5 @@
-"""Dispatch ``python -m gradcomp.bench NAME ...`` to ``gradcomp.bench.NAME.main(argv)``, imported
-only when it is named; ``plan`` is the planner's.
+"""Dispatch ``python -m gradcomp.bench NAME ...`` to ``gradcomp.bench.NAME.main(argv)``; only that
+benchmark is imported. ``plan`` runs the planner.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ All of them take --json FILE or write one, and need: pip install 'gradcomp[bench
 
 
 def main(argv: list[str]) -> int:
-    """Run the benchmark named by ``argv[0]`` with the rest of ``argv``, the words after ``python -m
-    gradcomp.bench``.
+    """Run the benchmark named by ``argv[0]`` with the rest of ``argv``, the arguments of ``python
+    -m gradcomp.bench``.
 
     Returns:
-        The exit status: 0 done, 1 a check failed, 2 wrong usage or something needed is not
-        installed, 130 interrupted by Ctrl-C.
+        The exit status: 0 success, 1 a check failed, 2 wrong usage or a missing package, 130
+        interrupted by Ctrl-C.
     """
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(HELP)

@@ -1,4 +1,4 @@
-"""Tables for a terminal, and result files with the machine and versions at their head."""
+"""Tables for a terminal, and result files that start with the machine and versions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gradcomp.version import __version__
 
 
 def about() -> dict[str, object]:
-    """Return the head of a results file: "gradcomp" (its version), "date" and "machine"."""
+    """Return the first fields of a results file: "gradcomp" (its version), "date" and "machine"."""
     processor = platform.processor()
     with contextlib.suppress(OSError):
         text = Path("/proc/cpuinfo").read_text()
@@ -38,14 +38,14 @@ def about() -> dict[str, object]:
 
 
 def save_json(file: Path | None, **found: Any) -> None:
-    """Write `about` and what was found to a file, if there is one; the file is always whole."""
+    """Write `about` and the fields `found` to `file` as JSON, atomically; None writes nothing."""
     if file is None:
         return
     text = json.dumps({**about(), **found}, indent=1, allow_nan=False) + "\n"
     if file.exists() and not file.is_file():  # a device or a pipe, such as /dev/null
         file.write_text(text, encoding="utf-8")
         return
-    with replaced(file.resolve()) as out:  # a link stays one
+    with replaced(file.resolve()) as out:  # a symbolic link is kept
         out.write(text.encode())
 
 
@@ -54,8 +54,8 @@ def table(
 ) -> Table:
     """Return a table for a terminal; a short row leaves its last columns empty.
 
-    The first `left` columns are aligned to the left, the others, whose figures are never cut, to
-    the right. `settings` are for `rich.table.Table`.
+    The first `left` columns are left-aligned. The others are right-aligned, and their figures are
+    never cut. `settings` are arguments of `rich.table.Table`.
     """
     out = Table(box=box.SIMPLE_HEAD, **settings)
     for number, head in enumerate(heads):

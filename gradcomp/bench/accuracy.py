@@ -33,9 +33,9 @@ from gradcomp.bench.sweep import Result, append, finished, key_of, run_all
 from gradcomp.bench.trainer import Task
 from gradcomp.bench.workloads import WORKLOADS, Workload, find
 
-CASE = ("workload", "optimizer", "workers", "steps")  # what methods are compared under
-WITHIN = 0.05  # nats or points that local steps may cost
-POINTS = 20  # of a curve
+CASE = ("workload", "optimizer", "workers", "steps")  # methods are compared within these fields
+WITHIN = 0.05  # largest accepted loss of local steps, in nats or points
+POINTS = 20  # tests per run, the points of its curve
 EPILOG = f"""{GRAMMAR}
 examples:
   python -m gradcomp.bench accuracy --data DIR --workloads gpt-1m --optimizers adamw --seeds 3
@@ -44,7 +44,7 @@ examples:
 
 
 def read_options(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the options."""
+    """Parse the command line."""
     batch = "samples of a worker's minibatch (default: those of the workload)"
     within = "nats or points that local steps may cost; the longest that cost less are printed"
     options: dict[str, Option] = {
@@ -65,7 +65,7 @@ def read_options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """Run `python -m gradcomp.bench accuracy` with these words; return the exit status."""
+    """Run `python -m gradcomp.bench accuracy` with these arguments; return the exit status."""
     args = read_options(argv)
     steps, batch = args.steps or 0, args.batch or 0
     tasks = [
@@ -87,11 +87,12 @@ def run_and_show(
     processes: int,
     arguments: dict[str, Any],
 ) -> int:
-    """Run what is not in ``runs.jsonl`` beside `file` yet, `processes` runs at a time (with 0 steps
-    as many as the workload has); print tables, write `file`, NAME.json, and its picture.
+    """Run the tasks that are not yet in ``runs.jsonl`` in the folder of `file`, `processes` at a
+    time, print tables, and write `file` (JSON) and its plot (PNG). Tasks with 0 steps have as many
+    as their workload. `benchmark` is the name for errors, `arguments` are for the JSON file.
 
     Returns:
-        The exit status: 1 where a rank failed, 2 where a task is impossible.
+        The exit status: 1 if a rank failed, 2 if a task is impossible.
     """
     lines = file.parent / "runs.jsonl"
     try:
@@ -123,7 +124,7 @@ def run_and_show(
 
 
 def _completed(task: Task, workload: Workload, data: Path) -> Task:
-    """Return a task with everything that a run of this benchmark has; refuse impossible ones."""
+    """Return a task with the settings of this benchmark; an impossible one is a ValueError."""
     workload.check(task.optimizer, task.workers)
     parse(task.method)
     steps = task.steps or workload.settings.steps
@@ -133,7 +134,7 @@ def _completed(task: Task, workload: Workload, data: Path) -> Task:
 
 
 def _line(task: Task, first: Result, seconds: float) -> Result:
-    """Return what is kept of a run, all of rank 0."""
+    """Return the line of ``runs.jsonl`` for a run, from the result of rank 0."""
     sent = first["total_nbytes"]
     values = first["parameters"] * first["steps_done"] * 2 * (task.workers - 1) / task.workers
     return {
@@ -147,16 +148,16 @@ def _line(task: Task, first: Result, seconds: float) -> Result:
 
 
 def summarize(results: Sequence[Result]) -> list[Result]:
-    """Return a row for every combination but the seed: mean and deviation of the measure, bits,
-    differences.
+    """Return one row for all seeds of each combination: mean and deviation of the measure, bits,
+    and differences to fp32 and bf16.
 
-    The differences are of means, to fp32 and to bf16 with the same workload, optimizer, number of
-    workers and steps; each at its factor of 1, the rate of fp32.
+    Differences are between means of runs with the same workload, optimizer, number of workers and
+    steps; fp32 and bf16 have factor 1, fp32's usual learning rate.
     """
     rows: list[Result] = []
     for _, runs in grouped(results, (*CASE, "method", "factor")):
         ended = [float(run["measure"]) for run in runs if run["measure"] is not None]
-        points = zip(*(run["curve"] for run in runs), strict=False)  # one that diverged is shorter
+        points = zip(*(run["curve"] for run in runs), strict=False)  # diverged runs are shorter
         rows.append(
             {
                 **{name: runs[0][name] for name in (*CASE, "method", "factor", "bits")},
@@ -178,7 +179,7 @@ def summarize(results: Sequence[Result]) -> list[Result]:
 def grouped(
     rows: Sequence[Result], names: Sequence[str]
 ) -> Iterable[tuple[tuple[Any, ...], list[Result]]]:
-    """Return what rows have in some of their fields, and the rows that have the same in them."""
+    """Return the rows grouped by their values of `names`: pairs of values and rows."""
     out: dict[tuple[Any, ...], list[Result]] = {}
     for row in rows:
         out.setdefault(tuple(row[name] for name in names), []).append(row)
@@ -188,8 +189,8 @@ def grouped(
 def tables(
     rows: Sequence[Result], measures: Mapping[str, str]
 ) -> list[tuple[str, list[Result], Table]]:
-    """Return a title, rows of `summarize` and their table for every workload, optimizer, number of
-    workers and of steps; `measures` is what is measured of a workload, for the titles.
+    """Return title, rows and table for every workload, optimizer, number of workers and steps.
+    `rows` come from `summarize`; `measures` has the measure of each workload, for the titles.
     """
     heads = ("method", "rate", "bits", "mean", "±", "to fp32", "to bf16", "seeds")
     out = []
@@ -209,7 +210,7 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def panels_of(title: str, rows: Sequence[Result]) -> list[plots.Panel]:
-    """Return the pictures of one table: what methods send and where they end, and their curves."""
+    """Return the plots of one table: the measure over bits sent, and the curves."""
     counted = [row for row in rows if row["bits"] and row["mean"] is not None]
     panels: list[plots.Panel] = []
     if len({row["bits"] for row in counted}) > 1:
@@ -220,7 +221,7 @@ def panels_of(title: str, rows: Sequence[Result]) -> list[plots.Panel]:
 
 
 def draw_bits(rows: Sequence[Mapping[str, Any]], figure: Any) -> None:
-    """Draw mean and deviation of one table's measure over the bits that are sent of a value."""
+    """Draw mean and deviation of one table's measure over the bits sent per value."""
     ax = figure.subplots()
     for number, row in enumerate(sorted(rows, key=lambda row: row["bits"])):
         ax.errorbar(
@@ -242,14 +243,14 @@ def draw_bits(rows: Sequence[Mapping[str, Any]], figure: Any) -> None:
 
 
 def label_of(row: Mapping[str, Any]) -> str:
-    """Return a row's name in a picture: its `label`, where a file was given one, or the method."""
+    """Return a row's name in a plot: its ``label``, if the file has one, or its method."""
     rate = "" if row["factor"] == 1.0 else f", rate x {row['factor']:g}"
     bits = "" if row["bits"] is None else f" ({row['bits']:.1f} bits)"
     return f"{row.get('label', row['method'])}{rate}{bits}"
 
 
 def draw_curves(rows: Sequence[Mapping[str, Any]], figure: Any) -> None:
-    """Draw the mean curves of one table over steps."""
+    """Draw the mean curve of every row of one table over steps."""
     curves = {}
     for row in (row for row in rows if row["curve"]):
         curves[label_of(row)] = (
@@ -259,15 +260,15 @@ def draw_curves(rows: Sequence[Mapping[str, Any]], figure: Any) -> None:
     ax = figure.subplots()
     plots.lines(ax, curves, xlabel="step", ylabel="measure")
     ends = [values[-1] for _, values in curves.values()]
-    if all(values[0] > values[-1] for _, values in curves.values()):  # a loss; ends matter
+    if all(values[0] > values[-1] for _, values in curves.values()):  # a loss: show the ends
         ax.set_ylim(min(ends) - 0.05, max(ends) + 0.6)
 
 
 def longest(
     rows: Sequence[Mapping[str, Any]], workloads: Mapping[str, Workload], within: float
 ) -> list[str]:
-    """Return, of methods that differ in ``every=H`` alone, a line each: the largest H that costs
-    at most `within` to fp32 every step.
+    """Return one line for each group of methods that differ only in ``every=H``: the largest H that
+    loses at most `within` against fp32 at every step.
     """
     local = []
     for row in rows:

@@ -45,40 +45,40 @@ KEY = RngKey(seed=1, rank=1, step=5)
 GROUP = 512  # a usual row, for the codecs whose groups are rows: one flat tensor has none
 DTYPES = ("float32", "bfloat16", "float16")
 
-# With one thread a kernel may take MARGIN * (bytes that it moves / 8 + ARITHMETIC) memcpys. Kernels
-# that are not named in ARITHMETIC wait for memory alone.
+# With one thread, a kernel may take MARGIN * (bytes that it moves / 8 + ARITHMETIC) memcpys. One
+# that is not in ARITHMETIC is bound by memory.
 MARGIN = 2.0
 ARITHMETIC = {
     "terngrad encode": 1.0,  # random numbers: ten rounds of Philox for every eight elements
     "terngrad decode 4 shared": 0.25,
     "terngrad decode 4 own": 0.25,
-    # the step is searched for, and every two codes wait for the bits of those before: 3.5 memcpys
-    # to encode, 2 to decode
+    # the step is found by a search, and every two codes depend on the bits of the codes before:
+    # 3.5 memcpys to encode, 2 to decode
     "entropy encode": 0.216,
     "entropy decode 1": 0.466,
 }
 UNJUDGED = ("ternary sum to lanes 4", "lanes decode", "crc32c of a payload")
-# Two threads over one: 1.7 was measured on two free cores; a kernel that uses one gains 1.0.
+# Least speedup with two threads: 1.7 was measured on two free cores, one thread alone gives 1.0.
 THREAD_GAIN = {"terngrad encode": 1.1, "terngrad decode 4 own": 1.1, "entropy encode": 1.1}
-FREE_CORES = 1.5  # with fewer, a second thread waits for other programs
-TORCH_GAIN = 10.0  # torch operations move about 60 bytes an element, terngrad encode 4.25
+FREE_CORES = 1.5  # with fewer, other programs delay a second thread
+TORCH_GAIN = 10.0  # torch operations move about 60 bytes per element, terngrad encode 4.25
 
 
-# ---- kernels: how each is run, what it writes, and what it moves ---------------------------------
+# ---- kernels: function, results and bytes of each ------------------------------------------------
 
 
 @dataclass
 class Case:
-    """One kernel: `run` writes `results`, and reads and writes `nbytes` of memory an element."""
+    """Kernel to time: `run` writes `results`, and reads and writes `nbytes` bytes per element."""
 
     name: str
     run: Callable[[], object]
     nbytes: float
     results: list[Tensor]
-    restart: Callable[[], object] = lambda: None  # undoes what a run changes for the next one
+    restart: Callable[[], object] = lambda: None  # resets the input that a run changes in place
 
     def is_right(self) -> bool:
-        """Whether this tier writes the bytes that the portable one writes."""
+        """Return whether this tier writes the same bytes as the portable tier."""
         self.restart()
         self.run()
         found = [result.clone() for result in self.results]
@@ -90,7 +90,7 @@ class Case:
 
 
 def cases(numel: int, dtype: torch.dtype) -> list[Case]:
-    """Return the kernels for tensors of `numel` elements of `dtype`."""
+    """Return all kernels to time, for tensors of `numel` elements of `dtype`."""
     x = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype)
     found = _ternary_cases(x)
     for kind in KINDS:
@@ -104,7 +104,7 @@ def cases(numel: int, dtype: torch.dtype) -> list[Case]:
 
 
 def _cases_of(codec: Codec, x: Tensor, kernels: Kernels = KERNELS) -> list[Case]:
-    """Return encode and decode of one payload of a codec, with the kernels of x's device."""
+    """Return encode and decode of one payload of a codec; `kernels` must be those of x's device."""
     layout, out = _layout(codec, x.numel()), torch.empty_like(x)
     payload, residuals = torch.zeros(layout.nbytes, dtype=torch.uint8), NO_RESIDUALS
     moved, written = x.element_size() + layout.nbytes / x.numel(), [payload]
@@ -124,7 +124,7 @@ def _cases_of(codec: Codec, x: Tensor, kernels: Kernels = KERNELS) -> list[Case]
 
 
 def _ternary_cases(x: Tensor) -> list[Case]:
-    """Return the kernels that TernGrad has for scales, for payloads of four ranks, and for sums."""
+    """Return TernGrad's kernels for scales, for payloads of four ranks, and for exact sums."""
     codec, size = TernGrad(clip_sigma=None), x.element_size()
     layout, out = _layout(codec, x.numel()), torch.empty_like(x)
     blocks, scales = codec.scratch(KERNELS, layout), torch.empty(1)
@@ -158,7 +158,9 @@ def _ternary_cases(x: Tensor) -> list[Case]:
 
 
 def _one_tensor(x: Tensor) -> Case:
-    """Return what one call of a user costs: header, checksum, the residual replaced in place."""
+    """Return the case of a user's call of ``encode``: with header, checksum and a residual that is
+    updated in place.
+    """
     codec, old = OneBit(group=GROUP), _residual(x)
     kept, payload = old.clone(), torch.zeros(_layout(codec, x.numel()).nbytes, dtype=torch.uint8)
     run = partial(codec.encode, x, residual=kept, key=KEY, out=payload)
@@ -173,7 +175,7 @@ def _residual(x: Tensor) -> Tensor:
 def _place_scales(
     codec: Codec, layout: PayloadLayout, x: Tensor, payload: Tensor, kernels: Kernels = KERNELS
 ) -> None:
-    """Write the scales of codes into a payload where the codec measures them before it encodes."""
+    """Write scales into a payload, if the codec measures them before it encodes."""
     if codec.measures:
         scales = torch.empty(layout.group_count)
         codec.measure(kernels, x, layout, codec.scratch(kernels, layout), scales)
@@ -181,7 +183,7 @@ def _place_scales(
 
 
 def _grouped(codec: Codec) -> Codec:
-    """Return the codec with groups of `GROUP` if its groups are rows, with one scale otherwise."""
+    """Return the codec with groups of `GROUP` elements, if its groups are rows by default."""
     if isinstance(codec, TernGrad):
         return TernGrad(clip_sigma=None)
     options = codec.options()
@@ -200,10 +202,10 @@ def _layout(codec: Codec, numel: int) -> PayloadLayout:
 def measure(
     case: Case, beside: Callable[[], object], numel: int, repetitions: int
 ) -> dict[str, float]:
-    """Return median ratio to `beside`, median GB/s, and seconds of the fastest repetition, since
-    what else runs on the machine makes kernels slower.
+    """Return the median ratio to `beside`, the median GB/s, and the seconds of the fastest
+    repetition, which other programs on the machine affect least.
     """
-    calls = max(1, (1 << 22) // numel)  # short calls are repeated: a clock tick must not matter
+    calls = max(1, (1 << 22) // numel)  # short calls are repeated, for the clock's resolution
     other, taken = turns([beside, case.run], repetitions, calls).T
     gb_per_s = numel * 4 / float(np.median(taken)) / 1e9
     ratio = float(np.median(taken / other))
@@ -211,7 +213,7 @@ def measure(
 
 
 def gain_over_torch(numel: int, repetitions: int) -> float:
-    """Return how many times faster the kernel encodes than torch operations, one thread each."""
+    """Return the speedup of terngrad's encode over torch operations, with one thread each."""
     numel, scale = max(4, numel // 4 * 4), 2.5
     x = torch.randn(numel)
 
@@ -226,11 +228,14 @@ def gain_over_torch(numel: int, repetitions: int) -> float:
 
 
 def run(args: argparse.Namespace) -> list[Row]:
-    """Check and measure everything that was asked for; `nbytes` are read and written an element."""
+    """Check and time all requested kernels; return one row for each. ``nbytes`` in a row are the
+    bytes read and written per element.
+    """
     rows: list[Row] = []
     for numel, dtype in itertools.product(args.sizes, args.dtypes):
         memcpy, kernels = memcpy_of(numel), cases(numel, getattr(torch, dtype))
-        work = list(itertools.product(args.tiers, kernels, args.threads))  # gains from one moment
+        # threads vary fastest, so that their speedup is measured at about the same time
+        work = list(itertools.product(args.tiers, kernels, args.threads))
         for name, case, count in track(work, f"{numel:,} x {dtype}", transient=True):
             with using(name, count):
                 if not case.is_right():
@@ -242,7 +247,7 @@ def run(args: argparse.Namespace) -> list[Row]:
 
 
 def run_on_device(args: argparse.Namespace, kernels: Kernels, device: torch.device) -> list[Row]:
-    """Check and measure the kernels of a device; ratios are to a copy on it."""
+    """Check and time the kernels of a device; ratios are to a copy on the device."""
     rows: list[Row] = []
     for numel, dtype in itertools.product(args.sizes, args.dtypes):
         x = torch.randn(numel, generator=torch.Generator().manual_seed(0))
@@ -265,14 +270,14 @@ def run_on_device(args: argparse.Namespace, kernels: Kernels, device: torch.devi
 
 
 def _waited(device: torch.device, run: Callable[[], object]) -> None:
-    """Call, and wait for the device."""
+    """Call `run` and wait for the device."""
     run()
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def verdicts(rows: list[Row], gain: float) -> list[Verdict]:
-    """Judge every requirement by rows of one tier, size and dtype."""
+    """Return the verdict on every requirement, from rows of one tier, size and dtype."""
     best = {(row["kernel"], row["threads"]): row for row in rows}
     out = []
     for (kernel, threads), row in best.items():
@@ -287,7 +292,7 @@ def verdicts(rows: list[Row], gain: float) -> list[Verdict]:
 
 
 def read_options(argv: list[str]) -> argparse.Namespace:
-    """Return the options."""
+    """Parse the command line."""
     tiers = "kernel tiers to time, a list; all: every tier that this machine has"
     dtypes = f"dtypes of the gradients, a list of {', '.join(DTYPES)}"
     options = {

@@ -1,9 +1,8 @@
-"""Read real images: MNIST-style IDX files from a folder, or scikit-learn's digits
-without one.
+"""Read real images: MNIST-style IDX files from a folder, or scikit-learn's digits.
 
-IDX is the format that MNIST is published in: two zero bytes, a type byte (0x08 = unsigned byte),
-the number of dimensions, one big-endian u32 a dimension, then the values. A file is refused unless
-every byte of it is accounted for, and nothing is allocated by a number that was read from it.
+IDX is the file format of MNIST: two zero bytes, a type byte (0x08 = unsigned byte), the number of
+dimensions, one big-endian u32 per dimension, then the values. A file with missing or extra bytes is
+rejected, and no memory is allocated by a number that was read from the file.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ _DIGITS_MAX = 16.0
 
 @dataclass(frozen=True)
 class ImageData:
-    """Labelled images, split into training and test, standardised with the training set's mean and
-    deviation.
+    """Labelled images, split into training and test set, standardised with the training set's mean
+    and standard deviation.
 
     Attributes:
         name: short name for tables and file names' titles.
@@ -51,8 +50,8 @@ class ImageData:
 
 
 def load(folder: Path | None) -> ImageData:
-    """Load the four files of a folder, `TRAIN_FILES` and `TEST_FILES`, each plain or with .gz, or
-    the digits that scikit-learn carries for None.
+    """Load the four files `TRAIN_FILES` and `TEST_FILES` of a folder, plain or with .gz, or (None)
+    scikit-learn's digits.
 
     Raises:
         FileNotFoundError: the folder or one of its four files does not exist.

@@ -50,10 +50,10 @@ PHASES = {
 SHORT_STEPS = 40
 CODECS = ("fp32", "ternary", "onebit", "terngrad")
 LR = 0.03
-ALONE_STEPS = 20  # of the model alone, for the prediction
+ALONE_STEPS = 20  # steps of the model without an exchange, for the prediction
 CURVE_POINTS = 5
-DIGITS = "sklearn.datasets", "sklearn.model_selection"  # take a rank seconds to import
-LINK = "1gbe"  # 1 Gbit/s, of the predicted step
+DIGITS = "sklearn.datasets", "sklearn.model_selection"  # preloaded: importing them takes seconds
+LINK = "1gbe"  # 1 Gbit/s, for the predicted step
 EPILOG = """examples:
   python -m gradcomp.bench demo --short
   python -m gradcomp.bench demo --data path/to/mnist --steps 600
@@ -61,7 +61,7 @@ EPILOG = """examples:
 
 
 def read_options(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the options, `codecs` as a list; wrong values end the program with status 2."""
+    """Parse the command line, `codecs` as a list; invalid values end the program with status 2."""
     data = "folder with the IDX files of MNIST or Fashion-MNIST, plain or .gz (default:"
     data += " scikit-learn's digits, upsampled to 28x28)"
     codecs = f"codecs to train with, of {', '.join(CODECS)}"
@@ -92,15 +92,15 @@ def read_options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """Run the demo with these options; return the exit status: 1 where a rank failed, 2 where the
-    data cannot be read or an option is wrong.
+    """Run the demo with these arguments; return the exit status: 1 if a rank failed, 2 if the data
+    cannot be read or an option is not valid.
     """
     args = read_options(argv)
     console = Console(highlight=False)
     trainings = f"{len(args.codecs)} codecs x {_seeds(args.seeds)} x {args.steps} steps"
     console.print(f"[bold]gradcomp demo[/bold]: LeNet, {args.ranks} ranks, {trainings}")
     start = time.perf_counter()
-    # imports while this process reads the data
+    # the server imports modules while this process reads the data
     warm_context(trainer.__name__, *(DIGITS if args.data is None else ()))
     try:
         args.out.mkdir(parents=True, exist_ok=True)
@@ -139,8 +139,8 @@ def main(argv: list[str]) -> int:
 def predict_steps(
     codecs: Sequence[str], ranks: int, alone: Sequence[Result]
 ) -> dict[str, float | None]:
-    """Return the seconds of a step that the planner predicts for each codec, with each rank on a
-    machine of its own. The codecs' seconds are measured here; `alone` has what the ranks measured
+    """Return the seconds per step that the planner predicts for each codec, with each rank on a
+    machine of its own. The codecs' seconds are measured here; `alone` are the ranks' results
     without an exchange.
     """
     methods = [method for name in codecs if (method := planned(name, ranks)) is not None]
@@ -160,10 +160,10 @@ def summarise(
     results: Mapping[tuple[str, int], Sequence[Result]],
     predicted: Mapping[str, float | None],
 ) -> dict[str, Any]:
-    """Return what demo.json has, from what the ranks measured, by codec and seed.
+    """Return the content of demo.json from the ranks' results, by codec and seed.
 
-    Bytes are a step and rank (mean over ranks and seeds), seconds a step, accuracies percent,
-    spread the standard deviation over seeds (0 for one seed).
+    Bytes are per step and rank (mean over ranks and seeds), seconds per step, accuracies in
+    percent; spread is the standard deviation over seeds (0 for one seed).
     """
     codecs: dict[str, Any] = {}
     for codec in args.codecs:
@@ -208,7 +208,7 @@ def summarise(
 
 
 def build_table(report: dict[str, Any]) -> Table:
-    """Return the table of the demo: one row a codec."""
+    """Return the table of the demo, with one row for each codec."""
     several = report["settings"]["seeds"] > 1
     caption = (
         f"accuracy: mean{' ± standard deviation over the seeds' if several else ''}. sent: by each"
@@ -231,7 +231,7 @@ def build_table(report: dict[str, Any]) -> Table:
 
 
 def build_phases(report: dict[str, Any]) -> Table:
-    """Return the table of ``--phases``: what was measured here, in milliseconds a step."""
+    """Return the table of ``--phases``: measured milliseconds per step of each phase."""
     caption = (
         "Median of rank 0, over this machine's loopback, which is faster than most networks."
         " Phases run in threads of their own beside the backward pass."
@@ -256,10 +256,10 @@ def _title(report: dict[str, Any]) -> str:
 
 
 def draw(report: dict[str, Any], figure: Any) -> None:
-    """Draw test accuracy over the bytes that one rank has sent: mean and range over seeds."""
+    """Draw test accuracy over the bytes sent by one rank: mean and range over seeds."""
     curves, ranges = {}, []
     for name, row in report["codecs"].items():
-        points = list(zip(*row["curves"], strict=True))  # of all seeds, by step
+        points = list(zip(*row["curves"], strict=True))  # by step, each with all seeds
         megabytes = [fmean(nbytes for _, nbytes, _ in at) / 1e6 for at in points]
         scores = [[score for *_, score in at] for at in points]
         label = f"{name}: {row['accuracy_mean']:.1f} % after {megabytes[-1]:,.0f} MB"

@@ -1,7 +1,8 @@
-"""Hosts on one machine: network namespaces joined by a bridge, with links of a given rate.
+"""Hosts on one machine: network namespaces connected by a bridge, with links of a given rate.
 
-Every run makes namespaces of its own, one of them with the bridge, and removes them at the end.
-Their names hold the id of the process that made them: the next run removes those of a killed one.
+Every run creates its own namespaces, one of them for the bridge, and removes them at the end. Their
+names contain the id of the process that created them, so the next run can remove those of a killed
+process.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from gradcomp.plan.links import Link
 
 PREFIX = "gradcomp-bench"
 INTERFACE = "eth0"
-# what an idle link lets pass at once: as little as it keeps its rate with
+# burst of an idle link: the larger of both, about the smallest with which a link reaches its rate
 BURST_S, BURST_NBYTES = 2e-3, 32 << 10
-QUEUE_S = 0.4  # longest that a packet waits in a link before it is dropped
+QUEUE_S = 0.4  # longest time that a packet waits in a link's queue before it is dropped
 
 
 class NoHosts(Exception):
-    """Hosts cannot be made here; the message says why and what to do."""
+    """Hosts cannot be created here; the message has the reason and a remedy."""
 
 
 def unavailable() -> str:
-    """Return why hosts cannot be made here, "" if they can."""
+    """Return why hosts cannot be created here, "" if they can."""
     instead = "or measure on loopback with --hosts 0"
     if os.geteuid() != 0:
         return f"only root can make network namespaces: run as root, {instead}"
@@ -44,11 +45,11 @@ def unavailable() -> str:
 
 
 class Hosts(contextlib.ExitStack):
-    """`count` hosts while a ``with`` block runs, each with a link, whose infinite rate is not
-    shaped; `latency_s` is that of a link, 0 where the kernel cannot delay packets.
+    """`count` hosts that exist during a ``with`` block, each with a link; an infinite rate is not
+    shaped. `latency_s` is the emulated latency, 0 if the kernel cannot delay packets.
 
     Raises (on entry):
-        NoHosts: hosts cannot be made here.
+        NoHosts: hosts cannot be created here.
         ValueError: tc refuses the rate of the link.
     """
 
@@ -72,7 +73,7 @@ class Hosts(contextlib.ExitStack):
         return self
 
     def command(self, number: int) -> list[str]:
-        """Return the words that run a program on a host, under the host's own name."""
+        """Return the command prefix that runs a program on a host, with the host's own name."""
         name = self.namespace(number)
         named = 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"'
         return ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", named, name]
@@ -82,7 +83,7 @@ class Hosts(contextlib.ExitStack):
         return f"{PREFIX}-{os.getpid()}-host{number}"
 
     def address(self, number: int) -> str:
-        """Return a host's address."""
+        """Return a host's IP address."""
         return f"10.77.{number // 250}.{number % 250 + 1}"
 
     def _join(self, number: int) -> None:
@@ -96,8 +97,8 @@ class Hosts(contextlib.ExitStack):
         self._shape(switch, port)
 
     def _shape(self, namespace: str, interface: str) -> None:
-        """Limit the rate of what leaves an interface, and delay it by half the latency: the two
-        ends of a link add the whole.
+        """Limit the rate of packets that leave an interface, and delay them by half the latency,
+        because a packet passes both ends of a link.
         """
         parent, add = "root", f"tc -n {namespace} qdisc add dev {interface}"
         if not math.isinf(self.link.bits_per_s):
@@ -123,7 +124,7 @@ class Hosts(contextlib.ExitStack):
 
 
 def sweep() -> None:
-    """Remove the namespaces of benches that are gone."""
+    """Remove the namespaces of benchmark processes that no longer exist."""
     made = _run("ip netns list", check=False)
     for name, pid in re.findall(rf"^({PREFIX}-(\d+)-\w+)", made, re.MULTILINE):
         if not os.path.exists(f"/proc/{pid}"):
@@ -131,8 +132,8 @@ def sweep() -> None:
 
 
 def _run(command: str, *, check: bool = True) -> str:
-    """Return the output of a command whose words have no spaces; `check` raises `NoHosts` if it
-    fails.
+    """Run a command whose words contain no spaces and return its output; with `check`, a failure
+    raises `NoHosts`.
     """
     found = subprocess.run(command.split(), capture_output=True, text=True, check=False)
     if check and found.returncode:

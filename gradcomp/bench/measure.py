@@ -1,8 +1,8 @@
-"""Measure on the ranks at hand what the planner needs: computing, codecs and collectives.
+"""Measure the planner's input on the ranks at hand: computing, codecs and collectives.
 
-Ranks of one machine share its cores, caches and memory, so everything is timed with all of them at
-work: a barrier, then every rank does the same, and the slowest rank's seconds count. A figure is a
-median of repeats. None of them has an exchange and a training step at once.
+Ranks of one machine share its cores, caches and memory, so all of them work during each
+measurement: after a barrier every rank does the same, and the seconds of the slowest rank are used.
+Figures are medians over repetitions. No measurement overlaps an exchange with a training step.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ from gradcomp.plan.models import Model, find_model
 from gradcomp.plan.rates import Rates, StageRate, calibrate, fit, per_value
 from gradcomp.plan.workload import Transport, Workload
 
-BATCH = 64  # samples of a rank and step
+BATCH = 64  # samples per rank and step
 STEPS = 33
 REPEATS = 15
-LARGEST = 512 * 2442  # of LeNet's gradients, as many as all ranks share out alike
-CALIBRATED = 1 << 20, 1 << 22  # values of the largest bucket that is timed, at least and at most
-# the last for what local steps take beside an exchange
+LARGEST = 512 * 2442  # LeNet's gradients, rounded so that all ranks own equally many
+CALIBRATED = 1 << 20, 1 << 22  # least and most values of the largest bucket that is timed
+# the last one adds the rates of local steps
 ASKED = (*METHODS, METHODS[0].after(LocalSteps(1)))
 KINDS = ("max", "all_to_all", "all_gather", "all_reduce", "all_reduce_bf16")
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What the ranks at hand can do; seconds with all of them at work."""
+    """Measurements of the ranks at hand; seconds while all of them work."""
 
     ranks: int
-    batch: int  # samples of a rank and step
-    t_frame: float  # forward and backward of a sample of LeNet
-    forward_share: float  # of it
-    t_update: float  # SGD with momentum on LeNet's weights
-    t_post: float  # AdaGrad on all of LeNet's gradients, which owners share on the aggregate
-    rates: Rates  # of the codecs
+    batch: int  # samples per rank and step
+    t_frame: float  # seconds of forward and backward of one sample of LeNet
+    forward_share: float  # share of `t_frame` spent in forward
+    t_update: float  # seconds of SGD with momentum on LeNet's weights
+    t_post: float  # seconds of AdaGrad on all of LeNet's gradients, which owners divide
+    rates: Rates  # CPU seconds of the codecs
     transport: Transport  # seconds of collectives
-    cores: float  # of this machine, per rank
+    cores: float  # cores of this machine per rank
 
     def workload(self, model: Model, minibatch: float | None) -> Workload:
-        """Return a model's work on these ranks: LeNet's as measured, another one's in proportion to
-        FLOPs and values; `minibatch` is over all nodes, None: as measured.
+        """Return the workload of a model on these ranks, scaled from LeNet's by FLOPs and values.
+        `minibatch` is the number of samples over all nodes; None: as measured.
         """
         lenet = find_model("LeNet")
         return Workload(
@@ -73,11 +73,11 @@ class Measured:
 
 
 def measure_here(ranks: int | None) -> Measured:
-    """Return the measurement of the ranks that this process belongs to, or of ``ranks`` new ones on
-    this machine.
+    """Return the measurements of this process's launched ranks, or of `ranks` new ranks on this
+    machine.
 
     Raises:
-        ValueError: no ranks at hand and none asked for.
+        ValueError: `ranks` is None, and this process was not launched as one of several ranks.
         gradcomp.bench.ranks.RankFailed: one of the new ranks failed.
     """
     found: list[Measured] = []
@@ -102,7 +102,7 @@ def measure_here(ranks: int | None) -> Measured:
 def measure(
     emit: Emit, methods: Sequence[Method] = ASKED, steps: int = STEPS, largest: int = LARGEST
 ) -> None:
-    """Emit a `Measured` of these ranks, the same on every rank, from `steps` steps of training and
+    """Emit a `Measured` of these ranks, equal on every rank, from `steps` training steps and
     buckets of up to `largest` values. Collective.
     """
     world = dist.get_world_size()
@@ -131,12 +131,12 @@ def measure(
 
 
 def measure_methods(emit: Emit, names: Sequence[str], numel: int, over: str) -> None:
-    """Emit from rank 0 the rates of methods and the transport of ranks on their shares of the
-    cores, over gloo or mpi. The largest bucket has `numel` values: those that no cache holds take
-    longer.
+    """Emit, on rank 0, the rates of methods and the transport over gloo or mpi, with each rank on
+    its share of the cores. The largest bucket has about `numel` values, because values take longer
+    if they do not fit the cache. Collective.
     """
     use_cores()
-    emit(None)  # from here on silence counts
+    emit(None)  # the first heartbeat: from here on a long silence is a hang
     world, mpi = dist.get_world_size(), over == "mpi"
     comm = (MpiCommunicator if mpi else TorchCommunicator)(timeout_s=TIMEOUT_S)
     found = [method for name in names if (method := planned(name, world, over_mpi=mpi))]
@@ -150,7 +150,7 @@ def measure_methods(emit: Emit, names: Sequence[str], numel: int, over: str) -> 
 def _measure_exchange(
     comm: Communicator, methods: Sequence[Method], largest: int
 ) -> tuple[Rates, Transport]:
-    """Return seconds of codecs and of moving bytes, the same on every rank; the largest bucket has
+    """Return the rates of the codecs and the transport, equal on every rank; the largest bucket has
     `largest` values, a multiple of 512. Collective.
     """
     unique = list({method.name: method for method in methods}.values())
@@ -173,14 +173,16 @@ def slowest(seconds: ArrayLike) -> float:
 
 
 def _largest(values: ArrayLike) -> list[float]:
-    """Return the largest of every rank's values, one by one. Collective."""
+    """Return the elementwise maximum of all ranks' values. Collective."""
     largest = torch.as_tensor(np.array(values, dtype=np.float64))
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return largest.tolist()
 
 
 def _slowest_rates(own: Rates) -> Rates:
-    """Return the largest over ranks of every rate; all ranks have measured the same methods."""
+    """Return the maximum of every rate over all ranks, which must have measured the same methods.
+    Collective.
+    """
     rates = [rate for stages in own.stages.values() for rate in stages.values()]
     flat = iter(_largest([value for rate in rates for value in asdict(rate).values()]))
     return Rates(
@@ -195,12 +197,16 @@ def _slowest_rates(own: Rates) -> Rates:
 
 
 def _together(action: Callable[[], Any], repeats: int) -> Any:
-    """Return seconds of an action that all ranks begin at once, a second warm-up left out."""
+    """Return the seconds of `repeats` calls of an action, after two calls as warm-up; all ranks
+    start each call at the same time. Collective.
+    """
     return turns([action], repeats + 1, before=dist.barrier)[1:, 0]
 
 
 def _collective(comm: Communicator, kind: str, nbytes: int) -> tuple[Callable[[], Any], int]:
-    """Return a collective in which a rank sends about `nbytes`, and how many they are."""
+    """Return a function that runs a collective in which each rank sends about `nbytes`, and the
+    exact number of bytes.
+    """
     n = comm.world_size
     part = nbytes // (n - 1)
     if kind == "max":

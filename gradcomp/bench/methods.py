@@ -1,10 +1,11 @@
-"""How gradients travel: ``name[:key=value,...]`` on the command line, and what trains that way.
+"""Methods of exchanging gradients: parse ``name[:key=value,...]`` of the command line, and wrap a
+model so that it trains with a method.
 
-One row of `METHODS` a codec or way of torch's; `Method` has what its options say, and `wrap` makes
-a model exchange by it.
+`METHODS` has one row for each codec and each of torch's own hooks. `Method` contains the parsed
+options, and `wrap` applies a method to a model.
 """
 
-# no annotations from the future: DDP reads those of a hook
+# no `from __future__ import annotations`: DDP reads the annotations of a hook
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
@@ -30,20 +31,21 @@ from gradcomp.local.outer import LR, MOMENTUM
 from gradcomp.onebit_sgd import DoubleBuffer
 from gradcomp.payload.form import removal
 
-NONE = "none"  # the model alone: what a step takes without an exchange
-NOOP = "noop"  # under DDP, with a hook that averages nothing
+NONE = "none"  # the model without DDP and without an exchange
+NOOP = "noop"  # DDP with a hook that averages nothing
 FSDP2 = "fsdp2"  # fully_shard in place of DDP: alone, or fsdp2:CODEC[,weights=CODEC[,keep]]
 DEFAULT = ("fp32", "bf16", "ternary", "block2", "block4", "onebit")
 ONE_BUCKET = 1_000_000  # MB
-POWERSGD_START = 2  # exchanges in fp32 first, the fewest that it takes with error feedback
+POWERSGD_START = 2  # warm-up steps in fp32, the fewest that PowerSGD supports with error feedback
 
 FP16 = default_hooks.fp16_compress_hook
-# takes a DDP model and options; returns what has `stats` and `close`, PowerSGD's state, or None
+# called with a DDP model and options; returns an object with `stats` and `close`, PowerSGD's state,
+# or None
 Hook = Callable[..., Any]
 
 
 def _noop(model: DistributedDataParallel) -> None:
-    """Nothing is averaged: what DDP takes by itself."""
+    """Register a hook that averages nothing, to measure DDP's own overhead."""
 
     def hook(state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:  # type: ignore[name-defined]
         done: Future[torch.Tensor] = Future()
@@ -54,7 +56,7 @@ def _noop(model: DistributedDataParallel) -> None:
 
 
 def _bf16(model: DistributedDataParallel) -> None:
-    """Buckets cast to bf16: the honest baseline. torch's own hook of this kind fails on gloo."""
+    """Register a hook that averages buckets in bf16; torch's own bf16 hook fails on gloo."""
 
     def hook(state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:  # type: ignore[name-defined]
         whole = bucket.buffer()
@@ -75,7 +77,7 @@ def _powersgd(
     return state
 
 
-# whether a tensor travels in fp32, by name and shape
+# whether a tensor is exempt from compression (sent in fp32), from its name and the parameter
 PRESETS: dict[str, Callable[[str, nn.Parameter], bool]] = {
     "none": lambda name, parameter: False,
     "vectors": lambda name, parameter: parameter.ndim < 2,
@@ -87,28 +89,28 @@ PRESETS: dict[str, Callable[[str, nn.Parameter], bool]] = {
 
 @dataclass(frozen=True)
 class Method:
-    """One way to average."""
+    """Method of averaging gradients, with its options."""
 
-    name: str  # as it was given
-    codec: Codec | None = None  # what packs gradients; None: `hook` sends them as they are
-    # registers with DDP what averages in place of a codec; None: the model alone
+    name: str  # as given on the command line
+    codec: Codec | None = None  # codec of the gradients; None: `hook` averages them
+    # function that registers a hook with a DDP model, instead of a codec; None: no hook
     hook: Hook | None = None
-    bits: int = 0  # a value that `hook` sends, where it is known
-    bucket_cap_mb: int | None = None  # of DDP's buckets; None: its default
-    exempt: str = "none"  # which tensors travel in fp32: a key of `PRESETS`
-    # common ones of `gradcomp.ddp.register`, or those of `hook`
+    bits: int = 0  # bits per value that `hook` sends; 0: not known
+    bucket_cap_mb: int | None = None  # DDP's option, in MiB; None: its default
+    exempt: str = "none"  # tensors that are sent in fp32: a key of `PRESETS`
+    # common options of `gradcomp.ddp.register`, or options of `hook`
     options: dict[str, Any] = field(default_factory=dict)
-    feedback: bool = True  # keep residuals; otherwise they are zero again after every step
-    double: bool = False  # `gradcomp.onebit_sgd.DoubleBuffer` in place of DDP
+    feedback: bool = True  # keep residuals; False: residuals are zero again after every step
+    double: bool = False  # train with `gradcomp.onebit_sgd.DoubleBuffer` instead of DDP
     # arguments of `gradcomp.DiLoCo`, outer_lr and outer_momentum; empty: no local steps
     local: dict[str, Any] = field(default_factory=dict)
-    sharded: bool = False  # FSDP2 in place of DDP
-    weights: Codec | None = None  # what packs FSDP2's weights
-    keep: bool = False  # whether gathered weights are kept for backward
+    sharded: bool = False  # train with FSDP2 instead of DDP
+    weights: Codec | None = None  # codec of FSDP2's weights; None: they are not compressed
+    keep: bool = False  # keep gathered weights for backward
 
     @property
     def without_ddp(self) -> bool:
-        """Whether the model is not wrapped in DDP, so that its step compares with `NONE`."""
+        """Whether the model is not wrapped in DDP; its step is then compared with `NONE`'s."""
         return bool(self.local) or self.sharded
 
     def options_for(self, named: Sequence[tuple[str, nn.Parameter]]) -> dict[str, Any]:
@@ -124,7 +126,7 @@ METHODS: dict[str, Method] = {
     for method in (
         Method(NONE),
         Method(NOOP, None, _noop),
-        # DDP's own all_reduce; a codec where DDP is not what averages
+        # DDP's own all_reduce; the codec is used where DDP does not average
         Method("fp32", Identity(), lambda model: None, 32),
         Method("bf16", None, _bf16, 16),
         Method("fp16", None, lambda model: model.register_comm_hook(None, FP16), 16),
@@ -132,7 +134,7 @@ METHODS: dict[str, Method] = {
             Method(
                 f"powersgd{rank}",
                 hook=partial(_powersgd, rank=rank),
-                # over gloo it hangs with several, whose collectives ranks start in any order
+                # with several buckets it hangs over gloo: ranks start collectives in any order
                 bucket_cap_mb=ONE_BUCKET,
                 options={"warmup_steps": POWERSGD_START},
             )
@@ -142,7 +144,7 @@ METHODS: dict[str, Method] = {
         Method("terngrad-requantize", TernGrad(scale="own", second_phase="requantize")),
     )
 }
-# what the hooks of torch's ways do, exchanged over MPI as codecs are
+# codecs that replace torch's hooks if the transport is MPI
 OVER_MPI = {"fp32": Identity(), "bf16": Identity("bf16")}
 KNOWN = (
     f"there are {', '.join(METHODS)}, {FSDP2}, and module:factory, which registers a hook of your"
@@ -177,12 +179,11 @@ methods: {", ".join(name for name in METHODS if name not in (NONE, NOOP))}, {FSD
 
 
 def parse(text: str) -> Method:
-    """Return the method that the command line names: ``onebit``,
-    ``onebit:exempt=ends,warmup_steps=100``, ``ternary:every=30,delay=5``, ``fsdp2:onebit``, or
-    ``module:factory`` for a hook of one's own.
+    """Return the method for a text such as ``onebit``, ``onebit:exempt=ends,warmup_steps=100``,
+    ``ternary:every=30,delay=5``, ``fsdp2:onebit``, or ``module:factory`` for a user's own hook.
 
     Raises:
-        ValueError: no such method, preset or option, or options that exclude each other.
+        ValueError: the method, preset or option is unknown, or options exclude each other.
     """
     name, colon, rest = text.partition(":")
     if name == "diloco":
@@ -210,15 +211,15 @@ def parse(text: str) -> Method:
 
 
 class Option(NamedTuple):
-    """An option of methods."""
+    """Target of a method's option."""
 
-    place: str  # "codec", a dictionary of the method, or "": the method itself
-    name: str  # there
-    read: Callable[[str], Any]  # returns the value of a text
+    place: str  # "codec", a dictionary attribute of `Method`, or "" for an attribute of `Method`
+    name: str  # name in that place
+    read: Callable[[str], Any]  # parses the value
 
 
 def _with(method: Method, option: Option, text: str) -> Method:
-    """Return the method with the value of an option."""
+    """Return the method with an option set to the value of `text`."""
     place, name, read = option
     new, codec = {name: read(text)}, method.codec
     if not place:
@@ -226,7 +227,7 @@ def _with(method: Method, option: Option, text: str) -> Method:
     if place != "codec":
         return replace(method, **{place: getattr(method, place) | new})
     given = {} if codec is None else codec.options()
-    if isinstance(codec, OneBit) and name == "rotate":  # which excludes the defaults of others
+    if isinstance(codec, OneBit) and name == "rotate":  # excludes the defaults of other options
         given = {"rotate": False, "second_phase": codec.second_phase}
     if codec is None or name not in given:
         raise ValueError(f"{method.name.partition(':')[0]} has no such option")
@@ -234,7 +235,7 @@ def _with(method: Method, option: Option, text: str) -> Method:
 
 
 def _one_of(values: Mapping[str, Any]) -> Callable[[str], Any]:
-    """Return what reads one of the words `values`."""
+    """Return a parser for one of the keys of `values`; it returns the key's value."""
 
     def read(text: str) -> Any:
         if text not in values:
@@ -285,7 +286,7 @@ OPTIONS: dict[str, Option] = {
 
 
 def _check(method: Method) -> None:
-    """Refuse options that exclude each other."""
+    """Raise a ValueError for options that exclude each other."""
     text, codec, options = method.name, method.codec, method.options
     name, local, warm = text.partition(":")[0], method.local, options.get("warmup_steps")
     without, forgets, starts = codec is None, not method.feedback, "warmup_codec" in options
@@ -313,19 +314,21 @@ def _check(method: Method) -> None:
 
 
 def _known_to(name: str) -> str:
-    """Return what a method that is no codec takes."""
+    """Return the options of a method without a codec, as text."""
     return ", ".join(METHODS[name].options) or "those of local steps (every=H)"
 
 
 def _only_changes(method: Method, name: str) -> bool:
-    """Whether a method is a row of `METHODS` with other values of the row's own options."""
+    """Return whether a method differs from its row of `METHODS` only in the values of the row's own
+    options.
+    """
     row = METHODS[name]
     known = method.options.keys() == row.options.keys()
     return known and method == replace(row, name=method.name, options=method.options)
 
 
 def _renamed(text: str) -> str:
-    """Return how ``diloco:CODEC:H[,...]`` is written now."""
+    """Return the error message for the old ``diloco:CODEC:H[,...]``, with the new notation."""
     word, _, rest = text.partition(":")[2].partition(":")
     every, *more = rest.split(",")
     now = ",".join([f"every={every or 'H'}", *more]).replace("warmup_codec=", "start=")
@@ -333,7 +336,7 @@ def _renamed(text: str) -> str:
 
 
 def _sharded(text: str) -> Method:
-    """Return FSDP2 with torch's own reduce-scatter and all_gather, or with codecs."""
+    """Return the method of ``fsdp2`` (torch's own collectives) or ``fsdp2:...`` (codecs)."""
     _, colon, rest = text.partition(":")
     if not colon:
         return Method(text, sharded=True)
@@ -371,14 +374,14 @@ def _own_hook(name: str) -> Hook:
 
 @dataclass(frozen=True)
 class Ready:
-    """A model that exchanges by a method, and the optimizers that train it."""
+    """Model that trains with a method, and its optimizers."""
 
     method: Method
-    model: nn.Module  # to call
+    model: nn.Module  # the wrapped model, for forward
     optimizers: list[torch.optim.Optimizer]
-    state: Any = None  # what has `stats` and `close`
-    double: DoubleBuffer | None = None  # exchanges half a minibatch behind the other
-    local: DiLoCo | None = None  # exchanges now and then, after a step
+    state: Any = None  # object with `stats` and `close`, PowerSGD's state, or None
+    double: DoubleBuffer | None = None  # with double buffering: computes and applies the steps
+    local: DiLoCo | None = None  # with local steps: exchanges after some of the steps
 
 
 Make = Callable[[nn.Module], list[torch.optim.Optimizer]]
@@ -392,12 +395,15 @@ def wrap(
     *,
     min_numel: int | None = None,
 ) -> Ready:
-    """Make a model on the CPU, the same on every rank, exchange by a method.
+    """Wrap a model so that it trains with a method, and create its optimizers. Collective.
 
     Args:
+        model: model on the CPU, with the same weights on every rank.
+        method: method of exchange.
         make: returns the optimizers of a model.
-        comm: what codecs send over; None: torch's default process group.
-        min_numel: smallest tensor that is compressed, unless the method says; None: the default.
+        comm: communicator of the codecs; None: torch's default process group.
+        min_numel: smallest number of elements of a compressed tensor, unless the method sets it;
+            None: the default.
     """
     options = method.options_for(list(model.named_parameters()))
     if min_numel is not None:
@@ -436,10 +442,10 @@ def wrap(
 
 
 def _shard(model: nn.Module, method: Method, make: Make) -> Ready:
-    """Shard a model, its lists' and sequences' members as modules of their own, each of which
-    asks for the next one's weights early.
+    """Shard a model with FSDP2; each member of its lists and sequences is sharded separately and
+    prefetches the weights of the next one.
     """
-    # here, since it takes as long to import as a third of torch, and most methods do without
+    # imported here: it takes a third as long as torch, and most methods do not need it
     from torch.distributed.fsdp import fully_shard
 
     before = model

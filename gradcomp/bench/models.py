@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 
 class LeNet(nn.Module):
-    """The LeNet of the TernGrad paper: conv5x5(20)-pool2-conv5x5(50)-pool2-fc500-fc10, SAME
-    padding, ReLU.
+    """LeNet of the TernGrad paper: conv5x5(20)-pool2-conv5x5(50)-pool2-fc500-fc10, SAME padding,
+    ReLU.
 
-    1,256,080 parameters. The paper's dropout is left out: the noise of the codes regularises
-    already (its section 4).
+    1,256,080 parameters. The paper's dropout is left out, because the noise of the codes already
+    regularises (its section 4).
 
     References:
         Wen et al. 2017, TernGrad, section 5.1.
@@ -36,15 +36,14 @@ class LeNet(nn.Module):
 
 
 class ByteGPT(nn.Module):
-    """A decoder-only transformer over bytes: learned positions, pre-norm blocks, GELU, a head of
-    its own.
+    """Decoder-only transformer over bytes: learned positions, pre-norm blocks, GELU, untied head.
 
-    With the defaults 875,264 parameters; with ``width=256, layers=8, heads=8`` 6,482,432.
+    875,264 parameters with the defaults, 6,482,432 with ``width=256, layers=8, heads=8``.
 
     Args:
-        width: of the residual stream.
-        layers: blocks of attention and a perceptron of four widths.
-        heads: of the attention, each ``width // heads`` wide.
+        width: width of the residual stream.
+        layers: number of blocks of attention and an MLP with hidden size ``4 * width``.
+        heads: number of attention heads, each ``width // heads`` wide.
         context: longest sequence, in bytes.
 
     References:
@@ -62,7 +61,7 @@ class ByteGPT(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 256, bias=False)
         for name, parameter in self.named_parameters():
-            if parameter.ndim == 2:  # as GPT-2; what writes to the residual stream starts smaller
+            if parameter.ndim == 2:  # as GPT-2: smaller for layers that add to the residual stream
                 deep = name.endswith(("attend.out.weight", "down.weight"))
                 nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if deep else 0.02)
 
@@ -106,9 +105,9 @@ class _Attention(nn.Module):
 
 
 class SmallResNet(nn.Module):
-    """ResNet-18's shape for 32x32 images: four stages of two basic blocks, batch normalisation.
+    """ResNet-18 architecture for 32x32 images: four stages of two basic blocks with batch norm.
 
-    With the default width 701,466 parameters; ``width=64`` is ResNet-18 with a 3x3 stem, 11.2 M.
+    701,466 parameters with the default width; ``width=64`` is ResNet-18 with a 3x3 stem, 11.2 M.
 
     References:
         He et al. 2016, Deep Residual Learning, section 4.2.

@@ -1,8 +1,8 @@
-"""mpiexec for the ranks of a bench, on this machine or across its hosts (`gradcomp.bench.hosts`).
+"""mpiexec for the ranks of a benchmark, on this machine or on its hosts (`gradcomp.bench.hosts`).
 
-A host is a network namespace of this machine, so a script that enters it replaces ssh. The MPI,
-that of this interpreter's mpi4py, would find all ranks on one machine and use shared memory;
-environment variables restrict it to TCP over the interface of the hosts.
+A host is a network namespace of this machine, so a script that enters the namespace replaces ssh.
+The MPI of this interpreter's mpi4py would use shared memory, because all ranks are on one machine;
+environment variables restrict it to TCP over the hosts' interface.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ address=$1
 shift
 case "$address" in
 """
-# options that make an mpiexec start its ranks through `AGENT`
+# mpiexec options for starting ranks with `AGENT`, by MPI
 THROUGH_AGENT = {
     "mpich": "-launcher ssh -launcher-exec {agent} -iface {interface}",
     "openmpi": (
@@ -36,8 +36,8 @@ THROUGH_AGENT = {
 
 
 class Mpiexec(contextlib.ExitStack):
-    """Starts the ranks of a method, one on each host or all on this machine, while a ``with`` block
-    runs; on entry a ValueError says that there is no MPI here, or that it cannot start on hosts.
+    """Starter of a method's ranks during a ``with`` block, one on each host or all on this machine.
+    On entry, no MPI, or one that cannot start ranks on hosts, is a ValueError.
     """
 
     def __init__(self, hosts: Hosts | None) -> None:
@@ -64,7 +64,9 @@ class Mpiexec(contextlib.ExitStack):
         return self
 
     def command(self, ranks: int, *, on_hosts: bool) -> list[str]:
-        """Return the words that run a program on every rank: each on its host, or all here."""
+        """Return the command prefix that runs a program on every rank, each on its host or all on
+        this machine.
+        """
         hosts = self._hosts if on_hosts else None
         places = [f"{hosts.address(n)}:1" for n in range(ranks)] if hosts else []
         words = self._launch.command(self._mpi, ranks, hosts=places, as_root=os.geteuid() == 0)

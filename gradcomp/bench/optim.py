@@ -32,23 +32,23 @@ from gradcomp.optim import SplitAdagrad, SplitAdamW, SplitLAMB, SplitSGD, split,
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.pieces import Slot, whole_pieces
 
-Row = dict[str, Any]  # of a contender, as in the JSON file
+Row = dict[str, Any]  # result of one contender, as in the JSON file
 PARTS = "weight_bytes", "state_bytes", "gradient_bytes"
 LR, CHECK_NUMEL = 0.01, 70_001
-LAMB_TENSORS = 64  # LAMB goes through each tensor twice, so the size of the tensors may matter
+LAMB_TENSORS = 64  # LAMB reads each tensor twice, so its time may depend on the tensors' size
 
-OPTIMIZERS: dict[str, tuple[Any, Any, dict[str, float]]] = {  # ours, torch's, their options
+OPTIMIZERS: dict[str, tuple[Any, Any, dict[str, float]]] = {  # split, torch's, their options
     "SGD": (SplitSGD, torch.optim.SGD, {"lr": LR}),
     "SGD momentum": (SplitSGD, torch.optim.SGD, {"lr": LR, "momentum": 0.9}),
     "Adagrad": (SplitAdagrad, torch.optim.Adagrad, {"lr": LR}),
     "AdamW": (SplitAdamW, torch.optim.AdamW, {"lr": LR}),
     "LAMB": (SplitLAMB, None, {"lr": LR}),
 }
-# (optimizer, beside what, bytes a weight that each reads and writes). Split weights and trails are
-# read and written, bf16 gradients read: 10 bytes, and 8 for every fp32 state. torch's fused kernels
-# take 12 and 8; its foreach ones go through memory once for every operation. LAMB needs the norm
-# of its update before it can update: it reads weights and both moments once more.
-# --check: the ratio of the times may be MARGIN times the ratio of the bytes.
+# (optimizer, compared with, bytes per weight that each reads and writes). A split optimizer reads
+# and writes weights and trails and reads bf16 gradients: 10 bytes, and 8 for every fp32 state.
+# torch's fused kernels move 12 and 8; its foreach kernels pass over memory once for each operation.
+# LAMB needs the norm of its update first, so it reads weights and both moments once more.
+# --check: the ratio of the times may be at most MARGIN times the ratio of the bytes.
 MARGIN = 1.5
 MOVES = [
     ("SGD", "torch foreach fp32", 10, 12),
@@ -59,12 +59,12 @@ MOVES = [
     (f"LAMB, {LAMB_TENSORS} tensors", "split AdamW", 38, 26),
     ("LAMB, 1 tensor", "split AdamW", 38, 26),
 ]
-SGD_NBYTES = 4.01  # at most this memory a weight: trails begin up to 4 KB into theirs
+SGD_NBYTES = 4.01  # most bytes per weight: trails start up to 4 KB into their memory
 
 
 @dataclass
 class Contender:
-    """Something that takes steps, and the tensors that it needs."""
+    """Optimizer step to time, and the tensors that it uses."""
 
     name: str
     step: Callable[[], object]
@@ -74,7 +74,7 @@ class Contender:
 
 
 def contender(name: str, optimizer: Any) -> Contender:
-    """Return an optimizer as a contender, once it has its state."""
+    """Return an optimizer as a contender; it must have created its state."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     kept = [item for p in parameters for item in optimizer.state[p].items()]
     trails = [value for name, value in kept if name == "trail"]
@@ -84,14 +84,14 @@ def contender(name: str, optimizer: Any) -> Contender:
 
 
 def split_optimizer(name: str, weights: Sequence[Tensor]) -> tuple[nn.ParameterList, Any]:
-    """Return parameters that start from these fp32 weights, and their split optimizer."""
+    """Return split parameters with the values of these fp32 weights, and their optimizer."""
     kind, _, options = OPTIMIZERS[name]
     holder = nn.ParameterList(weights)
     return holder, kind(split_parameters(holder), **options)
 
 
 def ours(name: str, numel: int, tensors: int = 1, label: str = "split") -> Contender:
-    """Return a split optimizer with bf16 gradients."""
+    """Return a split optimizer with bf16 gradients as a contender."""
     weights = [torch.randn(numel // tensors) for _ in range(tensors)]
     holder, optimizer = split_optimizer(name, weights)
     for p in holder:
@@ -100,17 +100,17 @@ def ours(name: str, numel: int, tensors: int = 1, label: str = "split") -> Conte
 
 
 def theirs(name: str, numel: int, kind: str) -> Contender:
-    """Return torch's, in fp32; `kind` is "foreach" or "fused"."""
+    """Return torch's fp32 optimizer as a contender; `kind` is "foreach" or "fused"."""
     _, make, options = OPTIMIZERS[name]
     p = nn.Parameter(torch.randn(numel))
     p.grad = torch.randn(numel)
     optimizer = make([p], **options, **{kind: True})
-    optimizer.step()  # its state is made now
+    optimizer.step()  # creates the state
     return contender(f"torch {kind} fp32", optimizer)
 
 
 def unfused(numel: int) -> Contender:
-    """Return the four lines of Split SGD in torch operations, one after the other."""
+    """Return Split SGD in torch operations, one after the other, as a contender."""
     top, trail = split(torch.randn(numel))
     gradient = torch.randn(numel).bfloat16()
 
@@ -124,7 +124,9 @@ def unfused(numel: int) -> Contender:
 
 
 def from_payloads(numel: int) -> list[Contender]:
-    """Return a step from two ternary payloads: decoded first, and straight."""
+    """Return two contenders that update weights from two ternary payloads: decoded first, and with
+    the fused update.
+    """
     codec, slot = TernGrad(scale="own"), Slot(0, numel, numel, True, 0)
     packed = PayloadLayout(codec.form, whole_pieces([slot]), segmented=False).packed
     payloads = [codec.encode(torch.randn(numel), key=RngKey(rank=rank)) for rank in range(2)]
@@ -148,10 +150,10 @@ def from_payloads(numel: int) -> list[Contender]:
 
 
 def verify() -> None:
-    """Compare three steps of every split optimizer with the portable tier's.
+    """Compare three steps of every split optimizer with those of the portable tier.
 
     Raises:
-        SystemExit: an optimizer's weights differ.
+        SystemExit: the weights of an optimizer differ.
     """
     for name in OPTIMIZERS:
         start, found = torch.randn(CHECK_NUMEL), []
@@ -168,7 +170,7 @@ def verify() -> None:
 
 
 def contests(numel: int) -> Iterator[tuple[str, list[Contender]]]:
-    """Yield each optimizer's contenders."""
+    """Yield each optimizer's name and contenders."""
     for name, (_, torchs, _) in OPTIMIZERS.items():
         if torchs is not None:
             others = [theirs(name, numel, kind) for kind in ("foreach", "fused")]
@@ -180,11 +182,12 @@ def contests(numel: int) -> Iterator[tuple[str, list[Contender]]]:
 
 
 def measure(numel: int, threads: int, repetitions: int) -> list[Row]:
-    """Let the contenders of each optimizer step in turn, after one step of each to warm up.
+    """Time the contenders of each optimizer in turn, after one step of each as warm-up.
 
     Returns:
-        For each contender medians of milliseconds a step, of memcpys of the fp32 weights and of
-        the first contender's time over its own (`ratio`), and bytes a weight.
+        One row for each contender: bytes per weight, and medians of milliseconds per step, of the
+        time in memcpys of the fp32 weights, and of the first contender's time over its own
+        (``ratio``).
     """
     rows, memcpy = [], memcpy_of(numel)
     work = track(contests(numel), "optimizers", total=len(OPTIMIZERS) + 2, transient=True)
@@ -205,7 +208,7 @@ def measure(numel: int, threads: int, repetitions: int) -> list[Row]:
 
 
 def verdicts(rows: list[Row]) -> list[Verdict]:
-    """Judge every requirement."""
+    """Return the verdict on every requirement."""
     found = {(row["optimizer"], row["contender"]): row for row in rows}
     out = []
     for name, beside, moved, other in MOVES:
@@ -217,7 +220,7 @@ def verdicts(rows: list[Row]) -> list[Verdict]:
 
 
 def read_options(argv: list[str]) -> argparse.Namespace:
-    """Return the options."""
+    """Parse the command line."""
     options = {
         "numel": (1 << 26, "", "weights of the model", count),
         "threads": (1, "", "threads of torch and of the kernels", count),

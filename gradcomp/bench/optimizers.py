@@ -1,4 +1,4 @@
-"""The optimizers of the table, each with the settings that people use and a usual rate for fp32."""
+"""Optimizers of the benchmarks, with their usual settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BETAS = 0.9, 0.95
 
 
 def _decayed(model: nn.Module) -> list[dict[str, object]]:
-    """Return groups with a weight decay of 0.1 for matrices and 0 for norms and biases."""
+    """Return parameter groups: weight decay 0.1 for matrices, 0 for norms and biases."""
     parameters = list(model.parameters())
     return [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1},
@@ -23,7 +23,7 @@ def _decayed(model: nn.Module) -> list[dict[str, object]]:
 
 
 def muon(model: nn.Module, lr: float) -> list[Optimizer]:
-    """Muon for hidden matrices at `lr`, AdamW for the rest at a tenth of it.
+    """Return Muon for hidden matrices at `lr`, and AdamW for the other parameters at a tenth of it.
 
     Raises:
         ValueError: this torch has no Muon.
@@ -42,10 +42,10 @@ def muon(model: nn.Module, lr: float) -> list[Optimizer]:
     ]
 
 
-# return the optimizers of a model, whose weights are fp32, at a rate
+# functions of a model with fp32 weights and a learning rate that return its optimizers
 OPTIMIZERS: dict[str, Callable[[nn.Module, float], list[Optimizer]]] = {
     "sgd": lambda model, lr: [SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=5e-4)],
-    # fused: one pass, several times as fast as torch's loop over operations
+    # fused: one pass over memory, several times as fast as torch's loop over operations
     "adamw": lambda model, lr: [AdamW(_decayed(model), lr=lr, betas=BETAS, fused=True)],
     "lamb": lambda model, lr: [SplitLAMB(_decayed(model), lr=lr, betas=BETAS)],  # torch has none
     "adagrad": lambda model, lr: [Adagrad(model.parameters(), lr=lr)],

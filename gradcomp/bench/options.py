@@ -1,4 +1,4 @@
-"""Command lines of the benchmarks: one row an option, and those that several have in common."""
+"""Command lines of the benchmarks: options as rows of tables, and the common options."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gradcomp.arguments import Parser, count, to_write
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Return a `type` of argparse that reads integers of at least so much."""
+    """Return a `type` for argparse that parses integers of at least `least`."""
 
     def read(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
@@ -21,8 +21,8 @@ def at_least(least: int) -> Callable[[str], int]:
     return read
 
 
-# default (or only what reads a value), metavar (or the choices), help without the default, and what
-# reads a value where that is not the default's type
+# default (or, without one, the parser of a value), metavar (or the choices), help without the
+# default, and the parser of a value if it is not the default's type
 Option = tuple[Any, ...]
 COMMON: dict[str, Option] = {
     "seeds": (3, "N", "trainings per method, with seeds 0 to N - 1", count),
@@ -41,17 +41,17 @@ def command_line(
     options: Mapping[str, Option],
     common: Iterable[str] = (),
 ) -> Parser:
-    """Return what reads the words after ``python -m gradcomp.bench NAME``.
+    """Return the parser for the arguments of ``python -m gradcomp.bench NAME``.
 
-    A list as default makes an option that takes several values. False makes a switch. A type or a
-    function that reads a value in place of a default makes an option that may be missing (None):
-    its help says what that means.
+    The default of a row decides the kind of option. A list: the option accepts several values.
+    False: a switch. A type or function that parses a value: there is no default, and the option is
+    None if it is not given; its help says what that means.
 
     Args:
-        name: of the benchmark.
-        description, epilog: for the help, before and after the options.
+        name: name of the benchmark.
+        description, epilog: help texts before and after the options.
         options: rows, by name without dashes.
-        common: names of rows of `COMMON`.
+        common: names of rows of `COMMON` to add.
     """
     parser = Parser(prog=f"python -m gradcomp.bench {name}", description=description, epilog=epilog)
     rows = {**options, **{shared: COMMON[shared] for shared in common}}

@@ -20,14 +20,14 @@ from gradcomp.bench.trainer import Task
 
 
 class Table(NamedTuple):
-    """One of a paper's tables; its runs are those of `bench accuracy` with SGD."""
+    """Table of a paper; its runs are those of `bench accuracy` with SGD."""
 
     about: str
     workload: str
     methods: tuple[str, ...]
     workers: tuple[int, ...]
     steps: int
-    published: str  # what the paper has measured
+    published: str  # the paper's results, as text
 
 
 TABLES = {
@@ -53,7 +53,7 @@ TABLES = {
 
 
 def read_options(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the options."""
+    """Parse the command line."""
     names = "\n".join(f"  {name:<16}{table.about}" for name, table in TABLES.items())
     example = "python -m gradcomp.bench paper terngrad-lenet --data DIR"
     epilog = f"tables:\n{names}\n\nexample:\n  {example}"
@@ -68,7 +68,7 @@ def read_options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """Run `python -m gradcomp.bench paper` with these words; return the exit status."""
+    """Run `python -m gradcomp.bench paper` with these arguments; return the exit status."""
     args = read_options(argv)
     table = TABLES[args.table]
     steps, folder = args.steps or table.steps, args.out or Path(f"paper-{args.table}")

@@ -1,4 +1,4 @@
-"""Pictures of all benchmarks: curves and bars, in the colours of matplotlib's own cycle."""
+"""Plots of all benchmarks: curves and bars, in matplotlib's default colours."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import IO, Any
 import numpy as np
 from matplotlib.figure import Figure
 
-Panel = tuple[str, Callable[[Any], None], float]  # title, draws into a figure, height in inches
-WIDTH, HEIGHT = 11.0, 4.0  # of a panel, in inches
+Panel = tuple[str, Callable[[Any], None], float]  # title, function of a figure, height in inches
+WIDTH, HEIGHT = 11.0, 4.0  # size of a panel, in inches
 
 
 def lines(
     ax: Any, series: Mapping[str, tuple[Sequence[float], Sequence[float]]], **settings: Any
 ) -> None:
-    """Draw one curve per entry of `series`, positions and values by the name in the legend;
-    `settings` are for `matplotlib.axes.Axes.set`.
+    """Draw one curve for each entry of `series`, x and y values by the name in the legend;
+    `settings` are arguments of `matplotlib.axes.Axes.set`.
     """
     for number, (name, (positions, values)) in enumerate(series.items()):
         style = ("-", "--", ":")[number // 10 % 3]  # ten colours
@@ -28,21 +28,21 @@ def lines(
 
 
 def bars(ax: Any, rows: Mapping[str, Mapping[str, float]], xlabel: str) -> None:
-    """Draw a horizontal bar per row, the first at the top: its parts end to end, by name."""
+    """Draw a stacked horizontal bar for each row, the first at the top, from its named parts."""
     places, starts = np.arange(len(rows)), np.zeros(len(rows))
     for part in dict.fromkeys(part for row in rows.values() for part in row):
         lengths = np.array([row.get(part, 0.0) for row in rows.values()])
         ax.barh(places, lengths, 0.8, left=starts, label=part)
         starts += lengths
     ax.set_yticks(places, list(rows))
-    ax.use_sticky_edges = False  # or the longest bar may end at the frame
+    ax.use_sticky_edges = False  # otherwise the longest bar may end at the frame
     ax.set(xlim=(0, None), xlabel=xlabel, ylim=(len(rows) - 0.5, -0.5))
     ax.legend(fontsize=7)
 
 
 def write(file: Path | IO[bytes], panels: Sequence[Panel], **options: Any) -> None:
-    """Write panels below one another, at least one; the suffix of a path decides the format, a
-    stream gets PNG. `options` are for `matplotlib.figure.Figure.savefig`.
+    """Write one or more panels below each other. The suffix of a path determines the format; a
+    stream gets PNG. `options` are arguments of `matplotlib.figure.Figure.savefig`.
     """
     heights = [height + 0.3 for _, _, height in panels]
     figure = Figure(figsize=(WIDTH, sum(heights)), layout="constrained")

@@ -1,4 +1,4 @@
-"""What the planner predicts for the steps that the bench has measured."""
+"""The planner's predictions for the steps that the benchmarks measure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradcomp.plan.workload import Transport, Workload
 
 
 def planned(name: str, world_size: int, *, over_mpi: bool = False) -> Method | None:
-    """Return a method of the bench as the planner has it; None for what it does not know."""
+    """Return the planner's method for a method of the benchmarks; None if it has none."""
     if over_mpi and name in OVER_MPI:
         plain = OVER_MPI[name]
         strategy = choose(plain, world_size)
@@ -30,7 +30,7 @@ def planned(name: str, world_size: int, *, over_mpi: bool = False) -> Method | N
     if codec is None or method.sharded or method.double:
         return None
     if method.options.get("precondition") or (local and "warmup_steps" in method.options):
-        return None  # not modelled; two kinds of steps
+        return None  # not modelled: preconditioning, or local steps after a warm-up
     strategy = choose(codec, world_size, method.options.get("exchange", "auto"))
     shown = f"{codec.name if local else name} {strategy}"
     known = Method(shown, codec, strategy.exchange, strategy.second_phase)
@@ -41,7 +41,7 @@ def planned(name: str, world_size: int, *, over_mpi: bool = False) -> Method | N
 
 
 def shapes_of(model: nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Return the parameters of a model as the planner has them."""
+    """Return (name, shape) of every parameter of a model, as the planner needs them."""
     return tuple((name, tuple(p.shape)) for name, p in model.named_parameters())
 
 
@@ -63,11 +63,11 @@ def predict(
     transport: Transport | None = None,
     over_mpi: bool = False,
 ) -> float | None:
-    """Return the seconds of a step that the planner expects; None: it does not know the method.
+    """Return the seconds per step that the planner predicts; None: it does not model the method.
 
-    `alone` are results of the ranks without an exchange: under DDP, but for local steps. Each rank
-    is a host with `cores` cores; `transport` is what moving bytes costs without a link (None:
-    nothing).
+    `alone` are the ranks' results without an exchange: with DDP, except for local steps. Each rank
+    is a host with `cores` cores. `transport` has the seconds of moving bytes without a link (None:
+    zero).
     """
     method = planned(name, ranks, over_mpi=over_mpi)
     if method is None:

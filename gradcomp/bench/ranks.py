@@ -1,11 +1,11 @@
-"""Start ranks in new processes, hear from them, and end them when one of them fails or hangs.
+"""Start ranks in new processes, receive their messages, and end all of them if one fails or hangs.
 
-`run` does so in one of three places: on this machine over loopback, each rank on a host of its own
-(`gradcomp.bench.hosts`), or under an mpiexec (`gradcomp.bench.mpi`). A rank has a gloo process
-group as torch's default; what it emits is a line of its standard output that begins with `MARK`.
+`run` starts ranks in one of three places: on this machine over loopback, each on a host of its own
+(`gradcomp.bench.hosts`), or under an mpiexec (`gradcomp.bench.mpi`). torch's default process group
+of a rank is gloo. A message is a line of the rank's standard output that starts with `MARK`.
 
-Processes are forked from a server that has imported torch and what DDP pulls in, which takes a
-process of its own three seconds.
+Processes are forked from a server that has already imported torch and the modules that DDP imports,
+because these imports take three seconds in a new process.
 """
 
 from __future__ import annotations
@@ -44,31 +44,31 @@ from gradcomp.bench.mpi import Mpiexec
 Emit = Callable[[Any], None]
 IMPORTED = ["torch._dynamo", "gradcomp.ddp"]  # before ranks are forked; DDP imports the first
 MARK = "@gradcomp "
-MASTER_PORT = 29500  # on hosts, where nobody else listens
-TIMEOUT_S = 300.0  # of a collective
-STARTING_S = 120.0  # for programs to start and find each other, on a machine that is busy
-ENDING_S = 5.0  # for ranks to end after one of them has failed, and after a signal
+MASTER_PORT = 29500  # used on hosts, where no other program listens
+TIMEOUT_S = 300.0  # timeout of a collective
+STARTING_S = 120.0  # longest time for ranks to start and connect, even on a busy machine
+ENDING_S = 5.0  # time for ranks to end after one of them has failed, and after a signal
 POLL_S = 0.1
-LOST = 255  # status of a forked process whose server has ended, while it may go on
+LOST = 255  # status of a forked process whose server has ended; the process may still run
 CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000
-NAMESPACES = "/var/run/netns"  # where `ip netns add` leaves them
-_STARTING = threading.Lock()  # threads that start ranks change the environment in turns
+NAMESPACES = "/var/run/netns"  # folder in which `ip netns add` creates namespaces
+_STARTING = threading.Lock()  # held while a thread that starts ranks changes the environment
 
 
 class RankFailed(multiprocessing.ProcessError):
-    """A rank raised, was killed or hung; the message says which one and why."""
+    """A rank raised an error, was killed or hung; the message has its number and the reason."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where so many ranks run."""
+    """Number of ranks, and where they run."""
 
     ranks: int
     hosts: Hosts | None = None  # one rank on each; None: all on this machine, over loopback
     mpi: Mpiexec | None = None  # starts the ranks; None: they are forked one by one
-    # a launcher has started this process as a rank; only that rank runs, in a process of its own
+    # a launcher has started this process as a rank; only this rank is run, in a new process
     launched: bool = False
-    shift: int = 0  # added to the port of a launched job: two runs of its ranks must not meet
+    shift: int = 0  # added to the port of a launched job, so that its runs use different ports
 
 
 def all_cores() -> tuple[int, ...]:
@@ -79,8 +79,8 @@ def all_cores() -> tuple[int, ...]:
 
 
 def cores_of(number: int, count: int) -> tuple[int, ...]:
-    """Return the cores of rank `number` of `count`: a share of those of this machine, or a core
-    that other ranks have, too.
+    """Return the cores of rank `number` of `count`: its share of this machine's cores, or one core
+    that it shares with others if there are more ranks than cores.
     """
     have = all_cores()
     if count > len(have):
@@ -96,16 +96,18 @@ def run(
     on_message: Callable[[Any], None],
     hang_s: float = math.inf,
 ) -> None:
-    """Run ``body(emit, *args)``, a module-level function with picklable arguments, in every rank of
-    a place and wait for all of them.
+    """Run ``body(emit, *args)`` in every rank of a place and wait for all of them.
 
     Args:
-        on_message: called in this process with everything that a rank emitted; under an mpiexec
-            only rank 0 is heard, since the output of all ranks is one.
-        hang_s: longest silence of all ranks in seconds, once one of them has begun.
+        place: where the ranks run.
+        body: module-level function; its first argument sends a message to this process.
+        args: further arguments, which must be picklable.
+        on_message: called in this process with every message. Under an mpiexec only rank 0 sends
+            messages, because all ranks share one output.
+        hang_s: longest time without a message from any rank, in seconds, after the first message.
 
     Raises:
-        RankFailed: a rank raised, was killed, or all were silent; the others have been ended.
+        RankFailed: a rank failed or was killed, or all were silent; all other ranks are ended.
     """
     words = base64.b64encode(pickle.dumps((body, args))).decode()
     said: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -126,9 +128,9 @@ def run(
 
 
 def _start(place: Place, module: str, words: str) -> Iterator[_Process]:
-    """Start one process after the other: each rank, or the mpiexec that starts all of them."""
+    """Start the processes and yield each: all ranks, or the mpiexec that starts them."""
     shared = dict(os.environ)
-    # torchrun's store belongs to the processes that it has started
+    # torchrun's store is only for the processes that torchrun started
     shared.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     if place.launched:
         shared["MASTER_PORT"] = str(int(shared["MASTER_PORT"]) + place.shift)
@@ -141,7 +143,7 @@ def _start(place: Place, module: str, words: str) -> Iterator[_Process]:
         address, port, interface = "127.0.0.1", free_port(), "lo"
     shared |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
     if sys.platform == "linux":
-        shared["GLOO_SOCKET_IFNAME"] = interface  # the host's own name need not resolve
+        shared["GLOO_SOCKET_IFNAME"] = interface  # the host name may not resolve
     if place.mpi is not None:
         command = place.mpi.command(place.ranks, on_hosts=place.hosts is not None)
         yield subprocess.Popen(
@@ -177,7 +179,7 @@ def _wait(
         now, statuses = time.monotonic(), [process.poll() for process in processes]
         over, bad = None not in statuses, [rank for rank, status in enumerate(statuses) if status]
         failed_at = min(failed_at, now) if bad else math.inf
-        if over:  # the last words of the ranks may not be read yet
+        if over:  # the ranks' last messages may not be read yet
             for listener in listeners:
                 listener.join(ENDING_S)
             while not said.empty():
@@ -191,7 +193,7 @@ def _wait(
 
 
 def _why(said: Mapping[int, str]) -> str:
-    """Return which error ended the ranks: the first that is not about another rank's end."""
+    """Return the error that ended the ranks: the first that is not caused by another rank's end."""
     lost = r"PeerLost|[Cc]onnection (closed|reset|refused)"
     own = [rank for rank, text in said.items() if not re.search(lost, text)]
     rank = (own or list(said))[0]
@@ -199,10 +201,10 @@ def _why(said: Mapping[int, str]) -> str:
 
 
 def _last(tail: list[str], status: int | None) -> str:
-    """Return the line that says most of why a process ended."""
+    """Return the most informative line on why a process ended."""
     if status is not None and status < 0:
         return f"ended by signal {signal.Signals(-status).name}"
-    lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in tail]  # torch's mark
+    lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in tail]  # torch's prefix
     kinds = r"[\w.]*(Error|Exception|Lost|Mismatch|Payload)\b"
     errors = [line for line in lines if re.match(kinds, line)]
     last = (errors or lines or [f"ended with status {status}"])[-1]
@@ -220,7 +222,7 @@ def _listen(stream: TextIO, said: queue.SimpleQueue[str], tail: list[str]) -> No
 
 
 def _end(processes: Sequence[_Process]) -> None:
-    """End what still runs: each process is the leader of a session, with whatever it started."""
+    """End all running processes and their children: each process is the leader of a session."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
             if process.poll() in (None, LOST):
@@ -233,8 +235,8 @@ def _end(processes: Sequence[_Process]) -> None:
 
 
 class _Forked:
-    """A rank in a process that has imported torch and `module`, the leader of a session of its own,
-    on a host ("": on this machine). It has what `_end` and `_listen` need of a `subprocess.Popen`.
+    """Rank in a process that has imported torch and `module`, as the leader of a new session, on a
+    host ("": this machine). It has those attributes of a `subprocess.Popen` that `run` uses.
     """
 
     def __init__(
@@ -256,7 +258,7 @@ class _Forked:
         return self._process.exitcode  # type: ignore[no-any-return]
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for its end, so many seconds at most."""
+        """Wait for the process to end, for at most `timeout_s` seconds."""
         self._process.join(timeout_s)
 
 
@@ -273,7 +275,7 @@ def _begin(words: str, variables: Mapping[str, str], host: str, out: Any, err: A
     for number, end in ((1, out), (2, err)):
         os.dup2(end.fileno(), number)
         end.close()
-    multiprocessing.current_process().daemon = False  # a hook may start processes of its own
+    multiprocessing.current_process().daemon = False  # a user's hook may start processes
     if host:
         _enter(host)
     become_rank(variables)
@@ -281,7 +283,7 @@ def _begin(words: str, variables: Mapping[str, str], host: str, out: Any, err: A
 
 
 def _enter(host: str) -> None:
-    """Move this process, which has no other thread yet, to a host and give it that host's name."""
+    """Move this process to a host's namespace and set the host name; it must have one thread."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"{NAMESPACES}/{host}", encoding="ascii") as there:
         failed = libc.setns(there.fileno(), CLONE_NEWNET) or libc.unshare(CLONE_NEWUTS)
@@ -307,25 +309,25 @@ def _emit(message: Any) -> None:
 
 
 def _unpack(words: str) -> Any:
-    # what a rank that this program has started prints
+    # safe: printed by a rank that this program has started
     return pickle.loads(base64.b64decode(words))  # noqa: S301
 
 
 def warm_context(*modules: str) -> Any:
-    """Return the context of `multiprocessing` whose processes are new, but have imported torch,
-    gradcomp and `modules`. Such a process calls `become_rank` first.
+    """Return a context of `multiprocessing` whose new processes have already imported torch,
+    gradcomp and `modules`. A process must call `become_rank` first.
     """
-    if sys.platform != "linux":  # elsewhere torch does not bear forking
+    if sys.platform != "linux":  # torch does not support forking elsewhere
         return multiprocessing.get_context("spawn")
     with _STARTING:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["__main__", *IMPORTED, __name__, *modules])
         before = os.environ.get("PYTHONPATH")
-        # the server imports what this process would
+        # the server imports the same modules as this process
         os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
         try:
             _start_server()
-        except OSError:  # a TMPDIR too long for the address of its socket
+        except OSError:  # TMPDIR is too long for the address of the server's socket
             pass
         else:
             return context
@@ -337,16 +339,16 @@ def warm_context(*modules: str) -> Any:
 
 
 def _start_server() -> None:
-    """Start the server with interrupts blocked: it ignores them only after its imports.
+    """Start the server with interrupts blocked, because it ignores them only after its imports.
 
-    An interrupt of this program is delivered when the server has started: `_end_server` ends it.
+    An interrupt of this program is delivered after the server has started; `_end_server` ends it.
     """
     atexit.register(_end_server)
-    resource_tracker.ensure_running()  # which would unblock them
+    resource_tracker.ensure_running()  # now, because it would unblock the interrupts
     came: list[int] = []
     is_main = threading.current_thread() is threading.main_thread()
-    # torch's threads do not have the mask, and what one of them receives Python raises in this
-    # thread
+    # torch's threads do not have this mask, and Python raises a signal that one of them receives in
+    # the main thread
     handler = (
         signal.signal(signal.SIGINT, lambda number, _: came.append(number)) if is_main else None
     )
@@ -362,7 +364,7 @@ def _start_server() -> None:
 
 
 def _end_server() -> None:
-    """End the server with this program, which it would notice only after its imports."""
+    """Kill the server at exit: it would notice the end of this program only after its imports."""
     pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
     if pid is not None:
         with suppress(ProcessLookupError):
@@ -370,9 +372,8 @@ def _end_server() -> None:
 
 
 def become_rank(variables: Mapping[str, str]) -> None:
-    """Set up this process, which was forked from the server: it ends with the program that started
-    it, can be interrupted, has `variables` as its environment, and NumPy draws other numbers than
-    in the other ranks.
+    """Set up this process after it was forked from the server: it ends with its parent, can be
+    interrupted, and has `variables` as its environment and its own NumPy seed.
     """
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(
@@ -389,6 +390,6 @@ def _end_with(parent: Any) -> None:
         os._exit(1)
 
 
-if __name__ == "__main__":  # a rank that an mpiexec has started
+if __name__ == "__main__":  # a rank started by an mpiexec
     number = importlib.import_module("gradcomp.launch").export_environment()["RANK"]
     _be_rank(sys.argv[1], emits=number == "0")

@@ -36,7 +36,7 @@ from gradcomp.plan.nbytes import predict_bytes
 WORLD_SIZES = (2, 4, 8, 16, 64)
 VERIFY_WORLD_SIZE, VERIFY_STEPS = 2, 3
 FLATNESS = 0.12
-FLOORS = {  # of the ratio on ResNet-50 at N = 8
+FLOORS = {  # smallest accepted compression ratio on ResNet-50 at N = 8
     "terngrad exact": 8.0,
     "terngrad requantize": 15.0,
     "terngrad own requantize": 15.0,
@@ -56,7 +56,7 @@ Row = dict[str, Any]  # as in the JSON file
 
 
 class Check(NamedTuple):
-    """One requirement and what was found."""
+    """Requirement, its result, and the result as text."""
 
     name: str
     passed: bool
@@ -64,8 +64,8 @@ class Check(NamedTuple):
 
 
 def count(models: Iterable[str]) -> list[Row]:
-    """Return the bytes per rank and step of every scheme and world size for models named in
-    :data:`~gradcomp.plan.models.MODELS`.
+    """Return the bytes per rank and step of every scheme and world size, for models named by keys
+    of :data:`~gradcomp.plan.models.MODELS`.
     """
     out = []
     for model, scheme, world_size in itertools.product(models, SCHEMES, WORLD_SIZES):
@@ -78,11 +78,11 @@ def count(models: Iterable[str]) -> list[Row]:
 
 
 def check_ratios(rows: Iterable[Row]) -> list[Check]:
-    """Compare ResNet-50's ratios with what is promised.
+    """Check ResNet-50's compression ratios.
 
-    Each scheme of `FLOORS` must reach its floor at N = 8 and stay flat from N = 8 to 64 within
-    12 %; the exact one, whose second phase takes ceil(log2(2N + 1)) bits, must follow
-    64 / (2 + bits) within 12 % instead.
+    Each scheme of `FLOORS` must reach its floor at N = 8, and its ratio must not change by more
+    than 12 % from N = 8 to 64. The exact scheme, whose second phase takes ceil(log2(2N + 1)) bits,
+    must instead follow 64 / (2 + bits) within 12 %.
     """
     ratios = {
         (row["scheme"], row["world_size"]): row["compression_ratio"]
@@ -104,8 +104,8 @@ def check_ratios(rows: Iterable[Row]) -> list[Check]:
 
 
 def verify() -> list[Check]:
-    """Train LeNet over gloo with every scheme and compare what every rank counted with what is
-    predicted; return one check per scheme.
+    """Train LeNet over gloo with every scheme and compare the bytes that every rank counts with the
+    prediction; return one check for each scheme.
     """
     errors: dict[str, list[str]] = {name: [] for name in SCHEMES}
     lenet = find_model("LeNet").parameters
@@ -131,8 +131,8 @@ def verify() -> list[Check]:
 
 
 def _count_rank(emit: Emit) -> None:
-    """Emit (scheme, rank, {(sent, received, baseline) of the steps}), without the first step:
-    DDP cuts its final buckets only after it.
+    """Emit (scheme, rank, {(sent, received, baseline) of the steps}) without the first step, after
+    which DDP rebuilds its buckets.
     """
     for name, (codec, exchange) in SCHEMES.items():
         torch.manual_seed(0)
@@ -151,7 +151,7 @@ def _count_rank(emit: Emit) -> None:
 
 
 def read_options(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the options."""
+    """Parse the command line."""
     epilog = "example:\n  python -m gradcomp.bench ratio --models LeNet,ResNet-50 --plot r.png"
     text = "models to count bytes of, as a list"
     options = {"models": (",".join(MODELS), "", text, words(*MODELS))}
@@ -162,10 +162,10 @@ def read_options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """Run the benchmark with these options.
+    """Run the benchmark with these arguments.
 
     Returns:
-        0 done, 1 a check or the comparison with gloo failed, 2 wrong options.
+        The exit status: 0 success, 1 a check or the comparison with gloo failed, 2 invalid options.
     """
     args = read_options(argv)
     console = Console()
@@ -196,7 +196,7 @@ def main(argv: list[str]) -> int:
 
 
 def _cell(row: Row) -> str:
-    """Return megabytes and ratio with three digits, or all of those before the point."""
+    """Return megabytes and ratio with three digits, or with all digits before the point."""
     mb, ratio = (
         f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
         for value in (row["bytes_sent"] / 1e6, row["compression_ratio"])
@@ -205,7 +205,7 @@ def _cell(row: Row) -> str:
 
 
 def _draw(schemes: dict[str, list[Row]], figure: Any) -> None:
-    """Draw the ratio against the number of ranks, one line per scheme."""
+    """Draw the compression ratio over the number of ranks, one curve for each scheme."""
     series = {
         name: ([r["world_size"] for r in mine], [r["compression_ratio"] for r in mine])
         for name, mine in schemes.items()

@@ -34,21 +34,21 @@ PAGE = (
     "</head><body>\n{}</body></html>\n"
 )
 PICTURE = '<p><img src="data:image/png;base64,{}" style="max-width: 100%"></p>\n'
-WIDTH = 1000  # characters: no table of the page is cut
+WIDTH = 1000  # characters, so that no table of the page is cut
 
 
 class Section(NamedTuple):
-    """What is shown of one table of a file."""
+    """Part of the page: one table of a file, with notes and plots."""
 
     title: str
     table: Table
     notes: list[str]  # lines below the table
     rows: list[dict[str, Any]]  # for CSV
-    panels: list[plots.Panel]  # pictures
+    panels: list[plots.Panel]  # plots
 
 
 def read_options(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the options."""
+    """Parse the command line."""
     page = "page to write; Markdown, with tables only, if it ends in .md"
     page += " (default: FOLDER/report.html)"
     beside = "also write the rows of each file as NAME.csv and its pictures as NAME.png"
@@ -64,8 +64,8 @@ def read_options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """Run `python -m gradcomp.bench report` with these words; return the exit status: 1 if
-    nothing could be shown, 2 if there is no file.
+    """Run `python -m gradcomp.bench report` with these arguments; return the exit status: 1 if no
+    file could be shown, 2 if there is no file.
     """
     args = read_options(argv)
     files = sorted(args.folder.glob("*.json")) if args.folder.is_dir() else []
@@ -85,8 +85,13 @@ def main(argv: list[str]) -> int:
 def page(
     files: Sequence[Path], *, markdown: bool = False, beside: bool = False
 ) -> tuple[str, int, list[tuple[str, str]]]:
-    """Return the page, in HTML or Markdown, how many files it shows, and (name, why not) of the
-    others; `beside` writes CSV and PNG beside each file that is shown.
+    """Build the page from result files.
+
+    `beside` also writes a CSV file and a PNG file next to each file that is shown.
+
+    Returns:
+        The page (HTML, or Markdown if `markdown`), the number of files that it shows, and (name,
+        reason) for each of the other files.
     """
     parts: list[str] = []
     skipped: list[tuple[str, str]] = []
@@ -114,7 +119,7 @@ def page(
 
 
 def _text(head: str, sections: Sequence[Section], *, markdown: bool) -> str:
-    """Return tables and notes below a heading, as HTML or Markdown."""
+    """Return the tables and notes of a file under its heading, as HTML or Markdown."""
     console = Console(
         record=True, width=WIDTH, file=io.StringIO(), markup=False, highlight=False, emoji=False
     )
@@ -134,7 +139,7 @@ def _text(head: str, sections: Sequence[Section], *, markdown: bool) -> str:
 
 
 def _write_csv(rows: Sequence[dict[str, Any]], file: Path) -> None:
-    """Write rows without their curves to NAME.csv; phases get columns of their own."""
+    """Write rows to NAME.csv, without their curves and with a column for each phase."""
     flat = []
     for row in rows:
         phases = {f"{name}_seconds": seconds for name, seconds in (row.get("phases") or {}).items()}
@@ -148,10 +153,10 @@ def _write_csv(rows: Sequence[dict[str, Any]], file: Path) -> None:
 
 
 def sections_of(found: Any) -> list[Section]:
-    """Return the sections of a file.
+    """Return the sections of a file's content.
 
     Raises:
-        ValueError: it is not a result of bench train or bench accuracy.
+        ValueError: the file is not a result of bench train or bench accuracy.
     """
     if isinstance(found, dict):
         if found.get("benchmark") == "train" and "cases" in found:

@@ -1,8 +1,7 @@
-"""The table of ``bench train``: one row a method, beside what the same step takes without an
-exchange.
+"""Table of ``bench train``: one row for each method, compared with a step without an exchange.
 
-"Without an exchange" is DDP with a hook that averages nothing (row `NOOP`): its copies into buckets
-and back are in every row.
+"Without an exchange" is DDP with a hook that averages nothing (row `NOOP`), because every row
+includes DDP's copies into buckets and back.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from gradcomp.bench.methods import NONE, NOOP
 from gradcomp.exchange.stats import OVERLAP
 
 WAITING = ("scale_round", "first_phase", "second_phase")
-PHASES = ("statistics", "encode", "owner", "decode", *WAITING)  # of `Stats.seconds`
+PHASES = ("statistics", "encode", "owner", "decode", *WAITING)  # keys of `Stats.seconds`
 
 
 def row_of(
@@ -33,18 +32,21 @@ def row_of(
     lower: bool,
     bits_per_s: float = math.inf,
 ) -> dict[str, Any]:
-    """Return a row from results of every rank: seconds of the slowest one, medians (means where an
-    exchange is not in every step), bytes of the one that sends most.
+    """Return a method's row from the results of all ranks: seconds of the slowest rank, as medians
+    over steps (means if not every step has an exchange), and bytes of the rank that sends most.
 
-    ``exchange_cpu_seconds`` is what the exchange makes rank 0 compute (codec, reduction, TCP in the
-    kernel), ``bound_seconds`` the larger of that and of what the link needs for the bytes: an
-    exchange that overlaps the two wholly exposes so much on a host whose cores are all at work.
+    ``exchange_cpu_seconds`` is rank 0's CPU time of the exchange (codec, reduction, TCP in the
+    kernel). ``bound_seconds`` is the larger of that and the link's time for the bytes: the smallest
+    exposed time of an exchange that overlaps both completely, on a host with no idle cores.
 
     Args:
-        base: the row of a step without an exchange; None if it was not measured.
-        predicted_s: seconds of a step that the planner predicts.
-        target: measure whose time is wanted, a smaller one if `lower` is the better.
-        bits_per_s: of the link.
+        method: name of the method.
+        results: results of `gradcomp.bench.trainer.train`, by rank.
+        base: row of a step without an exchange; None if it was not measured.
+        predicted_s: seconds per step that the planner predicts; None: no prediction.
+        target: measure for which the time until it is reached is returned; None: not needed.
+        lower: a lower measure is better.
+        bits_per_s: rate of the link, in bits per second.
     """
     first = results[0]
     middle = statistics.fmean if first.get("rare") else statistics.median
@@ -86,11 +88,11 @@ Cell = Callable[[Row, Row], str]
 
 
 def _figure(field: str, factor: float, form: str, unit: str = "") -> Cell:
-    """Return what prints a field of a row, "" for None."""
+    """Return a function that formats a field of a row, "" for None."""
     return lambda row, _: "" if row[field] is None else f"{row[field] * factor:{form}}{unit}"
 
 
-# head and cell of every column, given a row and fp32's (empty where it failed)
+# head of every column and the function of its cells, of a row and fp32's row (empty if it failed)
 COLUMNS: dict[str, Cell] = {
     "step, ms": _figure("seconds", 1e3, ".1f"),
     "p95": _figure("p95_seconds", 1e3, ".1f"),
@@ -104,13 +106,13 @@ COLUMNS: dict[str, Cell] = {
     "hidden": _figure("hidden_share", 100, ".0f", " %"),
     "peak, MB": _figure("peak_nbytes", 1e-6, ".0f"),
 }
-WITHOUT_EXCHANGE = ("step, ms", "p95", "CPU, ms", "hidden", "peak, MB")  # cells of NONE and NOOP
+WITHOUT_EXCHANGE = ("step, ms", "p95", "CPU, ms", "hidden", "peak, MB")  # columns of NONE and NOOP
 
 
 def table_of(rows: Sequence[Row], measure: str, target: float | None) -> Table:
-    """Return rows from `row_of`, or ``{"method": ..., "failed": ...}``, as a table; ratios are to
-    fp32. The measure's column has the head `measure` ("" for no such column), the last column the
-    seconds until `target` was reached (None for no such column).
+    """Return a table of rows from `row_of`, or ``{"method": ..., "failed": ...}``; ratios are to
+    fp32. `measure` is the head of the measure's column ("": no such column). The last column has
+    the seconds until `target` was reached (None: no such column).
     """
     good = [row for row in rows if not row.get("failed")]
     fp32: Row = next((row for row in good if row["method"] == "fp32"), {})
@@ -130,8 +132,8 @@ def table_of(rows: Sequence[Row], measure: str, target: float | None) -> Table:
 
 
 def crossings(cases: Sequence[tuple[int, str, Sequence[Row]]]) -> list[str]:
-    """Return for every method and number of ranks where it stops paying: the first link, slowest
-    first, on which its step is no shorter than fp32's; cases are (ranks, link, rows).
+    """Return one line for each method and number of ranks on where compression stops paying: the
+    slowest link on which its step is no shorter than fp32's. `cases` are (ranks, link, rows).
     """
     out = []
     for ranks in dict.fromkeys(ranks for ranks, _, _ in cases):
@@ -155,8 +157,8 @@ def crossings(cases: Sequence[tuple[int, str, Sequence[Row]]]) -> list[str]:
 
 
 def draw_steps(rows: Sequence[Row], figure: Any) -> None:
-    """Draw where the time of a step goes, and beside it what codecs and waiting take, hidden or
-    not; the row of `NONE` is among `rows`.
+    """Draw the parts of each step's time, and beside them the time of codecs and waiting, hidden or
+    not. `rows` must contain the row of `NONE`.
     """
     seconds = {row["method"]: row["seconds"] for row in rows}
     alone, copies = seconds[NONE], max(0.0, seconds.get(NOOP, 0.0) - seconds[NONE])
@@ -179,7 +181,7 @@ def draw_steps(rows: Sequence[Row], figure: Any) -> None:
 
 
 def draw_times(rows: Sequence[Row], figure: Any) -> None:
-    """Draw the measure over seconds of training."""
+    """Draw the measure over the seconds of training, one curve for each method."""
     curves = {
         row["method"]: ([at for _, at, _ in row["curve"]], [value for *_, value in row["curve"]])
         for row in rows

@@ -1,4 +1,4 @@
-"""Many training runs, side by side or one after the other, and the file of those that are done."""
+"""Run many trainings, in parallel or in sequence, and store finished ones in a file."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ def run_all(
     failed: dict[Task, str] | None = None,
     spread: bool = True,
 ) -> Iterator[tuple[Task, list[Result], float]]:
-    """Run tasks; yield each with what `train` measured in every rank (nothing in a launched job but
-    for rank 0) and its seconds as it ends.
+    """Run tasks; yield each when it ends, with the results of `train` on all ranks (in a launched
+    job only on rank 0) and its seconds.
 
     Args:
-        processes: tasks at a time.
-        place: where to run them; None: on this machine over loopback.
-        hang_s: silence in seconds after which the ranks of a task count as hung.
-        failed: takes the reason of each task whose ranks failed, which then has no results.
-        spread: give each rank its share of the cores; otherwise all ranks of a task have one core.
+        tasks: runs.
+        processes: number of tasks that run at the same time.
+        place: where the ranks run; None: on this machine over loopback.
+        hang_s: seconds of silence after which the ranks of a task count as hung.
+        failed: filled with the reason for each task whose ranks failed; it has no results.
+        spread: give each rank its share of the cores; False: all ranks of a task share one core.
 
     Raises:
-        gradcomp.bench.ranks.RankFailed: a rank failed, without `failed`; all others have been
-            ended.
+        gradcomp.bench.ranks.RankFailed: a rank failed, and `failed` is None; all others are ended.
     """
     cores: queue.SimpleQueue[tuple[int, ...]] = queue.SimpleQueue()
     for number in range(processes):
@@ -57,7 +57,7 @@ def run_all(
         where = replace(place or Place(task.workers), shift=1 + tasks.index(task))
         placed = replace(task, cores=mine or (all_cores() if where.launched else ()))
         results: list[Result] = []
-        heard = lambda found: results.extend(found or ())  # None is a sign of life
+        heard = lambda found: results.extend(found or ())  # None is a heartbeat
         try:
             run_ranks(where, train_rank, placed, on_message=heard, hang_s=hang_s)
         except RankFailed as error:
@@ -68,7 +68,7 @@ def run_all(
             cores.put(mine)
         return task, results, time.perf_counter() - begun
 
-    warm_context(trainer.__name__)  # here, where an interrupt of its start is heeded
+    warm_context(trainer.__name__)  # in the main thread, which handles an interrupt meanwhile
     console = Console(stderr=True)
     shown: dict[str, Any] = {"total": len(tasks), "console": console}
     shown["disable"] = not console.is_terminal or os.environ.get("RANK", "0") != "0"
@@ -90,15 +90,15 @@ def run_all(
 
 
 def key_of(task: Task) -> Result:
-    """Return the fields of a task that decide what it gives."""
+    """Return the fields of a task that determine its result."""
     return {name: getattr(task, name) for name in KEY}
 
 
 def finished(file: Path, tasks: Sequence[Task]) -> dict[Task, Result]:
-    """Return the results in a file of those tasks that it has.
+    """Return the results of those tasks that a file contains.
 
     Raises:
-        ValueError: a line that is no result.
+        ValueError: a line is not a result; an incomplete last line is ignored.
     """
     out: dict[tuple[Any, ...], Result] = {}
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
@@ -108,7 +108,7 @@ def finished(file: Path, tasks: Sequence[Task]) -> dict[Task, Result]:
             out[tuple(result[name] for name in KEY)] = result
         except (ValueError, KeyError, TypeError) as error:
             if number == len(lines) - 1 and not line.endswith("\n"):
-                break  # the program was killed while it wrote this
+                break  # the program was killed while it wrote this line
             raise ValueError(
                 f"{file}, line {number + 1}: no result of this benchmark ({error})"
             ) from error
@@ -117,7 +117,7 @@ def finished(file: Path, tasks: Sequence[Task]) -> dict[Task, Result]:
 
 
 def append(file: Path, result: Result) -> None:
-    """Add a result to a file, in place of a last line that was cut off."""
+    """Append a result to a file; an incomplete last line is removed first."""
     if file.exists() and not (text := file.read_bytes()).endswith(b"\n"):
         file.write_bytes(text[: text.rfind(b"\n") + 1])
     with file.open("a", encoding="utf-8") as out:

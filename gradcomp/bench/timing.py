@@ -1,8 +1,8 @@
-"""The clock of the benchmarks; for `bench codec` and `bench optim` also memcpy as the unit of time,
+"""Timing of the benchmarks; for `bench codec` and `bench optim` also memcpy as the unit of time,
 limits and output.
 
-memcpy moves 8 bytes an element: it reads 4 and writes 4. A kernel that only moves bytes takes about
-its own bytes / 8 memcpys, and should not take much more: limits follow from that.
+memcpy moves 8 bytes per fp32 element: it reads 4 and writes 4. A kernel that is bound by memory and
+moves n bytes per element takes about n / 8 memcpys; the limits are derived from this.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gradcomp.bench.about import save_json, table
 from gradcomp.kernels import native
 
 OPTIONS = "repeat", "check", "json"
-MEMCPY_NBYTES = 8  # that memcpy of fp32 reads and writes an element
+MEMCPY_NBYTES = 8  # bytes per fp32 element that memcpy reads and writes
 
 
 def turns(
@@ -34,10 +34,11 @@ def turns(
     *,
     before: Callable[[], object] = lambda: None,
 ) -> NDArray[Any]:
-    """Let functions run in turn, after a turn to warm up; `before` each of them, a barrier say.
+    """Time functions in turn, after one turn as warm-up; `before` runs before each of them, for
+    example a barrier.
 
     Returns:
-        ``(repetitions, len(functions))`` seconds of a call, the mean over `calls` in a row.
+        ``(repetitions, len(functions))`` float64: seconds per call, means over `calls` calls.
     """
     found = np.zeros((1 + repetitions, len(functions)))
     for turn in found:
@@ -51,14 +52,14 @@ def turns(
 
 
 def memcpy_of(numel: int) -> Callable[[], object]:
-    """Return a memcpy of `numel` fp32 elements between buffers that have been touched before."""
+    """Return a memcpy of `numel` fp32 elements between buffers that were written before."""
     src, dst = torch.ones(numel), torch.zeros(numel)
     return lambda: ctypes.memmove(dst.data_ptr(), src.data_ptr(), 4 * numel)
 
 
 @contextmanager
 def using(tier: str, threads: int | None = None) -> Iterator[None]:
-    """Use the kernels of a tier, and so many threads of torch and of the kernels."""
+    """Use a tier's kernels and a number of threads of torch and the kernels, inside a ``with``."""
     before = native.tier(), torch.get_num_threads()
     native.select_tier(tier)
     torch.set_num_threads(threads or before[1])
@@ -71,7 +72,7 @@ def using(tier: str, threads: int | None = None) -> Iterator[None]:
 
 @dataclass
 class Verdict:
-    """One requirement: `measured` is at most `limit`, or at least where `at_least` is set."""
+    """Requirement that `measured` is at most `limit`, or at least `limit` if `at_least`."""
 
     what: str
     measured: float
@@ -86,7 +87,7 @@ class Verdict:
 
 
 def finish(args: argparse.Namespace, verdicts: Sequence[Verdict], **found: Any) -> int:
-    """Print the verdicts, write the JSON file, and return the exit status."""
+    """Print the verdicts, write the JSON file, and return the exit status: 1 if one failed."""
     if verdicts and native.tier() == native.tiers()[0]:
         print("nothing is judged: limits are for vector tiers, and the portable tier is in use")
         verdicts = []

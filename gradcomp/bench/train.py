@@ -70,22 +70,22 @@ examples:
     --methods fp32 terngrad powersgd4
 """
 
-PAYLOAD_SHARE = 1448 / 1514  # of a shaped link's rate, which counts the headers of TCP's packets
+PAYLOAD_SHARE = 1448 / 1514  # payload share of a shaped link's rate, which counts TCP's headers
 
 
 @dataclass
 class Case:
-    """One number of ranks and one link, and the rows that were measured there."""
+    """Measured rows for one number of ranks and one link."""
 
     ranks: int
-    link: str  # its name; "loopback" and "as it is" are links, too
-    latency_s: float | None = None  # that could be made; None where no hosts were
+    link: str  # name of the link; "loopback" without hosts, "as it is" under a launcher
+    latency_s: float | None = None  # latency that the kernel could emulate; None without hosts
     over: str = "gloo"  # transport of compressed bytes
     rows: list[dict[str, Any]] = field(default_factory=list)
 
 
 def read_options(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the options."""
+    """Parse the command line."""
     hosts = "numbers of hosts to make on this machine, measured in turn; 0 stands for loopback"
     link = "rates of every host's link, measured in turn: 100mbit, 1gbit, or none for no limit"
     over = "transport of compressed bytes: gloo, or the MPI of mpi4py, whose mpiexec starts ranks"
@@ -118,8 +118,8 @@ def read_options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """Run `python -m gradcomp.bench train` with these words; return the exit status: 1 where a
-    method failed.
+    """Run `python -m gradcomp.bench train` with these arguments; return the exit status: 1 if a
+    method failed, 2 if the run is impossible.
     """
     args = read_options(argv)
     launch = importlib.import_module("gradcomp.launch")
@@ -127,7 +127,7 @@ def main(argv: list[str]) -> int:
     launched = int(job["WORLD_SIZE"]) if int(job["WORLD_SIZE"]) > 1 else 0
     if launched:
         launch.export_environment()  # for the processes that each rank starts
-    # hosts are removed on the way out
+    # turn SIGTERM into SystemExit, so that the hosts are removed
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     cases: list[Case] = []
     try:
@@ -168,7 +168,7 @@ def _check(args: argparse.Namespace, launched: int) -> None:
 
 
 def _cases(args: argparse.Namespace, launched: int) -> list[tuple[Case, Link | None]]:
-    """Return what to measure, and the link of hosts that are to be made."""
+    """Return the cases to measure, each with the link of its hosts (None: without hosts)."""
     links = [parse_link("inf" if one == "none" else one, args.latency) for one in args.link]
     if launched:
         return [(Case(launched, "as it is"), None)]
@@ -184,7 +184,7 @@ def _cases(args: argparse.Namespace, launched: int) -> list[tuple[Case, Link | N
 def _run_case(
     args: argparse.Namespace, workload: Workload, cases: list[Case], place: Place
 ) -> None:
-    """Run every method in one place; rows are written as they come."""
+    """Run every method in one place; write the JSON file after each row."""
     ranks, rows, hosts = place.ranks, cases[-1].rows, place.hosts
     link = Link(math.inf) if hosts is None else Link(hosts.link.bits_per_s, hosts.latency_s)
     payload = replace(link, bits_per_s=link.bits_per_s * PAYLOAD_SHARE)
@@ -198,7 +198,7 @@ def _run_case(
         if name not in (NONE, NOOP):
             tasks.append(replace(common, method=name, points=args.points if tested else 0))
     speed: dict[str, Any] = {} if place.launched else _measure(args, workload.model(), place)
-    # results and row of a step without an exchange
+    # results and row of `NONE` and `NOOP`, the steps without an exchange
     without: dict[str, tuple[list[Result], Result]] = {}
     failed: dict[Task, str] = {}
     for task, results, _ in run_all(tasks, place=place, hang_s=args.hang, failed=failed):
@@ -221,8 +221,8 @@ def _run_case(
 
 
 def _measure(args: argparse.Namespace, model: nn.Module, place: Place) -> dict[str, Any]:
-    """Return what `predict` needs to know of the ranks: what codecs and moving bytes take over
-    loopback (nothing if that fails).
+    """Return the arguments of `predict` that describe the ranks: rates of codecs and the transport,
+    measured over loopback (zero if that fails), cores and transport.
     """
     found: list[Any] = []
     largest, here = largest_bucket(model, place.ranks), replace(place, hosts=None)
@@ -240,7 +240,7 @@ def _show(args: argparse.Namespace, workload: Workload, cases: list[Case]) -> No
     for case in cases:
         console.print(f"{args.workload}, {args.steps} steps, {_where(args, case)}")
         table = table_of(case.rows, measure, args.target)
-        # a narrow terminal wraps lines rather than cut figures
+        # widen the console if needed: lines wrap in a narrow terminal, but figures are not cut
         whole = Console(width=10_000).measure(table).maximum
         Console(width=max(console.width, whole)).print(table, highlight=False)
         for row in case.rows:
@@ -251,7 +251,7 @@ def _show(args: argparse.Namespace, workload: Workload, cases: list[Case]) -> No
 
 
 def _where(args: argparse.Namespace, case: Case) -> str:
-    """Return ranks and link of a case in words."""
+    """Return the ranks and the link of a case as text."""
     hosts, have = case.latency_s is not None, len(all_cores())
     where = f"{case.ranks} {'hosts' if hosts else 'ranks'}, {case.link}"
     if hosts and args.latency:

@@ -1,4 +1,4 @@
-"""Train one workload with one method of exchange: what a rank does."""
+"""Train one workload with one method of exchange, as one rank."""
 
 from __future__ import annotations
 
@@ -24,36 +24,38 @@ from gradcomp.comm.mpi import MpiCommunicator
 from gradcomp.comm.rounds import ring_bytes
 from gradcomp.errors import NotFinite
 
-WARM_UP = 3  # steps in which buckets are made and rebuilt, and whose seconds do not count
-TELL_S = 0.5  # longest time between two signs of life
-DIVERGED = 1e4  # a loss beyond this ends a run that stops
-# fields of `Task` that decide what a run gives; the file of finished runs has them
+WARM_UP = 3  # first steps, in which DDP builds and rebuilds buckets; their seconds do not count
+TELL_S = 0.5  # longest time between two heartbeats
+DIVERGED = 1e4  # a larger loss ends a run with `Task.stops`
+# fields of `Task` that determine a run's result; they identify it in the file of finished runs
 KEY = ("workload", "optimizer", "method", "workers", "steps", "factor", "seed", "batch")
 
 
 @dataclass(frozen=True)
 class Task:
-    """One run."""
+    """Description of one training run."""
 
     workload: str
     optimizer: str
     method: str  # with its options
     workers: int  # number of ranks
-    steps: int  # of the run; the schedule of the rate is stretched to it
-    factor: float = 1.0  # of the workload's rate for this optimizer
-    seed: int = 0  # of the weights and of the minibatches
+    steps: int  # steps of the run; the learning rate schedule is stretched to them
+    factor: float = 1.0  # factor on the workload's learning rate for this optimizer
+    seed: int = 0  # seed of the weights and the minibatches
     batch: int = 0  # samples of a rank's minibatch; 0: the workload's own number
-    data: str = ""  # folder; "": none
+    data: str = ""  # folder of the data; "": none
     points: int = 0  # number of tests, the last one after the last step; 0 does not test
-    cores: tuple[int, ...] = ()  # that every rank runs on; empty: each has its share of all
-    interface: str = ""  # whose counters give the bytes sent; "" does not count
+    cores: tuple[int, ...] = ()  # cores shared by all ranks; empty: each rank has its own share
+    interface: str = ""  # network interface whose sent bytes are counted; "": do not count
     min_numel: int | None = None  # smallest tensor that is compressed; None: the default
-    stops: bool = False  # when a rank's loss diverges, which takes an all_reduce a step
+    stops: bool = False  # stop if a rank's loss diverges; costs an all_reduce per step
     over: str = "gloo"  # transport of compressed bytes, "gloo" or "mpi"
 
 
 def use_cores(cores: tuple[int, ...] = ()) -> None:
-    """Have this rank run on these cores, or on its share of the machine's."""
+    """Bind this rank to these cores, or to its share of the machine's cores, and set torch's number
+    of threads to match.
+    """
     cores = cores or cores_of(dist.get_rank(), dist.get_world_size())
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
@@ -61,7 +63,7 @@ def use_cores(cores: tuple[int, ...] = ()) -> None:
 
 
 def train_rank(emit: Emit, task: Task) -> None:
-    """Train as one rank; rank 0 emits the results of all ranks at the end."""
+    """Train as one rank; at the end rank 0 emits the results of all ranks. Collective."""
     use_cores(task.cores)
     results: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(results, train(emit, task))
@@ -70,7 +72,9 @@ def train_rank(emit: Emit, task: Task) -> None:
 
 
 class Seconds(NamedTuple):
-    """What one step took: the whole, its forward, its update, and CPU time of the process."""
+    """Seconds of one step: wall-clock time of the step, its forward and its update, and CPU time of
+    the process.
+    """
 
     seconds: float = 0.0
     forward_seconds: float = 0.0
@@ -79,8 +83,8 @@ class Seconds(NamedTuple):
 
 
 def train(emit: Emit, task: Task) -> dict[str, Any]:
-    """Train as a rank of the default process group; return what was measured. `emit` gets None as
-    a sign of life.
+    """Train as a rank of the default process group and return the measurements. `emit` is called
+    with None as a heartbeat. Collective.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     comm = MpiCommunicator(timeout_s=TIMEOUT_S) if task.over == "mpi" else None
@@ -93,7 +97,7 @@ def train(emit: Emit, task: Task) -> dict[str, Any]:
     method, make = parse(task.method), OPTIMIZERS[task.optimizer]
     ready = wrap(plain, method, lambda model: make(model, rate), comm, min_numel=task.min_numel)
     rates = [(group, group["lr"]) for one in ready.optimizers for group in one.param_groups]
-    emit(None)  # from here on silence counts
+    emit(None)  # the first heartbeat: from here on a long silence is a hang
     minibatches = workload.minibatches(task.seed, rank, world, settings.batch_of(world))
     points = {round(task.steps * (n + 1) / task.points) for n in range(task.points)}
     taken: list[Seconds] = []
@@ -145,7 +149,7 @@ def train(emit: Emit, task: Task) -> dict[str, Any]:
         "curve": curve,
     }
     if ready.local is not None:
-        ready.local.restore()  # what all ranks have agreed on last
+        ready.local.restore()  # the last weights on which all ranks have agreed
     if task.points and not diverged:
         measured = result["measure"] = _measure(emit, workload, plain, ready)
         curve.append((task.steps, math.fsum(one.seconds for one in taken), measured))
@@ -155,14 +159,16 @@ def train(emit: Emit, task: Task) -> dict[str, Any]:
 
 
 def _diverged(loss: torch.Tensor) -> bool:
-    """Return whether some rank's loss is beyond `DIVERGED`, the same on all."""
+    """Return whether any rank's loss is not below `DIVERGED`. Collective, equal on all ranks."""
     bad = torch.tensor(float(not loss.item() < DIVERGED))
     dist.all_reduce(bad, dist.ReduceOp.MAX)
     return bool(bad)
 
 
 def _total_nbytes(ready: Ready, values: int, world: int) -> int | None:
-    """Return what this rank has sent in a run of `values` values times steps; None: not known."""
+    """Return the bytes that this rank has sent in a run; None: not known. `values` is the number of
+    parameter values times the number of steps.
+    """
     if hasattr(ready.state, "stats"):
         first = getattr(ready.state, "start_stats", None)
         return int(ready.state.stats.bytes_sent) + (first.bytes_sent if first is not None else 0)
@@ -176,10 +182,10 @@ def _total_nbytes(ready: Ready, values: int, world: int) -> int | None:
 def _step(
     ready: Ready, workload: Workload, plain: nn.Module, minibatch: Any
 ) -> tuple[Seconds, torch.Tensor]:
-    """Train on a minibatch; return what it took, and the loss (0 under double buffering)."""
+    """Train on a minibatch; return its seconds and the loss (0 with double buffering)."""
     begun, worked = time.perf_counter(), time.process_time()
     loss = torch.zeros(())
-    if ready.double is not None:  # nothing is clipped: averages come half a minibatch later
+    if ready.double is not None:  # no clipping: averages arrive half a minibatch later
         pair = isinstance(minibatch, tuple)
         ready.double.step(
             lambda *half: workload.loss(plain, half if pair else half[0]),
@@ -202,9 +208,9 @@ def _step(
 
 
 def _update(ready: Ready, clip: float | None, plain: nn.Module) -> None:
-    """Clip averaged gradients, update the weights, and end the step."""
+    """Clip the averaged gradients, update the weights, and end the step."""
     if not ready.method.feedback:
-        ready.state.discard_step()  # residuals are zero again
+        ready.state.discard_step()  # reset the residuals to zero
     if clip is not None:
         nn.utils.clip_grad_norm_(plain.parameters(), clip)
     for optimizer in ready.optimizers:
@@ -216,8 +222,8 @@ def _update(ready: Ready, clip: float | None, plain: nn.Module) -> None:
 def _measure(
     emit: Emit, workload: Workload, model: nn.Module, ready: Ready, *, quick: bool = False
 ) -> float:
-    """Return the workload's measure, which rank 0 takes, of sharded weights with the others'
-    help; outside of all seconds.
+    """Return the workload's measure, equal on all ranks and not included in any seconds. Rank 0
+    computes it; with sharded weights all ranks do. Collective.
     """
     found = torch.zeros(1, dtype=torch.float64)
     if dist.get_rank() == 0 or ready.method.sharded:
@@ -230,13 +236,13 @@ def _measure(
 
 
 def _counted(state: Any) -> dict[str, float]:
-    """Return bytes and seconds by phase so far; {} where nothing is counted."""
+    """Return the bytes sent so far and the seconds of each phase; {} if they are not counted."""
     stats = getattr(state, "stats", None)
     return {} if stats is None else {"bytes_sent": float(stats.bytes_sent), **stats.seconds}
 
 
 def _sent_nbytes(interface: str) -> float:
-    """Return the bytes that have left through a network interface of this host; 0 for ""."""
+    """Return the bytes sent over a network interface of this host since its start; 0 for ""."""
     if not interface:
         return 0.0
     lines = (line.partition(":") for line in Path("/proc/self/net/dev").read_text().splitlines())

@@ -1,4 +1,4 @@
-"""What is trained: data, model, loss of a minibatch, held-out measure, and usual rates for fp32."""
+"""Workloads: data, model, loss of a minibatch, held-out measure, and usual fp32 learning rates."""
 
 from __future__ import annotations
 
@@ -20,37 +20,41 @@ from torch.nn.functional import cross_entropy
 from gradcomp.bench.data import ImageData, load
 from gradcomp.bench.models import ByteGPT, LeNet, SmallResNet
 
-HELD_OUT_SHARE = 20  # of a text, one part in so many is kept for the test, in blocks spread over it
-BLOCK = 1 << 15
-CONTEXT = 128  # bytes that a GPT sees
+HELD_OUT_SHARE = 20  # one of every 20 blocks of a text is held out, spread over the whole text
+BLOCK = 1 << 15  # bytes
+CONTEXT = 128  # context length of a GPT, in bytes
 Tick = Callable[[], None]
 
 
 def cosine(done: float) -> float:
-    """From 1 down to a tenth."""
+    """Return the factor of a cosine schedule, from 1 to 0.1; `done` is the share of steps done."""
     return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
 
 
 def square_root(done: float) -> float:
-    """From 1 down to 0, polynomial of power 0.5: TernGrad's LeNet (Wen et al. 2017)."""
+    """Return the factor of a polynomial schedule of power 0.5, from 1 to 0, as for TernGrad's LeNet
+    (Wen et al. 2017); `done` is the share of steps done.
+    """
     return math.sqrt(max(0.0, 1.0 - done))
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How a workload is trained."""
+    """Training settings of a workload."""
 
-    steps: int  # of a whole run
+    steps: int  # steps of a whole run
     batch: int  # samples of one worker's minibatch
     clip: float | None  # largest global norm of the averaged gradient; None does not clip
-    warm_up: float  # share of the steps in which the rate rises from zero
-    rates: dict[str, float]  # of each optimizer, usual ones for fp32; the first is the default
-    shared: bool = False  # `batch` is that of all workers together
-    # factor of the rate after a share of the steps behind the warm-up
+    warm_up: float  # share of the steps in which the learning rate rises from zero
+    rates: dict[str, float]  # usual fp32 learning rates by optimizer; the first is the default
+    shared: bool = False  # `batch` is the number of samples of all workers together
+    # factor on the learning rate, of the share of steps done since the warm-up
     decay: Callable[[float], float] = cosine
 
     def batch_of(self, workers: int) -> int:
-        """Return the samples of one worker's minibatch."""
+        """Return the samples of one worker's minibatch, or raise a ValueError if a shared batch is
+        not a multiple of `workers`.
+        """
         if self.shared and self.batch % workers:
             raise ValueError(
                 f"{workers} workers cannot share a batch of {self.batch}: not a multiple"
@@ -58,7 +62,7 @@ class Settings:
         return self.batch // workers if self.shared else self.batch
 
     def rate_at(self, step: int, steps: int) -> float:
-        """Return the factor of the rate at a step: up linearly, then down as `decay`."""
+        """Return the factor on the learning rate at a step: linear warm-up, then `decay`."""
         rising = round(steps * self.warm_up)
         if step < rising:
             return (step + 1) / rising
@@ -67,13 +71,13 @@ class Settings:
 
 @dataclass
 class Workload:
-    """One thing to train. Subclasses have `measure`, what `test` returns with its unit ("" for
-    nothing), and `lower_is_better`, whether a smaller one is better.
+    """Model and data to train. Subclasses define `measure`, name and unit of the result of `test`
+    ("" if there is none), and `lower_is_better`, whether a smaller result is better.
 
     Attributes:
-        name: for tables.
-        settings: how it is trained.
-        model: returns a new model; its weights come from torch's generator.
+        name: name in tables.
+        settings: training settings.
+        model: function that returns a new model, with weights from torch's default generator.
     """
 
     name: str
@@ -84,8 +88,8 @@ class Workload:
     lower_is_better: ClassVar[bool] = True
 
     def check(self, optimizer: str, workers: int) -> None:
-        """Raise a ValueError if there is no rate for the optimizer or the batch is no multiple of
-        `workers`.
+        """Raise a ValueError if the optimizer has no learning rate, or if a shared batch is not a
+        multiple of `workers`.
         """
         rates = self.settings.rates
         if optimizer not in rates:
@@ -97,7 +101,7 @@ class Workload:
         raise NotImplementedError
 
     def minibatches(self, seed: int, rank: int, world_size: int, count: int) -> Iterator[Any]:
-        """Yield a rank's minibatches of `count` samples, for ever."""
+        """Yield a rank's minibatches of `count` samples, without end."""
         generator = torch.Generator().manual_seed(1 + 1000 * seed + rank)
         while True:
             yield self.minibatch(generator, count)
@@ -107,15 +111,15 @@ class Workload:
         raise NotImplementedError
 
     def test(self, model: nn.Module, *, quick: bool = False, tick: Tick = lambda: None) -> float:
-        """Return the measure on data that training does not see; `quick` looks at a part of it.
-        `tick` is called now and then.
+        """Return the measure on held-out data; `quick` uses only a part of it. `tick` is called
+        regularly, as a heartbeat.
         """
         return math.nan
 
 
 @dataclass
 class Text(Workload):
-    """A byte GPT; `train_set` and `test_set` are `(n, BLOCK)` uint8."""
+    """Text for a byte GPT; `train_set` and `test_set` are `(n, BLOCK)` uint8."""
 
     train_set: Tensor
     test_set: Tensor
@@ -143,8 +147,8 @@ class Text(Workload):
 
 @dataclass
 class Images(Workload):
-    """A network that names images; sets are pairs of `(n, channels, height, width)` float32 and
-    `(n,)` int64. `flips` mirrors training images, and shifts them by up to 4 pixels.
+    """Image classification; sets are pairs of images, `(n, channels, height, width)` float32, and
+    labels, `(n,)` int64. `flips` mirrors and shifts training images by up to 4 pixels.
     """
 
     train_set: tuple[Tensor, Tensor]
@@ -169,7 +173,7 @@ class Images(Workload):
 
     def test(self, model: nn.Module, *, quick: bool = False, tick: Tick = lambda: None) -> float:
         (x, y), right = self.test_set, 0.0
-        if quick:  # not every tenth: some files have their classes in turns
+        if quick:  # chosen at random, because the classes of some files alternate
             order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
             some = order[: max(1000, len(y) // 10)]
             x, y = x[some], y[some]
@@ -180,9 +184,9 @@ class Images(Workload):
 
 
 class Epochs(Images):
-    """Images in epochs: all ranks together take each once, in an order of the seed's, the
-    incomplete rest of an epoch dropped. Images are in channels_last, in which CPUs take a third
-    less time for LeNet's convolutions.
+    """Images in epochs: all ranks together use each image once, in an order given by the seed; the
+    last incomplete minibatch is dropped. Images have the memory format channels_last, with which
+    CPUs take a third less time for LeNet's convolutions.
     """
 
     def minibatches(
@@ -204,7 +208,7 @@ class Epochs(Images):
 
 @dataclass
 class Noise(Workload):
-    """A model on random inputs of a `shape`: time and bytes without a task."""
+    """Model on random inputs of a `shape`, to measure time and bytes without a task."""
 
     shape: tuple[int, ...]
 
@@ -224,7 +228,9 @@ def mlp() -> nn.Module:
 
 
 def random(numel: int) -> nn.Module:
-    """Return layers of 1024 x 1024, as many as make up `numel` values, the last one smaller."""
+    """Return layers of 1024 x 1024, the last one smaller, with `numel` values in total (rounded
+    down to a multiple of 1024).
+    """
     side = 1024
     layers = [nn.Linear(side, side, bias=False) for _ in range(numel // side**2)]
     rest = numel % side**2 // side
@@ -257,7 +263,7 @@ def _lenet(folder: Path, name: str, settings: Settings, part: str) -> Workload:
 
 
 def _lenet_demo(folder: Path | None, name: str) -> Workload:
-    """Return LeNet, its weights in channels_last, on images in a folder, or None's digits."""
+    """Return LeNet with weights in channels_last, on images of a folder (None: digits)."""
     make = lambda: LeNet().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return Epochs(name, DEMO, make, *_sets(load(folder)))
 
@@ -281,7 +287,7 @@ def _resnet(folder: Path, name: str, width: int) -> Workload:
 
 
 def _jpegs(stored: Any, part: str) -> tuple[Tensor, Tensor]:
-    """Return `(n, 3, 32, 32)` in 0..1 and labels."""
+    """Return images, `(n, 3, 32, 32)` float32 in 0..1, and labels, `(n,)` int64."""
     from PIL import Image
 
     raw, offsets = stored[f"{part}_jpeg"].tobytes(), stored[f"{part}_offset"]
@@ -295,12 +301,12 @@ def _jpegs(stored: Any, part: str) -> tuple[Tensor, Tensor]:
 LENET = Settings(
     1000, 32, None, 0.0, {"sgd": 0.02, "adamw": 1e-3, "lamb": 1e-2, "adagrad": 1e-2, "muon": 1e-2}
 )
-# of `bench demo`
+# settings of `bench demo`
 DEMO = Settings(250, 64, None, 0.0, {"sgd": 0.03}, shared=True, decay=square_root)
-# of TernGrad's paper
+# settings of TernGrad's paper
 TERNGRAD = Settings(10_000, 64, None, 0.0, {"sgd": 0.01}, shared=True, decay=square_root)
 NOISE = Settings(30, 16, None, 0.0, {"sgd": 1e-3, "adamw": 1e-4})
-# return a workload, given the folder of its data and its name
+# functions of the data folder and the name that return a workload
 WORKLOADS: dict[str, Callable[[Any, str], Workload]] = {
     "lenet": partial(_lenet, settings=LENET, part="fashion-mnist"),
     "lenet-demo": _lenet_demo,
@@ -316,12 +322,16 @@ WORKLOADS: dict[str, Callable[[Any, str], Workload]] = {
 
 
 def find(name: str, folder: Path | None, batch: int = 0) -> Workload:
-    """Return a workload, or ``random:N`` for N values without a task, with its data in `folder` and
-    minibatches of `batch` samples (0: as many as it usually has).
+    """Return the workload `name`, or ``random:N`` (N values without a task).
+
+    Args:
+        name: key of `WORKLOADS`, or ``random:N``.
+        folder: folder with the data.
+        batch: samples of a rank's minibatch; 0: the workload's own number.
 
     Raises:
         ValueError: the name is unknown, or N is too small.
-        FileNotFoundError: its data is not in the folder.
+        FileNotFoundError: the data is not in the folder.
     """
     word, _, count = name.partition(":")
     if word == "random":

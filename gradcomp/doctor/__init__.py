@@ -1,3 +1,3 @@
-"""``python -m gradcomp.doctor``: what is wrong with these ranks, their machines and their
-network, and what to do about it.
+"""``python -m gradcomp.doctor``: find problems of these ranks, their machines and their network,
+and recommend remedies.
 """

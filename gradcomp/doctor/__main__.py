@@ -1,4 +1,4 @@
-"""Run ``python -m gradcomp.doctor``."""
+"""Entry point of ``python -m gradcomp.doctor``."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ WRONG, BAD_USE = 1, 2  # exit statuses
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Examine, print on rank 0, and return the exit status."""
+    """Run all checks, print the report on rank 0, and return the exit status."""
     options = parse(argv)
     if options.attach:
         return attach(options.attach)
-    logging.getLogger("gradcomp").setLevel(logging.ERROR)  # the report has its warnings
+    logging.getLogger("gradcomp").setLevel(logging.ERROR)  # the report repeats its warnings
     try:
         me = Me.find(options.over)
     except (ValueError, ImportError, RuntimeError) as error:
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             say(f"--json: {error}")
             return BAD_USE
     status: int = found["status"]
-    if found["silent"]:  # do not wait for that rank in what ends the process
+    if found["silent"]:  # exit without cleanup, which would wait for that rank
         sys.stdout.flush()
         if me.over == "mpi":
             end_job()
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def attach(pids: Sequence[int]) -> int:
-    """Print what processes of this machine wait for; return 1 if one cannot be looked at."""
+    """Print what processes of this machine wait for; return 1 if one cannot be inspected."""
     failed = False
     for pid in pids:
         try:

@@ -1,4 +1,4 @@
-"""One recommendation: the planner's, for the link that these ranks have measured."""
+"""The planner's recommendation for the link that these ranks have measured."""
 
 from __future__ import annotations
 
@@ -16,20 +16,24 @@ from gradcomp.plan.predict import predict, to_calibrate, ways
 from gradcomp.plan.rates import Rates, calibrate
 from gradcomp.plan.workload import ALONE, Workload
 
-# of the codecs' rates: half a second on an idle core
+# arguments of `calibrate`, which then takes half a second on an idle core
 SIZES, WORLD_SIZES, REPEATS = (1 << 12, 1 << 17), (2, 8), 2
-LEAST_S = 1.5  # time left from which they are measured at all
-WIDTH = 1024  # of the rows that stand for a model
+LEAST_S = 1.5  # with less time left, the rates of codecs are not measured
+WIDTH = 1024  # columns of the matrices that represent the model
 
 
 def link_of(
     identities: Sequence[str], pairs: Sequence[Mapping[str, Any]]
 ) -> tuple[Link, Node, int] | None:
-    """Return the link of every node, what a node is, and the number of nodes; None if nothing was
-    measured. `identities` are those of every rank's host, `pairs` of `measure_all`.
+    """Return link, node and number of nodes for the planner; None if nothing was measured.
 
-    A node is a host if all have as many ranks, and else a rank. Its rate is the sum over all pairs
-    of its ranks with ranks of other nodes in one round, in the best round. The slowest node counts.
+    A node is a host if all hosts have equally many ranks, otherwise it is a rank. The rate of a
+    host is the sum over all pairs of its ranks with ranks of other hosts in one round, in the best
+    round. The slowest host determines the link.
+
+    Args:
+        identities: identity of every rank's host.
+        pairs: measurements of `gradcomp.doctor.pairs.measure_all`.
     """
     good = [pair for pair in pairs if not pair["failed"]]
     counts = {host: identities.count(host) for host in identities}
@@ -51,12 +55,12 @@ def link_of(
 def recommend(
     link: Link, node: Node, nodes: int, options: Mapping[str, Any], cores: float, left_s: float
 ) -> dict[str, Any]:
-    """Return what the planner recommends for a link of `link_of` and the training that the command
-    line describes, as JSON can hold it. If few seconds are left, codecs are assumed to take no
-    time, and `rates_measured` is False.
+    """Return the planner's recommendation for a link of `link_of` and the training that the command
+    line describes, as JSON values. If `left_s` is below `LEAST_S`, codecs are assumed to take no
+    time, and ``rates_measured`` is False.
     """
     rows = max(1, round(options["parameters"] / WIDTH))
-    # matrices of at most a million values: buckets are made of several of them
+    # matrices of at most a million values, several in each bucket
     heights = [min(WIDTH, rows - first) for first in range(0, rows, WIDTH)]
     shapes = tuple((f"weight{k}", (height, WIDTH)) for k, height in enumerate(heights))
     work = Workload(shapes, 1, options["compute"], weak=True)
@@ -101,7 +105,7 @@ def recommend(
 
 
 def in_code(advice: Mapping[str, Any], over: str) -> str:
-    """Return a recommendation of `recommend` as a line of a training script, "" for none."""
+    """Return a result of `recommend` as a line of a training script, "" for no compression."""
     codec, every, given = advice["codec"], advice["sync_every"], advice["options"]
     rest = f'exchange="{advice["exchange"]}"'
     comm = ", comm=MpiCommunicator()" if over == "mpi" else ""

@@ -1,5 +1,5 @@
-"""What one rank reports of itself: versions, kernels, cores, interfaces, options, timeouts.
-Nothing is measured but the time that the look-up of a name takes.
+"""Report of one rank on itself: versions, kernels, cores, interfaces, options, timeouts. Only the
+time of a name look-up is measured.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from gradcomp.kernels import native
 from gradcomp.payload.wire import VERSION as WIRE
 from gradcomp.version import __version__
 
-PROTOCOL = 2  # of the messages between ranks; a rank with another one is named and not asked
+PROTOCOL = 2  # version of the messages between ranks; ranks with another version do not measure
 CGROUP = Path("/sys/fs/cgroup")
-OVER_MPI_S = 300.0  # default of timeout_s if it does not come from a process group
+OVER_MPI_S = 300.0  # default of timeout_s without a process group
 STARTERS = {
     "TORCHELASTIC_RUN_ID": "torchrun",
     "OMPI_COMM_WORLD_RANK": "mpirun of Open MPI",
@@ -41,8 +41,12 @@ STARTERS = {
 
 
 def card(rank: int, options: Mapping[str, Any], mpi: str | None) -> dict[str, Any]:
-    """Return what this rank is, as JSON can hold it; `options` are those on which ranks must agree,
-    `mpi` is library and thread level where bytes go over MPI.
+    """Return the report of this rank on itself, with values that JSON supports.
+
+    Args:
+        rank: of this process.
+        options: options on which all ranks must agree.
+        mpi: library and thread level of the MPI; None if MPI is not the transport.
     """
     found = interfaces()
     versions = {"gradcomp": __version__, "wire format": str(WIRE), "torch": torch.__version__}
@@ -71,7 +75,7 @@ def card(rank: int, options: Mapping[str, Any], mpi: str | None) -> dict[str, An
 
 
 def starter() -> str:
-    """Return what has started this process as one of several ranks, "" for nothing."""
+    """Return the launcher that started this process as one of several ranks, "" for none."""
     return next((name for variable, name in STARTERS.items() if variable in os.environ), "")
 
 
@@ -89,19 +93,19 @@ def cpu_quota() -> float | None:
 
 
 def start_lookup(host: str) -> Callable[[], float]:
-    """Ask for the name of a host's address in a thread, since nothing bounds the wait; return what
-    returns the seconds that it took, or has taken so far.
+    """Look up the name of a host's address in a thread, because the look-up has no timeout. Return
+    a function that returns the seconds it took, or has taken so far.
 
-    torch asks for it whenever a process first connects to another (pytorch#159007). A name server
-    that does not answer costs 10 s there, at each start of each rank.
+    torch does this look-up whenever a process first connects to another (pytorch#159007). A name
+    server that does not answer delays each start of each rank by 10 s.
     """
     begun, ended = time.monotonic(), list[float]()
 
     def ask() -> None:
-        # UnicodeError: of a text that cannot be a host's name
+        # UnicodeError: the text cannot be a host name
         with contextlib.suppress(OSError, UnicodeError):
             address = socket.getaddrinfo(host, None, socket.AF_INET)[0][4][0]
-            # the form in which torch asks: /etc/hosts does not answer it by the other form
+            # torch's form of the address: an entry of /etc/hosts must have the same form
             socket.getnameinfo((f"::ffff:{address}", 0), 0)
         ended.append(time.monotonic())
 
@@ -115,9 +119,9 @@ def timeouts(
     """Return the timeouts, in seconds, of a training on these ranks.
 
     Args:
-        over: "gloo" or "mpi".
-        timeout_s, torch_timeout_s: that its script gives; None: the defaults.
-        apart_s: how far apart the ranks came to the doctor.
+        over: transport, "gloo" or "mpi".
+        timeout_s, torch_timeout_s: timeouts that the training script sets; None: the defaults.
+        apart_s: seconds between the first and the last rank's start of the doctor.
     """
     torch_s = torch_timeout_s or (default_timeout_s() if over == "gloo" else None)
     ours_s = timeout_s or (OVER_MPI_S if torch_s is None or over == "mpi" else torch_s)
@@ -129,10 +133,10 @@ def timeouts(
     job_s = max(0.0, int(ends) - time.time()) if ends.isdecimal() else None
     named = {"setup": setup_s, "gradcomp": ours_s, "torch": torch_s, "end of the job": job_s}
     return {
-        "setup_s": setup_s,  # longest wait for the others to call `register`
-        "gradcomp_s": ours_s,  # until gradcomp gives a silent peer up
-        "torch_s": torch_s,  # until torch's collectives do; None over MPI, which needs none
-        "job_s": job_s,  # until the job ends, None if no variable says so
+        "setup_s": setup_s,  # longest wait for the other ranks to call `register`
+        "gradcomp_s": ours_s,  # timeout of gradcomp's wait for a silent peer
+        "torch_s": torch_s,  # timeout of torch's collectives; None over MPI, which uses none
+        "job_s": job_s,  # until the job ends; None if no variable says so
         "apart_s": apart_s,
         "setup_problem": problem,  # why GRADCOMP_SETUP_TIMEOUT_S is not valid
         "order": ", ".join(f"{name} {s:g} s" for name, s in named.items() if s is not None),

@@ -1,4 +1,4 @@
-"""Network interfaces of this host, and which of them gloo takes (known on Linux only)."""
+"""Network interfaces of this host, and gloo's choice among them (Linux only)."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from typing import NamedTuple
 
 from gradcomp.comm.addresses import INTERFACE_VARIABLE, of_interface
 
-SIOCGIFFLAGS = 0x8913  # Linux: flags of an interface
+SIOCGIFFLAGS = 0x8913  # Linux: ioctl that returns the flags of an interface
 IFF_UP, IFF_LOOPBACK, IFF_RUNNING = 0x1, 0x8, 0x40
 SYS = Path("/sys/class/net")
 INFINIBAND = "32"  # ARPHRD_INFINIBAND in /sys/class/net/NAME/type
-# names that container engines and hypervisors give, where the kernel does not say "bridge"
+# interface names of container engines and hypervisors that the kernel does not report as bridges
 BRIDGES = re.compile(
     r"docker\d|br-[0-9a-f]+$|virbr|cni|flannel|cali|lxc|lxd|podman|vmnet|vboxnet|kube"
 )
 
 
 class Interface(NamedTuple):
-    """One interface; `kind` is "loopback", "bridge" (of containers or virtual machines), "virtual",
-    "infiniband" or "ethernet".
+    """Network interface; `kind` is "loopback", "bridge" (of containers or virtual machines),
+    "virtual", "infiniband" or "ethernet".
     """
 
     name: str  # as in GLOO_SOCKET_IFNAME
     kind: str
-    is_up: bool  # switched on, with a carrier
-    mbit: int | None  # speed that the kernel gives, in Mbit/s; None where it gives none
-    addresses: tuple[str, ...]  # at which other hosts could find it
+    is_up: bool  # enabled, with a carrier
+    mbit: int | None  # speed that the kernel reports, in Mbit/s; None if unknown
+    addresses: tuple[str, ...]  # IP addresses that other hosts may be able to reach
 
     @property
     def carries(self) -> bool:
-        """Return whether it may lead to other hosts."""
+        """Whether other hosts may be reachable through it."""
         return self.is_up and bool(self.addresses) and self.kind not in ("loopback", "bridge")
 
 
 class Choice(NamedTuple):
-    """What gloo takes."""
+    """gloo's choice of interfaces."""
 
-    variable: str  # GLOO_SOCKET_IFNAME; "" where it is not set
-    names: tuple[str, ...]  # the interfaces; empty if gloo finds none
-    why: str  # how gloo chooses them, in words
+    variable: str  # GLOO_SOCKET_IFNAME; "" if it is not set
+    names: tuple[str, ...]  # names of the interfaces; empty if gloo finds none
+    why: str  # how gloo chooses them, as text
     problem: str = ""  # why gloo cannot start; "" if it can
 
 
@@ -55,7 +55,7 @@ def interfaces() -> list[Interface]:
 
 
 def gloo_takes(found: Sequence[Interface]) -> Choice:
-    """Return which interfaces of this host gloo takes, without starting it."""
+    """Return the interfaces of this host that gloo would use, without starting gloo."""
     text = os.environ.get(INTERFACE_VARIABLE, "")
     if not text:
         return _by_host_name(found)
@@ -78,7 +78,9 @@ def gloo_takes(found: Sequence[Interface]) -> Choice:
 
 
 def _by_host_name(found: Sequence[Interface]) -> Choice:
-    """As gloo without the variable: the host name's address if it is one here, else loopback."""
+    """Return gloo's choice without the variable: the interface with the host name's address if
+    there is one, otherwise the loopback.
+    """
     host = socket.gethostname()
     names = tuple(one.name for one in found if one.kind == "loopback" and one.is_up)[:1]
     why = "no address of this host, so gloo falls back to the loopback"
@@ -119,7 +121,7 @@ def _interface(name: str) -> Interface:
 
 
 def _flags(name: str) -> int:
-    """Return an interface's flags in this network namespace; /sys may be another one's."""
+    """Return an interface's flags in this network namespace; /sys may belong to another one."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             found = fcntl.ioctl(probe, SIOCGIFFLAGS, struct.pack("256s", name.encode()[:15]))
@@ -131,5 +133,5 @@ def _flags(name: str) -> int:
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="ascii").strip()
-    except OSError:  # not there, or the driver does not know
+    except OSError:  # no such file, or the driver does not know the value
         return ""

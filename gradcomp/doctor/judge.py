@@ -1,7 +1,8 @@
-"""What the cards and measurements of all ranks mean: `findings` asks every check of `CHECKS`.
+"""Derive findings from the cards and measurements of all ranks: `findings` runs every check of
+`CHECKS`.
 
-A finding is "wrong" if training would fail, hang, or be several times slower than it needs to be.
-Everything else that is worth knowing is a "note".
+A finding is "wrong" if training would fail, hang, or be several times slower than necessary. Other
+information is a "note".
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from gradcomp.errors import PeerLost
 from gradcomp.plan.links import format_rate, format_seconds
 from gradcomp.version import __version__
 
-FASTER = 2.0  # another interface is better if it has so many times the speed
-OUTLIER = 5.0  # a pair is slow if the median of its kind is so many times faster
-SLOW_LINK = 0.1  # a link is slow below this share of what its interface reports
-LOOKUP_S = 1.0  # a name server is slow if the name of one address takes so long
-PATIENCE_S = 1.0  # timeout of the ranks that wait for a silent one
-LATE_S = 3.0  # an error that comes so much later is too late
-ALIKE = 2.0  # as in `TorchCommunicator`: torch may wait so many times longer without a note
-LONG_S = 600.0  # a timeout of at least this is worth a note
+FASTER = 2.0  # factor of speed from which another interface is recommended
+OUTLIER = 5.0  # a pair is slow if the median of its kind is faster by more than this factor
+SLOW_LINK = 0.1  # a link is slow below this share of its interface's reported speed
+LOOKUP_S = 1.0  # a name server is slow if one look-up takes this long
+PATIENCE_S = 1.0  # timeout of the ranks that wait for a silent rank
+LATE_S = 3.0  # an error is late if it is raised more than this after the timeout
+ALIKE = 2.0  # as in `TorchCommunicator`: factor up to which torch may wait longer without a note
+LONG_S = 600.0  # timeouts of at least this length get a note
 NO_ADDRESS = "MASTER_ADDR is not set, and no other variable names the host of rank 0"
 SET_ADDRESS = "set MASTER_ADDR and MASTER_PORT on every rank"
 MUST_AGREE = ("gradcomp", "wire format", "torch")
@@ -40,22 +41,22 @@ Said = Iterator[tuple[Level, str, str]]  # level, text and remedy of findings
 
 
 class Finding(NamedTuple):
-    """One thing that was found."""
+    """Result of a check."""
 
     level: str  # "wrong", which changes the exit status, or "note"
-    topic: str  # the section of the report that it belongs to
+    topic: str  # section of the report, a key of `CHECKS`
     text: str
-    do: str  # what to do about it, or ""
+    do: str  # remedy, "" for none
 
 
 def findings(found: Found) -> list[Finding]:
-    """Return what every check says of `gradcomp.doctor.session.examine`'s dictionary."""
+    """Return the findings of all checks on a dictionary of `gradcomp.doctor.session.examine`."""
     said = ((topic, one) for topic, check in CHECKS.items() for one in check(found))
     return [Finding(level, topic, *rest) for topic, (level, *rest) in said]
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Return "rank 3", "ranks 0 and 2", "ranks 0-3"."""
+    """Return ranks as text: "rank 3", "ranks 0 and 2" or "ranks 0-3"."""
     some = sorted(set(ranks))
     if len(some) == 1:
         return f"rank {some[0]}"
@@ -65,7 +66,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def by(cards: Sequence[Card], key: Callable[[Card], str]) -> dict[str, list[int]]:
-    """Return the ranks of every value of `key`."""
+    """Return the ranks grouped by the value of `key` on their cards."""
     found: dict[str, list[int]] = {}
     for card in cards:
         found.setdefault(key(card), []).append(card["rank"])
@@ -73,14 +74,14 @@ def by(cards: Sequence[Card], key: Callable[[Card], str]) -> dict[str, list[int]
 
 
 def usable(cards: Sequence[Card]) -> float:
-    """Return the cores that the ranks of one host have together."""
+    """Return the number of cores that the ranks of one host may use together."""
     cores = float(len({core for card in cards for core in card["cores"]}))
     quotas = [card["quota"] for card in cards if card["quota"] is not None]
     return min(cores, max(quotas)) if quotas else cores
 
 
 def speed(mbit: int | None) -> str:
-    """Return the speed of an interface in words."""
+    """Return the speed of an interface as text."""
     return "speed unknown" if mbit is None else format_rate(mbit * 1e6)
 
 
@@ -90,7 +91,7 @@ def are_apart(cards: Sequence[Card]) -> bool:
 
 
 def cannot_connect(cards: Sequence[Card]) -> bool:
-    """Return whether gloo would fail, or wait forever, with the interfaces it takes here."""
+    """Return whether gloo would fail or wait forever with the interfaces that it chooses here."""
     return any(
         card["gloo"]["problem"]
         or (are_apart(cards) and "loopback" in {i.kind for i in _used(card)})
@@ -111,7 +112,7 @@ def _listed(values: Mapping[str, Sequence[int]]) -> str:
 
 
 def _ranks(found: Found) -> Said:
-    """Ranks that do not answer."""
+    """Check for ranks that do not answer."""
     cards, who = found["ranks"], ranks_text(found["silent"]) if found["silent"] else ""
     if who and found["measured"]:
         remedy = "look at what the process does (py-spy dump), and at the network of its host"
@@ -126,7 +127,7 @@ def _ranks(found: Found) -> Said:
 
 
 def _versions(found: Found) -> Said:
-    """Another doctor; versions, options and launchers that differ between ranks."""
+    """Check for versions (also of the doctor), options and launchers that differ between ranks."""
     for card in found["ranks"]:
         if card["protocol"] != PROTOCOL:
             text = (
@@ -148,7 +149,9 @@ def _versions(found: Found) -> Said:
 
 
 def _differing(cards: Sequence[Card], what: str) -> Iterator[tuple[str, str]]:
-    """Yield the names below `what` whose values differ between ranks, and these values."""
+    """Yield the keys of the cards' dictionary `what` whose values differ between ranks, and these
+    values as text.
+    """
     for name in dict.fromkeys(name for card in cards for name in card[what]):
         values = by(cards, lambda card, name=name: str(card[what].get(name, "none")))  # type: ignore[misc]
         if len(values) > 1:
@@ -156,7 +159,7 @@ def _differing(cards: Sequence[Card], what: str) -> Iterator[tuple[str, str]]:
 
 
 def _kernels(found: Found) -> Said:
-    """Kernels that are slow, or differ between ranks."""
+    """Check for kernels that are slow, or that differ between ranks."""
     tiers = by(found["ranks"], lambda card: card["tier"])
     used_and_best = by(found["ranks"], lambda card: f"{card['tier']} {card['tiers'][-1]}")
     for names, ranks in used_and_best.items():
@@ -173,7 +176,7 @@ def _kernels(found: Found) -> Said:
 
 
 def _network(found: Found) -> Said:
-    """Interfaces that gloo takes: missing, loopback, a bridge, slow. Slow name servers."""
+    """Check gloo's interfaces (missing, loopback, bridge or slow) and name servers (slow)."""
     cards, over_mpi = found["ranks"], found["over"] == "mpi"
     level: Level = "note" if over_mpi else "wrong"
     of_mpi = " (gloo's; an MPI chooses by itself)" if over_mpi else ""
@@ -194,7 +197,7 @@ def _network(found: Found) -> Said:
             yield level, f"{text}: it leads from each of them to itself", remedy
     waits = {card["rank"]: card.get("lookup_s", 0.0) for card in cards}
     slow = [rank for rank, seconds in waits.items() if seconds >= LOOKUP_S]
-    if slow:  # torch asks them at every start
+    if slow:  # torch does such a look-up at every start
         text = f"the name of an address is looked up for {format_seconds(max(waits.values()))}"
         remedy = (
             "repair the name server in /etc/resolv.conf, or set RES_OPTIONS='timeout:1 attempts:1'"
@@ -204,7 +207,7 @@ def _network(found: Found) -> Said:
 
 
 def _wrong_interface(card: Card, between_hosts: bool) -> tuple[str, str] | None:
-    """Return what is wrong with the interface that gloo takes on a rank, and what to do."""
+    """Return the problem of gloo's interface on a rank and its remedy; None if there is none."""
     choice, used = card["gloo"], _used(card)
     there = [Interface(**one) for one in card["interfaces"]]
     loopback = [i.name for i in there if i.kind == "loopback" and i.is_up]
@@ -231,7 +234,7 @@ def _wrong_interface(card: Card, between_hosts: bool) -> tuple[str, str] | None:
 
 
 def _cores(found: Found) -> Said:
-    """More threads or ranks than cores; ranks that are bound to the same core."""
+    """Check for more threads or ranks than cores, and for ranks bound to the same cores."""
     cards = found["ranks"]
     for alike in by(cards, lambda card: card["identity"]).values():
         here = [card for card in cards if card["rank"] in alike]
@@ -255,14 +258,14 @@ def _cores(found: Found) -> Said:
 
 
 def _link(found: Found) -> Said:
-    """Pairs that do not reach each other or are slow, and links slower than their interfaces."""
+    """Check for pairs that fail or are slow, and for links slower than their interfaces."""
     cards, pairs = found["ranks"], found["pairs"]
-    if found["not_connected"]:  # then pairs fail for the same reason
+    if found["not_connected"]:  # pairs fail for the same reason
         remedy = "look for a firewall between the hosts, and at the interfaces below 'network'"
         yield "wrong", found["not_connected"], remedy
         return
     for pair in pairs:
-        if pair["failed"] and not found["silent"]:  # a silent rank is named already
+        if pair["failed"] and not found["silent"]:  # a silent rank is reported already
             text = f"{ranks_text(pair['ranks'])} do not reach each other: {pair['failed']}"
             yield "wrong", text, "look for a firewall, or another interface"
     kinds: tuple[tuple[str, Level], ...] = ("between", "wrong"), ("inside", "note")
@@ -290,7 +293,7 @@ def _link(found: Found) -> Said:
 
 
 def _timeouts(found: Found) -> Said:
-    """Timeouts in the wrong order, too short for a step, or very long."""
+    """Check for timeouts in the wrong order, too short for a step, or very long."""
     limits, compute_s = found["timeouts"], found["ranks"][0]["options"]["compute"]
     ours_s, setup_s, apart_s = (limits[f"{name}_s"] for name in ("gradcomp", "setup", "apart"))
     torch_s = ours_s if limits["torch_s"] is None else limits["torch_s"]  # None: over MPI
@@ -328,7 +331,7 @@ def _timeouts(found: Found) -> Said:
 
 
 def _lost_peer(found: Found) -> Said:
-    """A lost peer that was not noticed, or not in time."""
+    """Check that a lost peer was noticed in time."""
     for rank, seen in found["lost_peer"]["seen"].items():
         one = seen.get("silent")
         if one is None:

@@ -1,4 +1,4 @@
-"""The command line of the doctor."""
+"""Command line of the doctor."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ begins with "wrong"), 2 for a command line that is not understood. Notes do not 
 def _number(
     what: str, least: float, most: float, read: Callable[[str], float] = float
 ) -> Callable[[str], float]:
-    """Return a `type` of argparse that reads a number above `least`, and at most `most`."""
+    """Return a `type` for argparse that parses a number above `least` and at most `most`."""
 
     def parse(text: str) -> float:
         try:
@@ -106,11 +106,11 @@ TYPES: dict[str, Callable[[str], Any]] = {
     "NATS": _number("a loss in nats of at least 0", -NOTHING, 1e6),
     "H": count,
     "PIDS": counts,
-}  # by placeholder; all others are texts
+}  # by placeholder; other values are strings
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser."""
+    """Return the parser of the doctor's command line."""
     parser = Parser(
         prog="python -m gradcomp.doctor",
         description="Find out what is wrong with these ranks, their machines and their network, in"
@@ -126,7 +126,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the command line's options; one that is wrong ends the program with status 2."""
+    """Parse the command line; an invalid option ends the program with status 2."""
     parser = build_parser()
     options = parser.parse_args(argv)
     if options.json not in (None, "-"):

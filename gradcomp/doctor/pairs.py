@@ -1,7 +1,7 @@
-"""Latency and bandwidth of two ranks, over a communicator of the two.
+"""Measure latency and bandwidth between two ranks, over a communicator of these two.
 
-Latency is what an exchange of a few bytes takes, in which both send at once; rates are those of
-each direction by itself, and of both at once.
+Latency is the time of an exchange of a few bytes in which both ranks send. Rates are measured for
+each direction alone and for both at the same time.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from gradcomp.comm.base import Channel, Communicator, first_line
 from gradcomp.doctor.words import Words
 
 _NUMBER = struct.Struct("<d")
-# exchanges of a few bytes, and seconds after which fewer of them are enough
+# exchanges for the latency, and the seconds after which `FEWEST_TURNS` of them are enough
 TURNS, FEWEST_TURNS, TURNS_S = 40, 5, 0.25
 FIRST_NBYTES, MOST_NBYTES = 1 << 16, 1 << 25
-GROWTH = 8  # of messages, at most
-SLOWEST_NBYTES_PER_S = 1e5  # a link that is slower counts as one that does not answer
-WARM_UP = 2  # turns that connect
-SILENT_S = 3.0  # a rank that says nothing for so long is named
+GROWTH = 8  # largest factor from one message size to the next
+SLOWEST_NBYTES_PER_S = 1e5  # a slower link is treated as one that does not answer
+WARM_UP = 2  # exchanges before the measurement, in which the ranks connect
+SILENT_S = 3.0  # timeout after which a rank is reported as silent
 
 
 class Pair(NamedTuple):
-    """What two ranks have measured."""
+    """Measurement of the link between two ranks."""
 
     ranks: tuple[int, int]  # the lower one first
-    latency_s: float = 0.0  # of a few bytes, one way
-    bits_per_s: float = 0.0  # of one direction by itself, the slower one
-    # of each direction, both at once: less where acknowledgements wait behind data, or both share
-    # something
+    latency_s: float = 0.0  # seconds of a few bytes, one way
+    bits_per_s: float = 0.0  # rate of the slower direction, each direction alone
+    # rate of each direction while both send: lower if acknowledgements wait behind data, or if the
+    # directions share a resource
     both_bits_per_s: float = 0.0
-    nbytes: int = 0  # of the longest message that was measured
-    round: int = 0  # in which it was measured, beside all others of this round
-    failed: str = ""  # what went wrong; "" for nothing
+    nbytes: int = 0  # bytes of the longest message
+    round: int = 0  # round of the measurement; all pairs of a round are measured at the same time
+    failed: str = ""  # the error, "" for none
 
 
 def rounds(world_size: int) -> list[list[tuple[int, int]]]:
-    """Return all pairs of ranks in as few rounds as possible, every rank once in a round."""
+    """Return all pairs of ranks in the fewest rounds, with each rank at most once in a round."""
     seats = [*range(world_size), *([-1] if world_size % 2 else [])]
     out = []
     for _ in range(len(seats) - 1):
@@ -53,11 +53,11 @@ def rounds(world_size: int) -> list[list[tuple[int, int]]]:
 
 
 def measure_all(comm: Communicator, words: Words, deadline: float) -> list[dict[str, Any]]:
-    """Return what this rank has measured with each other one before `deadline` (`time.monotonic`),
-    as dictionaries of `Pair`.
+    """Measure the links of this rank to all others before `deadline` (`time.monotonic`); return
+    them as dictionaries of `Pair`. Collective.
 
-    Every rank calls it. A pair begins only if both have said that there is time left, so a silent
-    rank delays no other for long.
+    A pair measures only after both ranks have announced that they have time left, so a silent rank
+    does not delay others for long.
     """
     found: list[Pair] = []
     all_rounds = rounds(comm.world_size)
@@ -68,7 +68,7 @@ def measure_all(comm: Communicator, words: Words, deadline: float) -> list[dict[
         left, peer, key = deadline - time.monotonic(), sum(mine) - comm.rank, f"round {number}"
         goes = left > 0.1 or not found
         words.post(peer, key, goes)
-        # the peer may have waited for a silent one in each round before
+        # the peer may have waited for a silent rank in each earlier round
         patience_s = max(SILENT_S, min(left, SILENT_S * (number + 1)))
         said = words.collect([peer], key, patience_s)
         if not said:
@@ -84,14 +84,18 @@ def _measure(comm: Communicator, ranks: tuple[int, int], number: int, share_s: f
         with contextlib.closing(comm.subset(ranks, SILENT_S)) as pair:
             found = measure_pair(pair, ranks, min(0.25, max(0.02, 0.08 * share_s)))
         return found._replace(round=number)
-    except Exception as error:  # noqa: BLE001 - whatever a transport has to say is what was asked for
+    except Exception as error:  # noqa: BLE001 - any error of a transport is a result
         return Pair(ranks, round=number, failed=f"rank {comm.rank}: {first_line(error)}")
 
 
 def measure_pair(comm: Communicator, ranks: tuple[int, int], message_s: float) -> Pair:
-    """Return what the two ranks of `comm` measure with each other; both call it and both get the
-    same. They are called `ranks` in the result. The longest message takes about `message_s`, of
-    which the shorter one counts.
+    """Measure the link between the two ranks of `comm`. Collective; both get the same result.
+
+    Args:
+        comm: communicator of two ranks.
+        ranks: numbers of these ranks in the result.
+        message_s: seconds that the longest message should take; the smaller value of both ranks
+            is used.
 
     Raises:
         TimeoutError, ConnectionError: as `Work.wait`.
@@ -107,13 +111,15 @@ def measure_pair(comm: Communicator, ranks: tuple[int, int], message_s: float) -
         if any(said):
             break
     latency_s = sum(_numbers(comm, sorted(seconds)[len(seconds) // 2])) / 2
-    # both send alike: the sizes follow from this
+    # use the same value on both ranks, because the message sizes depend on it
     rates = _bandwidth(comm, latency_s, min(_numbers(comm, message_s)))
     return Pair(ranks, latency_s, *rates)
 
 
 def _bandwidth(comm: Communicator, latency_s: float, message_s: float) -> tuple[float, float, int]:
-    """Return the best bits/s of the slower direction and of both at once, and a message's bytes."""
+    """Return the best bits/s of the slower direction alone and of both directions at the same time,
+    and the bytes of the longest message.
+    """
     nbytes = FIRST_NBYTES
     while True:
         seconds = [_message_s(comm, nbytes, senders) for senders in ((0,), (1,))]
@@ -129,19 +135,19 @@ def _bandwidth(comm: Communicator, latency_s: float, message_s: float) -> tuple[
 
 
 def _message_s(comm: Communicator, nbytes: int, senders: Sequence[int]) -> float:
-    """Return the seconds, alike on both ranks, until all of `senders`' messages have come."""
+    """Return the seconds until the messages of all `senders` have arrived, equal on both ranks."""
     sent, received = [0, 0], [0, 0]
     sent[1 - comm.rank] = nbytes * (comm.rank in senders)
     received[1 - comm.rank] = nbytes * (1 - comm.rank in senders)
     send, recv = (torch.zeros(sum(counts), dtype=torch.uint8) for counts in (sent, received))
     patience_s = SILENT_S + nbytes / SLOWEST_NBYTES_PER_S
-    _numbers(comm, 0.0)  # so that both begin at once
+    _numbers(comm, 0.0)  # a barrier
     begun = time.perf_counter()
     comm.start_all_to_all(send, sent, recv, received, Channel.FIRST).wait(patience_s)
     return max(_numbers(comm, time.perf_counter() - begun))
 
 
 def _numbers(comm: Communicator, number: float) -> list[float]:
-    """Return the numbers of both ranks."""
+    """Exchange a number; return those of both ranks, by rank."""
     words = comm.all_gather_bytes(_NUMBER.pack(number), SILENT_S, Channel.FIRST)
     return [_NUMBER.unpack(word)[0] for word in words]

@@ -1,4 +1,4 @@
-"""The report in words: sections of lines, with colours on a terminal."""
+"""Print the report: sections of lines, with colours on a terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gradcomp.doctor.advise import in_code
 from gradcomp.doctor.judge import PATIENCE_S, by, ranks_text, speed
 from gradcomp.plan.links import format_rate, format_seconds
 
-MOST_PAIRS = 28  # that are shown one by one
+MOST_PAIRS = 28  # with more pairs, only a summary is shown
 WIDTH = 14
 COLORS = {"ok": "32", "note": "33", "wrong": "1;31"}  # ANSI: green, yellow, bold red
 START = """\
@@ -32,9 +32,9 @@ def show(found: Found, out: TextIO | None = None, *, plain: bool = False) -> Non
     """Print the report.
 
     Args:
-        found: of `gradcomp.doctor.session.examine`.
-        out: where; the standard output unless given.
-        plain: without colours; they are used only if `out` is a terminal.
+        found: results of `gradcomp.doctor.session.examine`.
+        out: stream to print to; None: standard output.
+        plain: use no colours; they are used only if `out` is a terminal.
     """
     stream = sys.stdout if out is None else out
     has_colors = not plain and stream.isatty()
@@ -71,7 +71,7 @@ def show(found: Found, out: TextIO | None = None, *, plain: bool = False) -> Non
 
 
 def _verdict(found: Found) -> str:
-    """Return the last line."""
+    """Return the last line of the report: counts of findings and seconds."""
     wrong = sum(one["level"] == "wrong" for one in found["findings"])
     notes = len(found["findings"]) - wrong
     things = f"{wrong} thing{'s' if wrong != 1 else ''} wrong" if wrong else "Nothing wrong"
@@ -96,7 +96,9 @@ def _ranks(found: Found) -> list[str]:
 
 
 def _same(cards: Sequence[Found], text: Callable[[Found], str], *, here: bool = False) -> list[str]:
-    """Return what ranks have in common, once; `here`: always with the ranks that share it."""
+    """Return one line for each different text, with its ranks; the text alone if all ranks have the
+    same, unless `here`.
+    """
     found = by(cards, text)
     if len(found) == 1 and not here:
         return list(found)
@@ -172,7 +174,7 @@ def _advice(found: Found) -> list[str]:
     options, gain = found["ranks"][0]["options"], "nothing gains 5 % over fp32"
     if advice["speedup"] > 1.05:
         gain = f"{advice['speedup']:.2g} times as fast as fp32"
-    # --json has why other codecs are not recommended
+    # sentences on codecs that are not recommended are only in --json
     said = [one for one in advice["sentence"].split(". ") if "not recommended" not in one]
     if not advice["rates_measured"]:
         said[-1] += " The time ran out, so codecs were taken to need no time."

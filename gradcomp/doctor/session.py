@@ -1,7 +1,7 @@
-"""Ranks meet, tell who they are, and measure; rank 0 puts together what is wrong and what to do.
+"""Run the doctor on all ranks: meet, exchange cards, measure; rank 0 collects the results.
 
-Rank 0 asks and the others answer through a store, so a silent rank is known by its number and
-keeps no rank waiting. What rank 0 has found is one dictionary that JSON can hold.
+The ranks communicate through a store, so a silent rank is identified by its number and does not
+block the others. The result on rank 0 is one dictionary with values that JSON supports.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from gradcomp.doctor.words import Words
 from gradcomp.errors import GradcompError, peers_answer
 from gradcomp.version import __version__
 
-CONNECT_S = 8.0  # longest wait for ranks that are all there to connect
-TIMEOUT_S = 30.0  # of the communicator; what uses it has limits of its own
-PAIRS_SHARE = 0.4  # of the time, for pairs
-PROBE_S = 3.0  # that a probe takes
-SETUP_S = 6.0  # longest wait for the members of a probe to meet
-LATE_S = 5.0  # for the last words of ranks whose time is up
-BESIDE_S = 60.0  # longer than everything together, after which a rank ends itself
+CONNECT_S = 8.0  # longest time for ranks that have all arrived to connect
+TIMEOUT_S = 30.0  # timeout of the communicator; its users have shorter ones
+PAIRS_SHARE = 0.4  # share of the time for measuring pairs
+PROBE_S = 3.0  # seconds that a probe takes
+SETUP_S = 6.0  # longest wait for the members of a probe to connect
+LATE_S = 5.0  # longest wait for results after the ranks' time is over
+BESIDE_S = 60.0  # added to the other limits: seconds after which a rank that hangs ends itself
 TROUBLE = (RuntimeError, ConnectionError, TimeoutError, OSError, GradcompError)
 
 Found = dict[str, Any]
@@ -48,27 +48,27 @@ Found = dict[str, Any]
 
 @dataclass
 class Me:
-    """This process among the ranks."""
+    """Rank, transport and store of this process."""
 
     rank: int
     world_size: int
-    over: str  # "gloo" or "mpi"
-    mpi: str | None = None  # library and thread level
-    # of the store; None if there is one rank, or if MPI's ranks do not know it
+    over: str  # transport: "gloo" or "mpi"
+    mpi: str | None = None  # library and thread level of the MPI
+    # address of the store; None with one rank, or if ranks of an MPI do not know it
     address: tuple[str, int] | None = None
-    doing: str = "starting"  # for the message of `end_after`
+    doing: str = "starting"  # current activity, for the message of `end_after`
 
     @staticmethod
     def find(over: str, variables: Mapping[str, str] | None = None) -> Me:
-        """Return who this is, by the variables of its launcher (default: those of `os.environ`).
+        """Determine rank and transport from the launcher's variables (default: `os.environ`).
 
         Raises:
-            ValueError: the variables are incomplete, or do not fit each other.
-            ImportError, RuntimeError: MPI is asked for and not available.
+            ValueError: the variables are incomplete or contradict each other.
+            ImportError, RuntimeError: MPI is requested and not available.
         """
         given = os.environ if variables is None else variables
         found = importlib.import_module("gradcomp.launch").environment(given)
-        if over == "auto":  # an MPI that mpi4py can use started this process, and torchrun did not
+        if over == "auto":  # mpi if an MPI that mpi4py can use started this process, not torchrun
             of_mpi = any(rank in given for rank, _ in RANK_VARIABLES if rank != "RANK")
             has_mpi = of_mpi and "TORCHELASTIC_RUN_ID" not in given
             over = "mpi" if has_mpi and importlib.util.find_spec("mpi4py") else "gloo"
@@ -85,7 +85,9 @@ class Me:
         return me
 
     def meet(self, wait_s: float) -> Words:
-        """Return messages to the other ranks, or raise ConnectionError."""
+        """Connect to the store, which rank 0 or torchrun serves, within `wait_s` seconds; return
+        the channel to the other ranks, or raise ConnectionError.
+        """
         assert self.address is not None
         host, port = self.address
         by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun serves it
@@ -111,7 +113,7 @@ class Me:
         return TorchCommunicator(timeout_s=TIMEOUT_S)
 
     def end_after(self, seconds: float) -> None:
-        """End this process after `seconds`: a call may not return."""
+        """End this process after `seconds`, from a daemon thread, in case that a call hangs."""
 
         def give_up() -> None:
             say(
@@ -126,15 +128,16 @@ class Me:
 
 
 def say(text: str) -> None:
-    """Print to the standard error."""
+    """Print to standard error."""
     print(f"gradcomp.doctor: {text}", file=sys.stderr, flush=True)
 
 
 def examine(me: Me, options: argparse.Namespace) -> Found | None:
-    """Return everything that was found on rank 0, and None on the other ranks.
+    """Run all checks; return the results on rank 0 and None on the other ranks.
 
     Raises:
-        ConnectionError: the other ranks cannot be reached.
+        ConnectionError: the store of the ranks cannot be reached.
+        SystemExit: rank 0 did not answer this rank in time.
     """
     begun = time.monotonic()
     mine = card(me.rank, agreed(options), me.mpi)
@@ -159,9 +162,9 @@ def examine(me: Me, options: argparse.Namespace) -> Found | None:
 
 
 def _ask(me: Me, words: Words, mine: Found, options: argparse.Namespace, begun: float) -> Found:
-    """Return what rank 0 finds: collect the cards, have every rank measure, and conclude."""
+    """Collect the cards of all ranks, let every rank measure, and return the results; on rank 0."""
     others, cards = range(1, me.world_size), {0: mine}
-    first_at = last_at = time.monotonic()  # others can connect from now on
+    first_at = last_at = time.monotonic()  # from now on other ranks can connect
     while len(cards) < me.world_size and time.monotonic() - first_at < options.wait:
         news = words.collect([rank for rank in others if rank not in cards], "card", 0.2)
         cards |= news
@@ -177,12 +180,12 @@ def _ask(me: Me, words: Words, mine: Found, options: argparse.Namespace, begun: 
     }
     for rank in sorted(cards)[1:]:
         words.post(rank, "go", go)
-    if not go["measure"]:  # the store ends with this rank: the others must have read their message
+    if not go["measure"]:  # wait for answers: this rank's store must outlive the others' reads
         words.collect(sorted(cards)[1:], "seen", LATE_S)
         return _conclude(here, options, me, begun, {}, last_at - first_at, silent)
     started = time.monotonic()
     seen = {0: _measure(me, words, go)}
-    # ranks that did not connect, or waited for a silent one, take the time that there is
+    # ranks that cannot connect, or wait for a silent rank, may use up the whole time
     is_short = seen[0]["failed"] or any(pair["failed"] for pair in seen[0]["pairs"])
     left_s = max(0.0, started + options.seconds - time.monotonic()) if is_short else 0.0
     seen |= words.collect(others, "seen", LATE_S + left_s)
@@ -192,7 +195,7 @@ def _ask(me: Me, words: Words, mine: Found, options: argparse.Namespace, begun: 
 
 
 def _measure(me: Me, words: Words, go: Found) -> Found:
-    """Return what this rank sees: pairs and a lost peer, or why it sees none."""
+    """Measure pairs and a lost peer on this rank; return the results, or why there are none."""
     seen: Found = {"pairs": [], "probe": {}, "failed": ""}
     begun, members = time.monotonic(), go["members"]
     me.doing = "connecting"
@@ -217,19 +220,21 @@ def _measure(me: Me, words: Words, go: Found) -> Found:
 
 
 def members_of(hosts: Sequence[str]) -> list[int]:
-    """Return the ranks of a probe: one each of up to three `hosts`, or up to three of one host."""
+    """Return the members of a probe: one rank on each of up to three `hosts`, or up to three ranks
+    if there is one host. `hosts` has the identity of every rank's host.
+    """
     firsts = [hosts.index(host) for host in dict.fromkeys(hosts)]
     others = [rank for rank in range(len(hosts)) if rank not in firsts]
     return sorted((firsts + (others if len(firsts) == 1 else []))[:3])
 
 
 def _probe(comm: Communicator, members: Sequence[int], left_s: float, words: Words) -> Found:
-    """Take part in a probe of `members`, if all have time for it: they make a communicator of
-    their own, of which the last rank is silent until the others have given up.
+    """Take part in a probe of `members`, if all have time for it. They create a communicator, and
+    its last rank stays silent until the others have given up.
 
     Returns:
-        `lost`: this was the silent rank; or `silent`: the `error`, `seconds` and `text` that
-        another rank got; or why there is neither, `skipped` or `failed`.
+        One of: `lost`, on the silent rank; `silent`, with `error`, `seconds` and `text` of the
+        error on another rank; `skipped` or `failed`, with the reason.
     """
     others = [rank for rank in members if rank != comm.rank]
     for rank in others:
@@ -246,7 +251,7 @@ def _probe(comm: Communicator, members: Sequence[int], left_s: float, words: Wor
             if comm.rank != members[-1]:
                 return {"silent": _wait_for_silent(inner, words, members[-1])}
             words.collect(members[:-1], "gave up", judge.PATIENCE_S + judge.LATE_S)
-            with contextlib.suppress(ConnectionError, TimeoutError):  # ends what the others began
+            with contextlib.suppress(ConnectionError, TimeoutError):  # complete their collective
                 inner.all_gather_bytes(bytes(8), SETUP_S, Channel.FIRST)
             return {"lost": True}
         finally:
@@ -256,7 +261,9 @@ def _probe(comm: Communicator, members: Sequence[int], left_s: float, words: Wor
 
 
 def _wait_for_silent(comm: Communicator, words: Words, silent: int) -> Found:
-    """Return the error that rank `silent` causes on this rank, and the seconds until it came."""
+    """Return the error that the silence of rank `silent` causes on this rank, and the seconds until
+    it was raised.
+    """
     begun, work, name, text = time.perf_counter(), None, "", "it ended without that member"
     send, recv = (torch.zeros(8 * n, dtype=torch.uint8) for n in (1, comm.world_size))
     try:
@@ -269,7 +276,7 @@ def _wait_for_silent(comm: Communicator, words: Words, silent: int) -> Found:
     words.post(silent, "gave up", None)
     deadline = time.monotonic() + SETUP_S
     while work is not None and not work.is_done() and time.monotonic() < deadline:
-        time.sleep(0.01)  # an MPI does not come to its end with a collective under way
+        time.sleep(0.01)  # MPI cannot finalize while a collective is running
     return seen
 
 
@@ -282,7 +289,10 @@ def _conclude(
     apart_s: float,
     silent: Sequence[int] = (),
 ) -> Found:
-    """Return everything that was found, findings and recommendation included."""
+    """Return all results, with findings and recommendation.
+
+    `apart_s` is the time between the first and the last rank's arrival, in seconds.
+    """
     pairs = _merged([pair for one in seen.values() for pair in one["pairs"]])
     advice, link = None, advise.link_of([one["identity"] for one in cards], pairs)
     if link is not None:
@@ -313,13 +323,13 @@ def _conclude(
 
 
 def _merged(pairs: Sequence[Found]) -> list[Found]:
-    """Return one of the two entries of each pair, one that worked if there is one."""
+    """Return one of the two measurements of each pair, a successful one if there is one."""
     found = {tuple(pair["ranks"]): pair for pair in sorted(pairs, key=lambda p: not p["failed"])}
     return [found[ranks] for ranks in sorted(found)]
 
 
 def _probes(seen: Mapping[int, Found]) -> Found:
-    """Return what the survivors of a probe have seen, by rank, and which rank was lost."""
+    """Return the results of a probe on the other members, by rank, and which rank was silent."""
     skipped = next((one["skipped"] for one in seen.values() if "skipped" in one), "")
     lost = next((rank for rank, one in seen.items() if "lost" in one), None)
     left = {str(rank): one for rank, one in seen.items() if not {"lost", "skipped"} & set(one)}

@@ -1,6 +1,5 @@
-"""Messages between ranks through a store of torch.distributed. They need no collective: a silent
-rank is known by its number, and no other rank waits for it. Every message has a key and is sent
-once.
+"""Messages between ranks through a store of torch.distributed, without collectives: a silent rank
+is identified by its number and blocks no other rank. Every message has a key and is sent once.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ LONGEST_PAUSE_S = 0.02
 
 
 class Words:
-    """Messages that JSON can hold, from rank to rank.
+    """Channel for JSON messages from rank to rank.
 
     Args:
-        store: that all ranks share.
-        rank: of this process.
+        store: store of torch.distributed that all ranks share.
+        rank: rank of this process.
 
     Raises (every method): ConnectionError: the store does not answer.
     """
@@ -29,15 +28,17 @@ class Words:
         self._store, self.rank = store, rank
 
     def post(self, to: int, key: str, data: object) -> None:
-        """Leave `data` for rank `to`, without waiting."""
+        """Send `data` to rank `to` without waiting for it."""
         self._ask("set", f"{key}/{self.rank}/{to}", json.dumps(data))
 
     def has(self, source: int, key: str) -> bool:
-        """Return whether rank `source` has left a message for this one."""
+        """Return whether rank `source` has sent a message with this key to this rank."""
         return bool(self._ask("check", [f"{key}/{source}/{self.rank}"]))
 
     def collect(self, sources: Iterable[int], key: str, timeout_s: float) -> dict[int, Any]:
-        """Return what ranks leave for this one within `timeout_s`, by rank; silent ones lack."""
+        """Receive the messages of `sources` to this rank for at most `timeout_s` seconds; return
+        them by rank, without those of ranks that sent none.
+        """
         found: dict[int, Any] = {}
         missing, deadline, pause = set(sources), time.monotonic() + timeout_s, 0.0005
         while True:

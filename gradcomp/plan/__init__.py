@@ -1,7 +1,7 @@
-"""Does compression pay, and on how many nodes: a cost model, a simulated training step, a
-recommendation.
+"""Planner: predict whether compression pays, and on how many nodes, from a cost model and a
+simulated training step, and recommend a method.
 
-``python -m gradcomp.plan --model vgg16 --link 1gbit --nodes 1:64`` is the same as a program.
+The command line is ``python -m gradcomp.plan --model vgg16 --link 1gbit --nodes 1:64``.
 """
 
 from gradcomp import interrupt

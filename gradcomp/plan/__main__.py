@@ -1,4 +1,4 @@
-"""``python -m gradcomp.plan``: does compression pay, and on how many nodes."""
+"""Entry point of ``python -m gradcomp.plan``: does compression pay, and on how many nodes."""
 
 import sys
 

@@ -1,9 +1,9 @@
-"""What compression costs in accuracy, as it was measured: one table, which ``codec="auto"``,
-warnings and the planner read.
+"""Measured accuracy losses of compression: the one table that ``codec="auto"``, warnings and the
+planner read.
 
-A figure stands here and nowhere else in code. Pages that repeat it are named by `Training.source`,
-and a test compares them. To measure again: ``python -m gradcomp.bench accuracy`` and ``demo``, then
-change `Training.fp32` and the rows.
+No other code contains these figures. `Training.source` names the documentation page that repeats
+them, and a test compares the two. To measure again, run ``python -m gradcomp.bench accuracy`` and
+``demo``, then change `Training.fp32` and the rows.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from gradcomp.codecs import Block, Codec, EntropyCoded, Identity, OneBit, Ternar
 from gradcomp.codecs.feedback import FeedbackCodec
 from gradcomp.engine.rate import unwrapped
 
-ENOUGH_SEEDS = 3  # a figure of fewer is shown and decides nothing
+ENOUGH_SEEDS = 3  # figures from fewer seeds are shown but not used for recommendations
 TOLERANCES: Mapping[str, float] = {"nats": 0.02, "points": 0.3}  # deviations over three seeds
 FAMILIES: Mapping[str, str] = {"adam": "Adam and its relatives", "sgd": "SGD"}
-# Share of the residuals that is kept from step to step (`FeedbackCodec`), where less than all
-# loses less: docs/explanation/accuracy.md.
+# `residual_decay` (`FeedbackCodec`) by family, where a decay below 1 loses less accuracy:
+# docs/explanation/accuracy.md.
 DECAYS: Mapping[str, float] = {"adam": 0.25}
-# Parts of class names: of optimizers that divide by second moments, and of such that do something
-# else with most gradients.
+# Parts of class names: of optimizers that divide by second moments, and of optimizers that contain
+# such a name but treat most gradients differently.
 SECOND_MOMENTS = ("adam", "lamb", "rmsprop", "adagrad", "adadelta", "adafactor")
 OTHERS = ("muon", "onebit", "zeroone")
-# Names that are understood, in any case; "other" stands for all that are not here.
+# Accepted names, in any case; "other" stands for every optimizer that is not listed.
 _NAMES = """
 adam adamw adamax nadam radam sparseadam adafactor adadelta adagrad rmsprop rprop lamb adabelief
 adan sgd asgd lars lbfgs lion muon shampoo soap sophia splitadamw splitadagrad splitlamb splitsgd
@@ -40,16 +40,17 @@ OPTIMIZERS = tuple(_NAMES.split())
 
 @dataclass(frozen=True)
 class Training:
-    """What was trained with fp32 exchanges and with codecs.
+    """Training that was run with fp32 exchanges and with codecs.
 
     Attributes:
-        family: a key of `FAMILIES`.
-        optimizer: the class it was measured with.
-        who, what: the model, and more about it.
-        world_size, steps, seeds: how many ranks, steps and seeds.
-        fp32: mean over the seeds: held-out loss in nats, or test accuracy in percent.
-        unit: of a loss: "nats", or "points" of test error, which are those of accuracy lost.
-        source: the page that has it.
+        family: optimizer family, a key of `FAMILIES`.
+        optimizer: class name of the optimizer.
+        who, what: the model, and its size or data set, as text.
+        world_size, steps, seeds: number of ranks, steps and seeds.
+        fp32: result with fp32, mean over the seeds: held-out loss in nats, or test accuracy in
+            percent.
+        unit: unit of a loss: "nats", or "points" of test accuracy.
+        source: documentation page with the results.
     """
 
     family: str
@@ -73,21 +74,21 @@ class Training:
 
 @dataclass(frozen=True)
 class Measured:
-    """One codec, with the options that it was measured with, in one training.
+    """Result of one training with one codec and its options.
 
     Attributes:
-        training: what was trained.
-        codec: as it was measured.
-        bits: per value and phase, scales included, after a warm start.
-        got: what the training ended at, in the same unit as its `fp32`.
-        precondition: whether with ``precondition=True``.
-        scale_lr: whether the optimizer's steps kept their length (`gradcomp.engine.rate`).
-        start: share of the steps that were averaged in fp32, or by `warmup_codec`, first
-            (``warmup_steps``).
-        warmup_codec: of these steps; None: fp32.
-        every: inner steps from one exchange to the next (`gradcomp.DiLoCo`); 1: gradients, every
+        training: the training.
+        codec: the codec with its options.
+        bits: bits per value and phase after the warm-up, scales included.
+        got: result of the training, in the unit of `Training.fp32`.
+        precondition: whether ``precondition=True`` was set.
+        scale_lr: whether the learning rate was scaled to keep the optimizer's step length
+            (`gradcomp.engine.rate`).
+        start: share of the steps that were warm-up steps (``warmup_steps``).
+        warmup_codec: codec of the warm-up steps; None: fp32.
+        every: inner steps per exchange (`gradcomp.DiLoCo`); 1: gradients are exchanged at every
             step.
-        doubt: why a figure decides nothing although it has seeds enough; "" for no reason.
+        doubt: why the row is not used for recommendations despite enough seeds; "": it is used.
     """
 
     training: Training
@@ -103,50 +104,52 @@ class Measured:
 
     @property
     def loss(self) -> float:
-        """What was lost over fp32, in `Training.unit`: positive is worse."""
+        """Loss of accuracy against fp32, in `Training.unit`; positive is worse."""
         more = self.got - self.training.fp32
         return more if self.training.unit == "nats" else -more
 
     @property
     def figure(self) -> str:
-        """The loss as a number."""
+        """The loss as text, without its unit."""
         return f"{self.loss:+.3f}" if self.training.unit == "nats" else f"{self.loss:+.2f}"
 
     @property
     def cost(self) -> str:
-        """The loss with its unit: more is worse."""
+        """The loss as text, with its unit; positive is worse."""
         return f"{self.figure} {'nats' if self.training.unit == 'nats' else 'points of test error'}"
 
     @property
     def price(self) -> str:
-        """The loss with its unit and the options that it was measured with."""
+        """The loss as text, with its unit and the options with which it was measured."""
         return f"{self.cost} with {self.given()}" if self.given() else self.cost
 
     @property
     def counts(self) -> bool:
-        """Whether it may decide: seeds enough, and nothing speaks against it."""
+        """Whether the row is used for recommendations: it has enough seeds and no `doubt`."""
         return self.training.seeds >= ENOUGH_SEEDS and not self.doubt
 
     def phase_of(self, codec: Codec) -> str:
-        """Return the second phase of a codec among as many ranks as were measured."""
+        """Return the second phase that a codec uses on the number of ranks of the training."""
         return codec.resolved_second_phase(self.training.world_size)
 
     def is_of(self, family: str | None, codec: Codec, phase: str, every: int = 1) -> bool:
-        """Whether it is of a family of optimizers and of such a codec, exchanged so often."""
+        """Return whether the row was measured with this optimizer family, codec, second phase and
+        number of steps per exchange.
+        """
         own = self.codec
         mine = self.training.family, self.every, own.name, own.form, own.rotates
         wanted = family, every, codec.name, codec.form, codec.rotates
         return mine == wanted and self.phase_of(own) == phase
 
     def excess(self, tolerances: Mapping[str, float] = TOLERANCES) -> float:
-        """Return the loss over what is tolerated in its unit: at most 1 is within it."""
+        """Return the loss divided by the tolerance in its unit; at most 1 is tolerated."""
         limit = tolerances[self.training.unit]
         if limit:
             return self.loss / limit
         return math.copysign(math.inf, self.loss) if self.loss else 0.0
 
     def given(self, *, start: bool = True) -> str:
-        """Return the options as written in code, "" for none; `start`: the warm start's, too."""
+        """Return the options as written in code, "" for none; `start` includes the warm-up's."""
         words = ["precondition=True"] if self.precondition else []
         if self.every > 1:
             words.append(f"sync_every={self.every}")
@@ -159,27 +162,27 @@ class Measured:
         return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
-# What starts otherwise sends more over a run: 1 bit with a sixth of 4 bits first is 1.9 bits a
-# value over all. SGD's are with momentum 0.9. Left out: 1 bit after a tenth of the steps in fp32
-# (docs/explanation/onebit-sgd.md), which lost nothing on MNIST, where 1 bit loses little without
-# it, and was not measured on more; one epoch at a constant rate (docs/howto/benchmarks.md), in
-# which ternary lost 0.8 points under SGD, with a deviation of 0.6 by seed, and 0.9 under SplitSGD,
-# which is in no family therefore.
+# A warm-up with another codec sends more over a run: 1 bit after a sixth of the steps with 4 bits
+# is 1.9 bits per value over the whole run. SGD has momentum 0.9. Not in the table: 1 bit after a
+# tenth of the steps in fp32 (docs/explanation/onebit-sgd.md), which lost nothing on MNIST, where
+# 1 bit loses little without a warm-up, and was not measured elsewhere; one epoch at a constant
+# learning rate (docs/howto/benchmarks.md), in which ternary lost 0.8 points under SGD, with a
+# deviation of 0.6 over seeds, and 0.9 under SplitSGD, which is therefore in no family.
 ACCURACY, BENCHMARKS = "docs/explanation/accuracy.md", "docs/howto/benchmarks.md"
 PROSE, CODE = (f" of 0.87 M parameters on {text}" for text in ("prose", "source code"))
 _GPT = Training("adam", "AdamW", "a byte GPT", PROSE, 4, 2000, 3, 1.3428, "nats", ACCURACY)
 _GPT_SKETCH = replace(_GPT, seeds=1, fp32=1.344)
 _GPT_SHORT = replace(_GPT, steps=600, seeds=1, fp32=2.055)
-# short runs of 8 sequences a worker, which end on the slope where attention is learnt, at AdamW's
-# usual rate
+# short runs of 8 sequences per worker at AdamW's usual learning rate, which end on the slope where
+# attention is learnt
 _GPT_600 = replace(_GPT, steps=600, fp32=1.7746)
 _GPT_CODE = replace(_GPT_600, what=CODE, fp32=1.7840)
 _GPT_SEED_0 = replace(_GPT, seeds=1, fp32=1.3438)
-# at the largest of three rates, 0.1, which fp32 stands
+# at 0.1, the largest of three learning rates at which fp32 does not diverge
 _PERCEPTRON = Training(
     "sgd", "SGD", "a perceptron", " 128-256-10", 2, 200, 3, 0.9473, "nats", ACCURACY
 )
-_PERCEPTRON_4 = replace(_PERCEPTRON, world_size=4, fp32=0.3469)  # at fp32's best of five rates
+_PERCEPTRON_4 = replace(_PERCEPTRON, world_size=4, fp32=0.3469)  # fp32's best rate of five
 FASHION = " on Fashion-MNIST"
 _FASHION = Training("sgd", "SGD", "LeNet", FASHION, 2, 600, 3, 88.12, "points", BENCHMARKS)
 _MNIST = replace(_FASHION, what=" on MNIST", fp32=98.79)
@@ -210,9 +213,9 @@ _RARE: dict[str, Any] = {"start": 1 / 10, "every": 30}
 TABLE = (
     Measured(_GPT, Block(8), 8.2, 1.3424),
     Measured(_GPT, Block(4), 4.2, 1.3440),
-    Measured(_GPT, TernGrad(), 3.0, 1.3490, doubt=_SHORT_RUNS),  # sums of 4 ranks
+    Measured(_GPT, TernGrad(), 3.0, 1.3490, doubt=_SHORT_RUNS),  # second phase: sums of 4 ranks
     Measured(_GPT, TernGrad(), 3.0, 1.3228, precondition=True, doubt=_SHORT_RUNS),
-    # means, as from 8 ranks on
+    # second phase: means, the default from 8 ranks on
     Measured(_GPT, TernGrad(second_phase="block4"), 3.0, 1.3620, doubt=_SHORT_RUNS),
     Measured(_GPT, Ternary(), 2.4, 1.3246, precondition=True),
     Measured(_GPT_600, Ternary(), 2.4, 1.8233, precondition=True),
@@ -260,7 +263,9 @@ TABLE = (
 
 
 def decayed(codec: Codec, optimizer: Any) -> Codec:
-    """Return a codec, an open residual decay set to the one measured for the optimizer, or 1."""
+    """Return a codec with its residual decay set, if it is None, to the measured decay for the
+    optimizer's family, or to 1. Codecs without error feedback are returned unchanged.
+    """
     if not isinstance(codec, FeedbackCodec) or not codec.error_feedback:
         return codec
     if codec.residual_decay is not None:
@@ -270,7 +275,7 @@ def decayed(codec: Codec, optimizer: Any) -> Codec:
 
 
 def written(codec: Codec) -> str:
-    """Return a codec as it is written in code, options at their defaults left out."""
+    """Return a codec as written in code, without options that have their defaults."""
     words = [f"{codec.bits:g}"] if isinstance(codec, (Block, EntropyCoded)) else []
     group = codec.options().get("group")
     words += [f"group={group}"] if isinstance(group, int) else []
@@ -280,8 +285,11 @@ def written(codec: Codec) -> str:
 
 
 def family_of(optimizer: Any) -> str | None:
-    """Return the family of an optimizer, by the class and bases of the one that makes the steps;
-    None: not in the table.
+    """Return the family of an optimizer by the class names of the innermost (unwrapped) optimizer
+    and its bases; None: not in the table.
+
+    Raises:
+        TypeError: a class, or an object without ``param_groups``, in place of an optimizer.
     """
     if isinstance(optimizer, type) or not hasattr(optimizer, "param_groups"):
         name = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
@@ -292,7 +300,7 @@ def family_of(optimizer: Any) -> str | None:
 
 
 def check_optimizer(name: str) -> str:
-    """Return the name of an optimizer; one that is not in `OPTIMIZERS` is a ValueError."""
+    """Return `name`, or raise a ValueError if it is not in `OPTIMIZERS` (in any case)."""
     if not name.isidentifier():
         raise ValueError(f"optimizer must be a name such as adamw, sgd or lamb, got {name!r}")
     if name.lower() not in OPTIMIZERS:
@@ -304,7 +312,7 @@ def check_optimizer(name: str) -> str:
 
 
 def family_of_names(names: Sequence[str]) -> str | None:
-    """Return the family of an optimizer with such names of classes, in any case."""
+    """Return the family of an optimizer from its class names, in any case; None: no family."""
     found = [name.lower() for name in names]
     if any(word in name for name in found for word in OTHERS):
         return None
@@ -319,8 +327,8 @@ def ways(
     tolerances: Mapping[str, float] = TOLERANCES,
     every: int = 1,
 ) -> list[Measured]:
-    """Return the worst row of every codec with its options that was measured in a family and
-    exchanged every so many steps; a row that counts stands before one that does not.
+    """Return the row with the largest loss for every codec and its options, among rows of `family`
+    with one exchange per `every` steps; rows that count are preferred to rows that do not.
     """
     found: dict[tuple[object, ...], list[Measured]] = {}
     for row in table:
@@ -337,12 +345,11 @@ def expected(
     tolerances: Mapping[str, float] = TOLERANCES,
     every: int = 1,
 ) -> Measured | None:
-    """Return what a codec, exchanged every so many steps, costs in a family of optimizers with the
-    best options measured; None: not measured.
+    """Return the row of a codec with its best measured options, for an optimizer family and one
+    exchange per `every` steps; None: not measured.
 
-    A codec with another second phase is another codec; without one it is compared as one whose
-    payloads are gathered, which is quantized no more than once. Other options are taken to be
-    alike.
+    Codecs that differ in their second phase are different codecs. A codec without one is compared
+    as in an all_gather, which quantizes only once. Other options are assumed to make no difference.
     """
     phase = codec.resolved_second_phase(1)
     rows = ways(family, table, tolerances, every)
@@ -351,8 +358,8 @@ def expected(
 
 
 def within(family: str | None, table: Sequence[Measured] = TABLE) -> list[Measured]:
-    """Return the rows of `ways` whose loss is tolerated, fewest bits first, then what needs least
-    computing; figures of too few seeds do not count.
+    """Return the rows of `ways` that count and whose loss is tolerated, by ascending bits, those
+    without ``precondition`` first.
     """
     found = [row for row in ways(family, table) if row.counts and row.excess() <= 1]
     return sorted(found, key=lambda row: (row.bits, row.precondition))

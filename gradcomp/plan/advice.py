@@ -1,5 +1,5 @@
-"""What the entry points do with the table of `gradcomp.plan.accuracy`: ``codec="auto"``, and a
-warning where a codec is known to lose.
+"""Resolve ``codec="auto"`` with the table of `gradcomp.plan.accuracy`, and warn about codecs that
+are known to lose accuracy; used by the entry points.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from gradcomp.payload.parameters import THIN_GROUP_NUMEL, Parameter, describe_pa
 from gradcomp.plan.accuracy import TABLE, Measured, decayed, family_of, within, written
 
 AUTO = "auto"
-# for optimizers that are not known or not in the table: it trains under all that were tried
+# for optimizers that are unknown or not in the table: it trained under every optimizer tried
 FALLBACK = Block(4)
-BLOCK = 128  # the shortest rows that were measured
+BLOCK = 128  # elements of the shortest rows that were measured
 
 
 class Chosen(NamedTuple):
-    """What an entry point goes by.
+    """Codec and options that an entry point uses.
 
     Attributes:
-        codec, options: those given, or for "auto" those that were chosen.
-        said: what `describe` says of them.
-        guarded: whether the run is watched (`gradcomp.engine.guard`).
+        codec, options: the given ones, or for "auto" the chosen ones.
+        said: text about the choice for `describe`, "" for none.
+        guarded: whether the guard watches the run (`gradcomp.engine.guard`).
     """
 
     codec: Codec
@@ -47,28 +47,28 @@ def resolve_auto(
     world_size: int,
     table: Sequence[Measured] = TABLE,
 ) -> Chosen:
-    """Return codec and options: those given, or for "auto" those that are chosen.
+    """Return the given codec and options, or choose them for "auto".
 
-    A residual decay that was not given is the one that was measured for the optimizer
+    A residual decay that was not given is set to the one measured for the optimizer
     (`gradcomp.plan.accuracy.decayed`).
 
-    The choice depends on the optimizer's class, the options, the tensors' shapes and the number of
-    ranks alone, so that all ranks make the same. It is the codec with the fewest bits whose
-    measured loss is tolerated, with the second phase that so many ranks have. Explicit options win:
-    what needs others is not chosen. Nor is what needs a warm start, because the number of steps is
-    not known here.
+    "auto" chooses the codec with the fewest bits whose measured loss is tolerated, among rows
+    measured with the second phase that it has on this number of ranks. Explicit options win: a
+    codec that needs other options is not chosen. Neither is one that needs a warm-up, because the
+    number of steps is not known here. The choice depends only on the optimizer's class, the
+    options, the tensors' shapes and the number of ranks, so all ranks choose the same.
 
     Args:
-        codec: a codec, a name, or "auto".
-        common, advanced: as given.
-        optimizer: read for its class; None: not known.
-        sources: the tensors.
-        world_size: ranks; between nodes those of ``nodes=`` count.
-        table: of what was measured.
+        codec: a codec, its name, or "auto".
+        common, advanced: options as given by the user.
+        optimizer: only its class is read; None: not known.
+        sources: the tensors to exchange.
+        world_size: number of ranks; with ``nodes=``, the number of nodes is used instead.
+        table: measured accuracy losses.
 
     Raises:
-        TypeError: an unknown option; an optimizer's class or name in place of an optimizer.
-        ValueError: an option out of its range.
+        TypeError: an option is unknown, or `optimizer` is a class or name, not an optimizer.
+        ValueError: an option is out of its range.
     """
     family = None if optimizer is None else family_of(optimizer)
     mine = Options(**common, advanced=advanced)  # type: ignore[arg-type]
@@ -88,7 +88,7 @@ def resolve_auto(
         optimizer is not None
         and mine.scale_lr is not False
         and divides_by_squares(optimizer)
-        # preconditioned averages would not go straight from payloads to weights
+        # fused updates from payloads to weights cannot use preconditioned averages
         and not isinstance(optimizer, SplitOptimizer)
     )
     for row in within(family, table):
@@ -115,8 +115,8 @@ def warning_of(
     world_size: int,
     table: Sequence[Measured] = TABLE,
 ) -> str | None:
-    """Return the warning for a codec that lost under such an optimizer and loses less with
-    ``precondition=True``, or None.
+    """Return a warning if a codec lost more than is tolerated under this family of optimizers and
+    less with ``precondition=True``; None otherwise, and if ``precondition`` was given.
     """
     if options.precondition is not None:
         return None
@@ -146,15 +146,15 @@ def warning_of(
 
 
 def _as_measured(row: Measured, ranks: int) -> bool:
-    """Whether a row's codec has among so many ranks the second phase it was measured with."""
+    """Return whether a row's codec has, on `ranks` ranks, the second phase of the measurement."""
     return row.phase_of(row.codec) == row.codec.resolved_second_phase(ranks)
 
 
 def _with(row: Measured, mine: Options, given: CommonOptions, scales: bool) -> Options | None:
-    """Return the user's options with those of a row; None where they exclude each other, or the
-    row was measured with others.
+    """Return the user's options combined with those of a row; None if they exclude each other, or
+    if the row was measured with different options.
 
-    `scales`: preconditioned gradients come with a larger learning rate (`gradcomp.engine.rate`).
+    `scales`: with ``precondition`` the learning rate is scaled, too (`gradcomp.engine.rate`).
     """
     wanted: CommonOptions = {}
     if row.scale_lr != (row.precondition and scales and gains(row.codec)):
@@ -170,7 +170,9 @@ def _with(row: Measured, mine: Options, given: CommonOptions, scales: bool) -> O
 
 
 def _not_thin(codec: Codec, options: Options, sources: Sequence[Source]) -> Codec:
-    """Return the codec with blocks in place of rows where scales of short rows outweigh codes."""
+    """Return the codec with groups of `BLOCK` elements in place of rows if some rows are so short
+    that blocks need fewer scales; otherwise the codec itself.
+    """
     shapes = [(source.name, storage_shape(source.like)) for source in sources]
 
     def compressed(codec: Codec) -> list[Parameter]:

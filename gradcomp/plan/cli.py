@@ -1,9 +1,8 @@
-"""python -m gradcomp.plan: does compression pay, on how many nodes, for one's own model, network
-and machine.
+"""Command line of ``python -m gradcomp.plan``: does compression pay, and on how many nodes, for a
+given model, network and machine.
 
-Nothing is sent and nothing is trained without --measure: seconds are those of
-`gradcomp.plan.simulate`, bytes those of the exchange's own sizing, and the CPU seconds of the
-codecs are measured here in three seconds.
+Without --measure nothing is sent or trained: seconds come from `gradcomp.plan.simulate`, bytes from
+the exchange's own sizing, and the CPU seconds of the codecs from a measurement of three seconds.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ from gradcomp.plan.step import MAX_NODES, Setting
 from gradcomp.plan.workload import Stragglers, Workload
 
 PROGRAM = "python -m gradcomp.plan"
-BACKWARD_AND_FORWARD = 3  # forwards that a forward and a backward cost
+BACKWARD_AND_FORWARD = 3  # cost of forward and backward together, in forward passes
 REPEATS = 3  # measurements of the codecs
-UPDATE_S = 2e-10  # a value: five passes over fp32 memory (SGD with momentum) at 100 GB/s
+UPDATE_S = 2e-10  # per value: five passes over fp32 memory (SGD with momentum) at 100 GB/s
 DESCRIPTION = """\
 Seconds of a training step over node counts for fp32, bf16, ternary and 1-bit gradients, and
 whether to compress.
@@ -130,7 +129,7 @@ TYPES: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("SAMPLES", "F", "NATS", "POINTS", "CORES", "SIGMA"), float),
     **dict.fromkeys(("L", "H", "K", "D", "N"), int),
     **dict.fromkeys(("FILE", "FILE.json"), Path),
-}  # by placeholder; all others are texts
+}  # by placeholder; other values are strings
 DEFAULTS = {
     "model": "resnet50",
     "minibatch": 256.0,
@@ -146,13 +145,13 @@ DEFAULTS = {
     "delay": 0,
 }
 DEFAULTS_OF_MEASURE = {"model": "lenet", "link": "inf"}
-APART = (  # options of which at most one may be given, and a reason
+APART = (  # two options that exclude each other, and the reason
     ("--model", "--shapes", ""),
     ("--frame-time", "--flops", ""),
     ("--every", "--double-buffering", ": with local steps no halves are exchanged"),
     ("--measure", "--flops", ": it measures the time; give --frame-time to replace that"),
 )
-TOGETHER = (  # an option, one without which it has no effect, and a remedy
+TOGETHER = (  # an option, the option that it needs, and a remedy
     ("--tolerance", "--optimizer", ""),
     ("--tolerance-points", "--optimizer", ""),
     ("--fragments", "--every", ""),
@@ -168,7 +167,7 @@ GONE = {
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the command line of the planner."""
+    """Return the parser of the planner's command line."""
     parser = Parser(prog=PROGRAM, description=DESCRIPTION, epilog=EXAMPLES)
     codecs = ", ".join(dict.fromkeys(m.kind for m in METHODS))
     parser.add_groups(OPTIONS.format(codecs=codecs, **TOLERANCES), TYPES)
@@ -178,11 +177,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def understand(args: argparse.Namespace, found: Any = None) -> tuple[Model, Prediction]:
-    """Return what the command line asks; what the ranks at hand measured
-    (`gradcomp.bench.measure.Measured`) takes the place of defaults.
+    """Return the model and the prediction that a command line asks for. `found`, measured on the
+    ranks at hand (`gradcomp.bench.measure.Measured`), replaces the defaults.
 
     Raises:
-        ValueError, OSError: what is wrong with it, in one sentence.
+        ValueError: the command line is not valid; the message says why in one sentence.
+        OSError: a file of --shapes or --rates cannot be read.
     """
     given = {name: value for name, value in vars(args).items() if value is not None}
     options = {f"--{name.replace('_', '-')}": value for name, value in given.items()}
@@ -229,7 +229,7 @@ def understand(args: argparse.Namespace, found: Any = None) -> tuple[Model, Pred
     if args.every is not None:
         local = LocalSteps(args.every, asked.fragments, asked.delay)
         late = [method.after(local) for method in methods]
-        methods += {m.name: m for m in late}.values()  # those of bf16 are fp32's
+        methods += {m.name: m for m in late}.values()  # fp32 and bf16 give the same method
     limits = {"nats": args.tolerance, "points": args.tolerance_points}
     tolerance = Tolerance(
         args.optimizer,
@@ -255,7 +255,7 @@ def understand(args: argparse.Namespace, found: Any = None) -> tuple[Model, Pred
 
 
 def parse_nodes(text: str) -> list[int]:
-    """Return the node counts of "1:64" (doubling, the end included), "2:10:2" or "2,4,6"."""
+    """Return the numbers of nodes of "1:64" (doubling, end included), "2:10:2" or "2,4,6"."""
     try:
         if ":" in text:
             first, last, *step = (int(part) for part in text.split(":"))
@@ -276,7 +276,7 @@ def parse_nodes(text: str) -> list[int]:
 
 
 def parse_stragglers(text: str) -> tuple[float, float]:
-    """Return (share, factor) of "0.1:2"."""
+    """Return share and factor of a text such as "0.1:2"."""
     try:
         share, factor = (float(part) for part in text.split(":"))
     except ValueError:
@@ -287,7 +287,9 @@ def parse_stragglers(text: str) -> tuple[float, float]:
 
 
 def choose_methods(codecs: str | None, exchanges: str | None, node: Node) -> list[Method]:
-    """Return the methods of some codecs and exchanges on such nodes."""
+    """Return the methods on these nodes with one of `codecs` and one of `exchanges`, both
+    comma-separated names (None: all). An unknown name, or no such method, is a ValueError.
+    """
     methods = ways(node)
     found = list(methods)
     asked = (("--codec", "kind", codecs), ("--exchange", "exchange", exchanges))
@@ -307,7 +309,7 @@ def choose_methods(codecs: str | None, exchanges: str | None, node: Node) -> lis
 
 
 def main(argv: list[str]) -> int:
-    """Run the planner; return 0, 1 where a rank failed, or 2 for a command line that is refused."""
+    """Run the planner; return 0, 1 if a rank failed, or 2 if the command line is not valid."""
     args, console = build_parser().parse_args(argv), Console()
     try:
         model, question = understand(args)
@@ -357,9 +359,8 @@ def _measurement(found: Any) -> list[str]:
 
 
 def predicted(question: Prediction, *, calibrates: bool) -> Prediction:
-    """Return a prediction, with a note on stderr while it is made.
-
-    `calibrates`: codecs are measured first.
+    """Compute a prediction while a status line is shown on stderr; `calibrates`: measure the codecs
+    first.
     """
     setting = question.setting
     with Console(stderr=True).status("predicting") as status:
@@ -371,5 +372,5 @@ def predicted(question: Prediction, *, calibrates: bool) -> Prediction:
             setting = replace(setting, rates=Rates.median(repeated))
             question = replace(question, setting=setting, repeated=repeated)
             status.update("predicting")
-        question.sentence  # noqa: B018  takes most of the time
+        question.sentence  # noqa: B018  computes nearly everything
         return question

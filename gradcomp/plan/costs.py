@@ -1,7 +1,7 @@
-"""Ways of exchanging gradients, and what each costs a rank: the collectives of every bucket, to the
-byte.
+"""Methods of exchanging gradients, and the collectives of every bucket on one rank, with exact
+bytes.
 
-Bytes are those of `gradcomp.plan.nbytes.collective_bytes`: headers, scales and padding count.
+Bytes come from `gradcomp.plan.nbytes.collective_bytes` and include headers, scales and padding.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ FP32_NBYTES = 4
 
 @dataclass(frozen=True)
 class LocalSteps:
-    """Local steps between exchanges of what they have changed (`gradcomp.DiLoCo`).
+    """Local steps between exchanges of pseudo-gradients (`gradcomp.DiLoCo`).
 
     Attributes:
-        every: H, inner steps from one exchange to the next.
-        fragments: parts of the model that take turns.
-        delay: inner steps that go on while a fragment is exchanged.
+        every: H, inner steps per exchange of the whole model.
+        fragments: number of parts of the model that are exchanged in turn.
+        delay: inner steps that run while a fragment is exchanged.
 
     Raises:
-        ValueError: a number out of its range.
+        ValueError: a number is out of its range.
     """
 
     every: int
@@ -56,16 +56,16 @@ class LocalSteps:
 
 @dataclass(frozen=True)
 class Method:
-    """A codec and how it is exchanged.
+    """Codec and exchange of one row of the planner's tables.
 
     Attributes:
-        name: for tables.
-        codec: None for DDP's own ring all_reduce.
+        name: name in tables.
+        codec: codec of the gradients; None: DDP's own ring all_reduce.
         exchange: "all_reduce", "all_gather", "reduce_scatter" or "hierarchical".
-        second_phase: of a reduce_scatter.
-        value_nbytes: of a value in an all_reduce.
-        local: steps between exchanges; None: gradients are exchanged at every step.
-        precondition: whether ``precondition=True`` takes time, too.
+        second_phase: second phase of a reduce_scatter; "" for other exchanges.
+        value_nbytes: bytes per value in an all_reduce.
+        local: local steps between exchanges; None: gradients are exchanged at every step.
+        precondition: whether the time of ``precondition=True`` is included.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Method:
 
     @property
     def compresses(self) -> bool:
-        """Whether a codec of this library makes the payloads."""
+        """Whether a codec other than `Identity` encodes the gradients."""
         return self.codec is not None and not isinstance(self.codec, Identity)
 
     @property
@@ -99,15 +99,15 @@ class Method:
         return replace(self, name=self.name.removesuffix(f" {self.local}"), local=None)
 
     def after(self, local: LocalSteps) -> Method:
-        """Return the same exchange after local steps; in place of DDP's all_reduce the library's
-        own exchange of fp32.
+        """Return the same exchange after local steps. A method without a codec becomes `IDENTITY`,
+        the library's own fp32 exchange.
         """
         plain = self.each_step if self.codec is not None else IDENTITY
         return replace(plain, name=f"{plain.name} {local}", local=local)
 
 
 def label(codec: Codec) -> str:
-    """Return a codec's name, with the bits of `EntropyCoded` where they are not the default."""
+    """Return a codec's name, with the bits of an `EntropyCoded` if they are not the default."""
     if isinstance(codec, EntropyCoded) and codec.bits != EntropyCoded().bits:
         return f"{codec.name}:bits={codec.bits:g}"
     return codec.name
@@ -137,10 +137,10 @@ IDENTITY = Method("identity", Identity(), "reduce_scatter", "requantize")  # the
 
 
 def find_method(name: str) -> Method:
-    """Return a method by its name.
+    """Return the method with this name.
 
     Raises:
-        ValueError: no such method.
+        ValueError: there is no such method.
     """
     known = {method.name: method for method in (*METHODS, *HIERARCHICAL, IDENTITY)}
     if name not in known:
@@ -149,7 +149,9 @@ def find_method(name: str) -> Method:
 
 
 def between(method: Method, nodes: int) -> Method:
-    """Return how a method travels between nodes: if hierarchical by the codec's own exchange."""
+    """Return the method that is used between nodes: for a hierarchical method its codec's default
+    exchange (`IDENTITY` on one node), otherwise the method itself.
+    """
     if method.exchange != "hierarchical" or method.codec is None:
         return method
     if nodes == 1:
@@ -165,14 +167,14 @@ def between(method: Method, nodes: int) -> Method:
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a bucket, as a rank sees it.
+    """Messages and bytes of one collective of a bucket on one rank.
 
     Attributes:
         kind: "max", "all_to_all", "all_gather", "all_reduce" or "all_reduce_bf16".
         nbytes: bytes that the rank sends.
-        rounds: messages that follow each other.
-        leaving_nbytes: bytes that its node sends over the node's link, for all of its ranks.
-        staying_nbytes: bytes that the rank sends to ranks of its own node.
+        rounds: number of consecutive messages; each adds the latency of the link.
+        leaving_nbytes: bytes that all ranks of the node together send over the node's link.
+        staying_nbytes: bytes that the rank sends to other ranks of its node.
     """
 
     kind: str
@@ -183,7 +185,9 @@ class Collective:
 
     @staticmethod
     def of(kind: str, nbytes: int, ranks: int, node_ranks: int = 1) -> Collective:
-        """Return a collective of pairs (all_to_all), or of a ring that leaves each node once."""
+        """Return a collective in which a rank sends `nbytes`: an all_to_all sends to each rank
+        directly; all others are rings that leave each node once.
+        """
         if kind == "all_to_all":
             leaving = nbytes * (ranks - node_ranks) // max(1, ranks - 1)
             rounds = all_to_all_rounds(ranks)
@@ -193,23 +197,23 @@ class Collective:
         return Collective(kind, nbytes, rounds, leaving, staying)
 
     def part(self, count: int) -> Collective:
-        """Return what one of `count` equal slices has of it."""
+        """Return the collective of one of `count` equal slices."""
         leaving, staying = self.leaving_nbytes // count, self.staying_nbytes // count
         return Collective(self.kind, self.nbytes // count, self.rounds, leaving, staying)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """One bucket's exchange on one rank.
+    """Exchange of one bucket on one rank.
 
     Attributes:
-        parameters: positions in ``named_parameters()``.
-        numel: values.
-        owned_numel: values that the rank owns in a reduce_scatter.
-        collectives: what each stage but the last starts at its end, None where it starts nothing.
-        slices: in which it goes.
-        whole_second: its second phase goes in one piece behind the last of them.
-        between: (hierarchical) what a rank exchanges with other nodes.
+        parameters: indices in ``named_parameters()``.
+        numel: number of values.
+        owned_numel: values that the rank owns in a reduce_scatter; `numel` in other exchanges.
+        collectives: collective that each stage but the last starts at its end; None: none.
+        slices: number of slices in which the bucket is exchanged.
+        whole_second: the second phase is not sliced and follows the last slice.
+        between: exchange with other nodes; hierarchical only.
     """
 
     parameters: tuple[int, ...]
@@ -233,8 +237,13 @@ def plan_buckets(
     bucket_cap_mb: float | None = None,
     node_ranks: int = 1,
 ) -> list[Bucket]:
-    """Return the exchange of every bucket on rank 0, in the order in which backward makes them
-    ready; arguments as of `gradcomp.plan.nbytes.predict_bytes`. `node_ranks` divides `world_size`.
+    """Return the exchange of every bucket on rank 0, in the order in which they become ready during
+    backward.
+
+    Args:
+        method: codec and exchange.
+        shapes, world_size, bucket_cap_mb: as in `gradcomp.plan.nbytes.predict_bytes`.
+        node_ranks: ranks on a node; must divide `world_size`.
     """
     buckets = ddp_buckets(method.codec or Identity(), shapes, bucket_cap_mb=bucket_cap_mb)
     return [_plan_bucket(method, bucket, world_size, node_ranks) for bucket in buckets]
@@ -248,7 +257,7 @@ def _plan_bucket(method: Method, parameters: list[Parameter], n: int, node_ranks
         method = between(method, n // node_ranks)
     if method.codec is None:
         nbytes = ring_bytes(numel, n) * method.value_nbytes // FP32_NBYTES
-        # CPUs take longer to add bf16
+        # CPUs add bf16 more slowly than fp32
         kind = "all_reduce" if method.value_nbytes == FP32_NBYTES else "all_reduce_bf16"
         return Bucket(indices, numel, numel, (Collective.of(kind, nbytes, n, node_ranks),))
     strategy = Strategy(method.exchange, method.second_phase)
@@ -267,7 +276,9 @@ def _plan_bucket(method: Method, parameters: list[Parameter], n: int, node_ranks
 def _plan_hierarchical(
     method: Method, parameters: list[Parameter], nodes: int, node_ranks: int
 ) -> Bucket:
-    """Return fp32 inside nodes, without headers, and the codec's own exchange of shares between."""
+    """Return a hierarchical exchange: fp32 without headers inside nodes, the codec's default
+    exchange of each rank's share between nodes.
+    """
     share, numel = ByElements(node_ranks), sum(p.numel for p in parameters)
     owned = [replace(p, numel=share.numel(p.numel, 0)) for p in parameters]
     packed = _plan_bucket(between(method, nodes), owned, nodes, 1)

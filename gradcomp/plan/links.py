@@ -1,4 +1,4 @@
-"""Links between nodes, and how they are written: "1gbit", "0.1ms", "10gbe"."""
+"""Links between nodes, and their notation: "1gbit", "0.1ms", "10gbe"."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _NUMBER = r"(\d+\.?\d*(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?)"
 
 @dataclass(frozen=True)
 class Link:
-    """The full-duplex link of every node.
+    """Full-duplex link of every node.
 
     Attributes:
-        bits_per_s: in each direction; ``math.inf`` for latency alone.
-        latency_s: seconds that a message is under way, whatever its size.
+        bits_per_s: bits per second in each direction; ``math.inf``: only the latency counts.
+        latency_s: seconds from sending to receiving a message, besides its transmission time.
 
     Raises:
-        TypeError: a latency that is not a number.
-        ValueError: a rate that is not positive, or a latency that is negative or not finite.
+        TypeError: the latency is not a number.
+        ValueError: the rate is not positive, or the latency is negative or not finite.
     """
 
     bits_per_s: float
@@ -53,7 +53,7 @@ class Node:
     """Ranks that share one link.
 
     Attributes:
-        ranks: of every node; consecutive ranks are on one node.
+        ranks: number of ranks on every node; consecutive ranks are on one node.
         inside: link of each rank to the ranks of its own node (shared memory, loopback, NVLink).
 
     Raises:
@@ -68,11 +68,11 @@ class Node:
 
 
 def parse_link(text: str, latency: str | None = None) -> Link:
-    """Return the link that is written as a rate or a name ("1gbit", "10gbe"), and its latency
-    ("0.1ms"). Without `latency` a named link has its own and a rate has none.
+    """Return the link for a rate or a name ("1gbit", "10gbe") and a latency ("0.1ms"). Without
+    `latency`, a named link has its own latency and a rate has none.
 
     Raises:
-        ValueError: not understood; the message lists what is.
+        ValueError: the text is not valid; the message lists what is.
     """
     name = _plain(text)
     try:
@@ -83,7 +83,9 @@ def parse_link(text: str, latency: str | None = None) -> Link:
 
 
 def parse_rate(text: str) -> float:
-    """Return bits per second, of "1gbit", "100 Mbit/s" or "inf"."""
+    """Return the bits per second of a text such as "1gbit", "100 Mbit/s" or "inf"; other texts and
+    a rate of zero are a ValueError.
+    """
     plain = re.sub(r"(/s|ps)$", "", _plain(text))
     if plain == "inf":
         return math.inf
@@ -98,7 +100,7 @@ def parse_rate(text: str) -> float:
 
 
 def parse_seconds(text: str) -> float:
-    """Return seconds, of "0.1ms", "50us" or "0"."""
+    """Return the seconds of a text such as "0.1ms", "50us" or "0"; other texts are a ValueError."""
     found = re.fullmatch(rf"{_NUMBER}(s|ms|us|µs|ns)?", _plain(text))
     number = float(found[1]) if found else math.inf
     if found is None or not math.isfinite(number) or (found[2] is None and number != 0):
@@ -110,7 +112,7 @@ def parse_seconds(text: str) -> float:
 
 
 def format_rate(bits_per_s: float) -> str:
-    """Return a rate with three digits, as "1 Gbit/s"."""
+    """Return a rate as text with three digits, such as "1 Gbit/s"."""
     if math.isinf(bits_per_s):
         return "an infinitely fast link"
     name, unit = next((i for i in RATE_UNITS.items() if bits_per_s >= i[1]), ("bit", 1.0))
@@ -118,14 +120,14 @@ def format_rate(bits_per_s: float) -> str:
 
 
 def format_rates(least: float, most: float) -> str:
-    """Return a range of rates, as "50 to 98 Gbit/s"; one rate where both ends are written alike."""
+    """Return a range of rates such as "50 to 98 Gbit/s", or one rate if both ends read the same."""
     first, last = format_rate(least), format_rate(most)
     number, unit = first.split(" ", 1)
     return last if first == last else f"{number if last.endswith(f' {unit}') else first} to {last}"
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a time with three digits, as "12.3 ms"."""
+    """Return a time as text with three digits, such as "12.3 ms"."""
     if seconds == 0:
         return "0 s"
     name, unit = next((i for i in TIME_UNITS.items() if seconds >= i[1]), ("ns", 1e-9))

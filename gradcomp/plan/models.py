@@ -1,14 +1,14 @@
-"""Parameters and forward FLOPs of published models, by arithmetic: no torchvision, no transformers,
-no weights.
+"""Parameters and forward FLOPs of published models, computed without torchvision, transformers or
+weights.
 
-Parameters are in the order of the published implementation's ``named_parameters()``, because the
-position of a parameter is part of gradcomp's random numbers and its shape decides scale groups and
-shards.
+Parameters have the order of the published implementation's ``named_parameters()``, because
+gradcomp's random numbers depend on the index of a parameter, and scale groups and shards on its
+shape.
 
-FLOPs are two per multiply-add. A weight matrix or convolution of n values costs 2 n at every
-position it is applied to (an output pixel, a token), attention 4 S H per token and layer for S
-tokens of width H; biases, normalisation, activations and embedding look-ups are left out, and a
-backward pass costs two forwards.
+A multiply-add counts as two FLOPs. A weight matrix or convolution of n values costs 2 n at every
+position to which it is applied (an output pixel, a token). Attention costs 4 S H per token and
+layer, for S tokens of width H. Biases, normalisation, activations and embedding look-ups are not
+counted. A backward pass costs as much as two forward passes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from gradcomp.arguments import suggestion
 
 Tensors = list[tuple[str, tuple[int, ...], float]]  # name, shape, forward FLOPs of one sample
 
-BERT_TOKENS = 128  # of a sample: most of BERT's pre-training (Devlin et al. 2018, appendix A.2)
+BERT_TOKENS = 128  # per sample: most of BERT's pre-training (Devlin et al. 2018, appendix A.2)
 GPT2_TOKENS = 1024
-HIDDEN = 768  # of both
+HIDDEN = 768  # hidden size of BERT-base and GPT-2 small
 
 # ---- published models ----------------------------------------------------------------------------
 
@@ -34,9 +34,9 @@ HIDDEN = 768  # of both
 def _layer(
     name: str, *shape: int, at: int = 1, more: float = 0.0, bias: int | None = None
 ) -> Tensors:
-    """Return weight and bias of a linear layer or convolution, which is applied at so many
-    positions of a sample; `more` FLOPs are counted with it. Without `bias` the bias is as long as
-    the weight's first dimension.
+    """Return weight and bias of a linear layer or convolution that is applied at `at` positions of
+    a sample. The weight's FLOPs include `more`. `bias` is the length of the bias; None: the
+    weight's first dimension.
     """
     flops = at * 2.0 * math.prod(shape) + more
     return [(f"{name}.weight", shape, flops), (f"{name}.bias", (bias or shape[0],), 0.0)]
@@ -57,8 +57,8 @@ def _lenet() -> Tensors:
 
 
 def _resnet50() -> Tensors:
-    """torchvision's ``resnet50``: 25,557,032 values (He et al. 2015). It halves the resolution in
-    the 3x3 convolution of a stage's first block.
+    """torchvision's ``resnet50``: 25,557,032 values (He et al. 2015). The 3x3 convolution of a
+    stage's first block halves the resolution.
     """
     out, channels = [*_layer("conv1", 64, 3, 7, 7, at=112 * 112)[:1], *_norm("bn1", 64)], 64
     for stage, (blocks, width) in enumerate(((3, 64), (4, 128), (6, 256), (3, 512)), start=1):
@@ -84,8 +84,8 @@ def _resnet50() -> Tensors:
 
 
 def _vgg16() -> Tensors:
-    """torchvision's ``vgg16``: 138,357,544 values (Simonyan and Zisserman 2014). Pools halve images
-    of 224 x 224 between the groups of convolutions.
+    """torchvision's ``vgg16``: 138,357,544 values (Simonyan and Zisserman 2014). Pooling halves the
+    resolution, 224 x 224 at first, after each group of convolutions.
     """
     out, channels, index = Tensors(), 3, 0
     for pools, widths in enumerate(((64,) * 2, (128,) * 2, (256,) * 3, (512,) * 3, (512,) * 3)):
@@ -124,7 +124,7 @@ def _bert_base() -> Tensors:
 def _gpt2_small() -> Tensors:
     """transformers' ``GPT2LMHeadModel`` for gpt2, tied head counted once: 124,439,808 values.
 
-    Its linear layers keep their weights as (inputs, outputs), as the published checkpoint does.
+    Weights of linear layers have the shape (inputs, outputs), as in the published checkpoint.
     """
     tokens, attention = GPT2_TOKENS, 4.0 * GPT2_TOKENS**2 * HIDDEN
     head = _layer("wte", 50257, HIDDEN, at=tokens)[:1]
@@ -143,7 +143,7 @@ def _gpt2_small() -> Tensors:
     return out + _norm("ln_f", HIDDEN)
 
 
-MODELS: dict[str, tuple[Callable[[], Tensors], str]] = {  # tensors, and what a sample is
+MODELS: dict[str, tuple[Callable[[], Tensors], str]] = {  # tensors, and a sample in words
     "LeNet": (_lenet, "image of 28 x 28"),
     "ResNet-50": (_resnet50, "image of 224 x 224"),
     "VGG-16": (_vgg16, "image of 224 x 224"),
@@ -151,18 +151,18 @@ MODELS: dict[str, tuple[Callable[[], Tensors], str]] = {  # tensors, and what a 
     "GPT-2 small": (_gpt2_small, f"sequence of {GPT2_TOKENS} tokens"),
 }
 
-# ---- what the planner knows of a model -----------------------------------------------------------
+# ---- models by name, shapes or file --------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Model:
-    """What the planner knows of a model.
+    """Parameters and FLOPs of a model.
 
     Attributes:
-        name: for tables.
-        parameters: (name, shape) in the order of ``named_parameters()``.
-        flops: of a forward pass of one sample, by parameter.
-        sample: what a sample is.
+        name: name in tables.
+        parameters: (name, shape) of every parameter, in the order of ``named_parameters()``.
+        flops: FLOPs of a forward pass of one sample, for each parameter.
+        sample: a sample in words, such as "image of 28 x 28".
     """
 
     name: str
@@ -172,7 +172,7 @@ class Model:
 
     @property
     def numel(self) -> int:
-        """Number of values."""
+        """Number of values of all parameters."""
         return sum(math.prod(shape) for _, shape in self.parameters)
 
     @property
@@ -182,11 +182,11 @@ class Model:
 
 
 def find_model(name: str) -> Model:
-    """Return a published model; case, spaces, dots and dashes in its name do not matter, and its
-    end may be missing.
+    """Return a published model by its name or the beginning of it; only letters (in any case) and
+    digits are compared.
 
     Raises:
-        ValueError: no such model, or several.
+        ValueError: no model, or more than one, has this name.
     """
     plain = {re.sub(r"[^a-z0-9]", "", known.lower()): known for known in MODELS}
     wanted = re.sub(r"[^a-z0-9]", "", name.lower())
@@ -202,14 +202,14 @@ def find_model(name: str) -> Model:
 
 
 def own_model(name: str, parameters: Sequence[tuple[str, Sequence[int]]]) -> Model:
-    """Return a model of one's own, whose forward pass takes two FLOPs per value and sample.
+    """Return a model with these parameters; a forward pass takes two FLOPs per value and sample.
 
     Args:
-        name: for tables.
-        parameters: (name, shape) in the order of ``named_parameters()``.
+        name: name in tables.
+        parameters: (name, shape) of every parameter, in the order of ``named_parameters()``.
 
     Raises:
-        ValueError: no parameters, an entry that is not (name, shape), a dimension that is not a
+        ValueError: there are no parameters, an entry is not (name, shape), or a dimension is not a
             positive integer.
     """
     listed: list[tuple[str, tuple[int, ...]]] = []
@@ -228,11 +228,11 @@ def own_model(name: str, parameters: Sequence[tuple[str, Sequence[int]]]) -> Mod
 
 
 def load_shapes(path: Path) -> Model:
-    """Return the model that a JSON file describes: ``[["fc.weight", [500, 2450]], ...]``.
+    """Return the model described by a JSON file such as ``[["fc.weight", [500, 2450]], ...]``.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not JSON, or not such a list.
+        ValueError: the file is not JSON, or does not contain such a list.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

@@ -1,5 +1,5 @@
-"""Bytes that exchanges send, for thousands of ranks at once: the sums of
-`gradcomp.exchange.sizing.BucketPlan` without its layouts.
+"""Bytes that exchanges send, vectorized over thousands of ranks: the same sums as
+`gradcomp.exchange.sizing.BucketPlan`, without building its layouts.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ class CollectiveBytes:
     included.
 
     Attributes:
-        scale: sent, and received, in the ring that finds the largest scales; 0: there is none.
-        first, first_received: of the first phase, which is all of an all_gather.
-        second: sent, and received, in the second phase.
-        slices: in which the bucket goes.
-        whole_second: its second phase goes in one piece behind the last of them.
+        scale: bytes sent, and as many received, by the ring that computes shared scales; 0: none.
+        first, first_received: bytes sent and received in the first phase; an all_gather has only
+            this phase.
+        second: bytes sent, and as many received, in the second phase.
+        slices: number of slices in which the bucket is exchanged.
+        whole_second: the second phase is not sliced and follows the last slice.
     """
 
     scale: int
@@ -53,15 +54,15 @@ def collective_bytes(
     rank: int = 0,
     slicing: Slicing | None = None,
 ) -> CollectiveBytes:
-    """Return what one bucket's exchange sends: the bytes of its `BucketPlan`, for thousands of
-    ranks at once.
+    """Return the bytes of one bucket's exchange, equal to those of its `BucketPlan` but fast for
+    thousands of ranks.
 
     Args:
-        codec: of the first phase.
-        strategy: how averages are made.
-        parameters: of the bucket, in its order.
-        world_size, rank: number of ranks, and the one whose bytes are counted.
-        slicing: how it is cut; None: as by default.
+        codec: codec of the first phase.
+        strategy: exchange and second phase.
+        parameters: parameters of the bucket, in its order.
+        world_size, rank: number of ranks, and the rank whose bytes are counted.
+        slicing: how the bucket is cut into slices; None: the default.
     """
     slicing, others, form = slicing or Slicing(), world_size - 1, codec.form
     groups = sum(-(-p.numel // p.group_numel) for p in parameters if p.compressed)
@@ -96,8 +97,9 @@ def ddp_buckets(
     bucket_cap_mb: float | None = None,
     value_nbytes: int = 4,
 ) -> list[list[Parameter]]:
-    """Return the parameters of every bucket, as DDP cuts them after its first step if gradients
-    come last tensor first; arguments as of `predict_bytes`, `value_nbytes` of a parameter's value.
+    """Return the parameters of every bucket as DDP rebuilds them after its first step, if gradients
+    become ready from the last tensor to the first. Arguments are those of `predict_bytes`;
+    `value_nbytes` is the size of a parameter's value.
     """
     parameters = describe_parameters(shapes, codec.group_numel, min_numel, exclude)
     first, cap = DDP_BUCKET_NBYTES if bucket_cap_mb is None else (int(bucket_cap_mb * 2**20),) * 2
@@ -107,8 +109,8 @@ def ddp_buckets(
 
 @dataclass(frozen=True, slots=True)
 class ByteCount:
-    """Bytes of one training step on one rank: sent and received, and what an fp32 ring
-    all_reduce would have sent.
+    """Bytes of one training step on one rank: sent, received, and (`baseline`) sent by an fp32 ring
+    all_reduce.
     """
 
     sent: int
@@ -129,17 +131,17 @@ def predict_bytes(
     dtype: torch.dtype = torch.float32,
     owner_transform: bool = False,
 ) -> ByteCount:
-    """Return the bytes that one step of DDP will cost, from the exchange's own sizing and without
-    communication.
+    """Return the exact bytes of one step of DDP, computed from the exchange's own sizing without
+    any communication.
 
     Args:
-        codec: with its options.
+        codec: codec with its options.
         shapes: (name, shape) of every trained parameter, in the order of ``named_parameters()``.
-        world_size, rank: number of ranks, and the one whose bytes are counted.
+        world_size, rank: number of ranks, and the rank whose bytes are counted.
         exchange, min_numel, exclude: as in `gradcomp.ddp.register`.
-        bucket_cap_mb: DDP's option (MiB); None is DDP's default, 1 MiB for the first bucket and 25
-            for the others.
-        dtype: of the parameters.
+        bucket_cap_mb: DDP's option, in MiB; None is DDP's default, 1 MiB for the first bucket and
+            25 MiB for the others.
+        dtype: dtype of the parameters.
         owner_transform: whether owners transform the means.
     """
     buckets = ddp_buckets(codec, shapes, min_numel, exclude, bucket_cap_mb, dtype.itemsize)
@@ -163,7 +165,10 @@ def predict_bytes(
 def sliced_nbytes(
     parameters: Sequence[Parameter], bounds: NDArray[np.int64], form: Form
 ) -> NDArray[np.int64]:
-    """Return the bytes of each slice of each rank's part, headers included: ``(count, ranks)``."""
+    """Return the payload bytes of each slice of each rank's part, headers included, `(slices,
+    ranks)`. `bounds` are the first elements of every slice and the end: `(parameters, slices + 1,
+    ranks)`. `form` is that of compressed parameters.
+    """
     total: NDArray[np.int64] = np.full_like(bounds[0, 1:], HEADER_NBYTES)
     for p, cuts in zip(parameters, bounds, strict=True):
         first, last = cuts[:-1], cuts[1:]

@@ -1,14 +1,14 @@
-"""The number of nodes at which computing a minibatch takes as long as exchanging its gradients.
+"""Number of nodes at which computing a minibatch takes as long as exchanging its gradients.
 
-Implements Seide, Fu, Droppo, Li, Yu 2014, "1-bit stochastic gradient descent", section 3: a node
-computes for T_calc(K) = (N/2 * T_frm + C * T_post) / K + T_upd and exchanges for T_comm =
-T_comm_fp32 / Z, both at the same time, so that a half minibatch takes max(T_calc(K), T_comm) and
-the best K is the smallest with T_calc(K) <= T_comm:
+Implements Seide, Fu, Droppo, Li, Yu 2014, "1-bit stochastic gradient descent", section 3. On K
+nodes, a node computes for T_calc(K) = (N/2 * T_frm + C * T_post) / K + T_upd and exchanges for
+T_comm = T_comm_fp32 / Z at the same time. Half a minibatch takes max(T_calc(K), T_comm), so the
+best K is the smallest with T_calc(K) <= T_comm:
 
     K^ = (N/2 * T_frm + C * T_post) / (T_comm_fp32 / Z - T_upd)
 
-Deviation: the paper's K^ is real, nodes are counted here. The arithmetic is exact (fractions of the
-floats given), so that an integer K^ is not rounded past itself.
+Deviation: the paper's K^ is a real number; here it is rounded up. The arithmetic is exact (with
+fractions equal to the given floats), so an integer K^ is not rounded up to the next one.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ def optimal_nodes(
     parallel_post: float = 1.0,
     double_buffering: bool = True,
 ) -> int | float:
-    """Return the fewest nodes that make a step as short as it can get.
+    """Return the smallest number of nodes with the shortest step.
 
     Args:
-        minibatch: N, samples of a step over all nodes together; positive.
+        minibatch: N, samples per step over all nodes together; positive.
         t_frame: T_frm, seconds of forward and backward of one sample on one node; positive.
-        t_post: T_post, seconds of post-processing a gradient (momentum, AdaGrad), shared out over
-            the nodes.
-        t_comm_fp32: T_comm, seconds of exchanging one gradient in fp32, for any number of nodes.
+        t_post: T_post, seconds of post-processing a gradient (momentum, AdaGrad), divided over the
+            nodes.
+        t_comm_fp32: T_comm_fp32, seconds of exchanging one gradient in fp32; the same for any
+            number of nodes.
         t_update: T_upd, seconds of a model update, the same on every node.
-        compression_ratio: Z, fp32 bytes over bytes sent; positive.
-        parallel_post: C, how often `t_post` is spent.
+        compression_ratio: Z, fp32 bytes divided by bytes sent; positive.
+        parallel_post: C, number of times that `t_post` is spent.
         double_buffering: a minibatch is exchanged in two halves, each while the other one is
-            computed; False: N instead of N/2, as if the computation of a whole minibatch hid the
-            exchange.
+            computed; False: N replaces N/2, as if computing a whole minibatch hid the exchange.
 
     Returns:
-        max(1, ceil(K^)); ``math.inf`` where an exchange takes no longer than an update
-        (t_comm_fp32 / Z <= t_update): then every further node makes a step shorter.
+        max(1, ceil(K^)), or ``math.inf`` if an exchange takes no longer than an update
+        (t_comm_fp32 / Z <= t_update), because then every additional node makes a step shorter.
 
     Raises:
-        TypeError: an argument that is not a real number.
-        ValueError: one that is negative or not finite; `minibatch`, `t_frame` or
-            `compression_ratio` of zero.
+        TypeError: an argument is not a real number.
+        ValueError: an argument is negative or not finite, `minibatch`, `t_frame` or
+            `compression_ratio` is zero, or `double_buffering` is not a bool.
     """
     if double_buffering not in (True, False):
         raise ValueError(f"double_buffering must be True or False, got {double_buffering!r}")
@@ -67,8 +67,8 @@ def exact(name: str, value: float, *, positive: bool = False) -> Fraction:
     """Return an argument as an exact fraction.
 
     Raises:
-        TypeError: not a real number.
-        ValueError: not finite, negative, or zero where it must be positive.
+        TypeError: `value` is not a real number.
+        ValueError: `value` is not finite, negative, or zero although `positive`.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")

@@ -1,12 +1,12 @@
-"""Seconds a step over node counts and methods, where one becomes faster than another, and what
-to do about it.
+"""Predict the seconds of a step for every method and number of nodes, find where the fastest
+method changes, and recommend one.
 
-Seconds a step are seconds to a loss only where steps do as much as fp32's. So a codec whose
-measured loss under an optimizer is more than is tolerated is not recommended, however fast its
-steps are, and all others are taken to need as many steps as fp32. How many steps more a loss takes
-back is not modelled: of fp32's curve there are two points (docs/explanation/accuracy.md), one of
-them a single seed on the slope where attention is learnt, and a line through them would only bound
-those steps from below.
+A shorter step means a shorter time to a given loss only if each step learns as much as with fp32.
+A codec whose measured loss under an optimizer exceeds the tolerance is therefore not recommended,
+however short its steps are. All others are assumed to need as many steps as fp32. The number of
+extra steps that would make up for a loss is not modelled: only two points of fp32's curve are
+known (docs/explanation/accuracy.md), one of them from a single seed on the slope where attention
+is learnt, and a line through them would only bound that number from below.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from gradcomp.plan.step import Setting
 from gradcomp.plan.workload import ALONE, EVEN, Simulation, Stragglers, Transport, Workload
 
 FP32 = METHODS[0]
-TIE = 0.01  # methods this close are equally fast
-ENOUGH = 0.05  # a difference in seconds a step that nobody would change a training script for
-WAITS = 2 / 3  # share of a step in exposed exchange from which local steps are mentioned
-RARELY = LocalSteps(30)  # what was measured
+TIE = 0.01  # methods whose seconds differ by at most this share are equally fast
+ENOUGH = 0.05  # smallest gain in seconds per step that is worth changing a training script for
+WAITS = 2 / 3  # share of exposed exchange in a step above which local steps are mentioned
+RARELY = LocalSteps(30)  # the only number of local steps whose accuracy was measured
 RATE_RANGE = (1e3, 1e15)  # bits a second between which compression may stop paying
 RATE_TOLERANCE = 0.01
 
@@ -58,18 +58,18 @@ RATE_TOLERANCE = 0.01
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What methods cost in accuracy, and how much of it is tolerated.
+    """Accuracy losses of methods under one optimizer, and the largest loss that is accepted.
 
     Attributes:
-        optimizer: its name, such as "adamw"; None: not known.
-        limits: the most that may be lost, by unit ("nats", "points").
-        by_seconds: without an optimizer, permit every codec that was measured under one; False:
-            only those that are within the limits under all of them, and the one that
-            ``codec="auto"`` takes where it knows no optimizer.
+        optimizer: name of the optimizer, such as "adamw"; None if it is not known.
+        limits: largest accepted loss, by unit ("nats", "points").
+        by_seconds: used only if `optimizer` is None. True permits every codec that was measured
+            under any optimizer. False permits only codecs within the limits under all measured
+            optimizers, and the fallback of ``codec="auto"`` for an unknown optimizer.
 
     Raises:
-        TypeError: a limit that is not a number.
-        ValueError: an unknown optimizer; an unknown unit; a limit that is negative or not finite.
+        TypeError: a limit is not a number.
+        ValueError: an optimizer or unit is unknown, or a limit is negative or not finite.
     """
 
     optimizer: str | None = None
@@ -87,29 +87,29 @@ class Tolerance:
 
     @property
     def columns(self) -> dict[str, str | None]:
-        """Families to show losses of, by their names: that of the optimizer, or all."""
+        """Optimizer families to show losses for, by display name: the optimizer's own, or all."""
         if self.optimizer is not None:
             return {self.optimizer: family_of_names([self.optimizer])}
         return {name: family for family, name in FAMILIES.items()}
 
     @property
     def under(self) -> str:
-        """The optimizer as the end of a sentence, "" if it is not known."""
+        """End of a sentence that names the optimizer, "" if it is not known."""
         return f" under {self.optimizer}" if self.optimizer is not None else ""
 
     @property
     def scales_lr(self) -> bool:
-        """Whether ``precondition=True`` comes with a larger learning rate (`gradcomp.engine.rate`)
-        under the optimizer, as in the rows of the table that need it; True without an optimizer.
+        """Whether ``precondition=True`` also scales the learning rate of this optimizer
+        (`gradcomp.engine.rate`), as in rows with `Measured.scale_lr`; True without an optimizer.
         """
         name = "adam" if self.optimizer is None else self.optimizer.lower()
         others = (*OTHERS, "split")  # see `gradcomp.plan.advice.resolve_auto`
         return any(word in name for word in DIVIDES) and not any(word in name for word in others)
 
     def costs(self, method: Method) -> dict[str, Measured | None]:
-        """Return what a method costs, by column; None: not measured."""
+        """Return the measured row of a method for each of `columns`; None: not measured."""
         local, codec = method.local, method.codec
-        # not measured: an outer optimizer every step, late averages
+        # never measured: an outer optimizer at every step, fragments, delayed averages
         late = local is not None and (local.every == 1 or local.fragments > 1 or local.delay)
         if codec is None or method.keeps_loss or late:
             return dict.fromkeys(self.columns)
@@ -121,19 +121,18 @@ class Tolerance:
         }
 
     def cost(self, method: Method) -> Measured | None:
-        """Return what a method costs under the optimizer; None: not measured, or no optimizer."""
+        """Return a method's row under the optimizer; None: not measured, or no optimizer."""
         return self.costs(method)[self.optimizer] if self.optimizer is not None else None
 
     def as_measured(self, method: Method) -> Method:
-        """Return a method with the options that take time and that its loss was measured with."""
+        """Return a method with ``precondition`` as in the measurement of its loss."""
         row = self.cost(method)
         return method if row is None else replace(method, precondition=row.precondition)
 
     def permits(self, method: Method) -> bool:
-        """Whether a method may be recommended.
-
-        Without a codec it always may. With an optimizer that is not in the table only the codec
-        may that ``codec="auto"`` takes for it; without an optimizer `by_seconds` decides.
+        """Return whether a method may be recommended: always without a codec. Under an optimizer
+        that is not in the table, only the fallback of ``codec="auto"`` may be; without an
+        optimizer, `by_seconds` decides.
         """
         if method.codec is None or method.keeps_loss:
             return True
@@ -150,8 +149,8 @@ class Tolerance:
         return within or (safe and self.optimizer is None)
 
     def start(self, method: Method, methods: Sequence[Method]) -> tuple[float, Method | None]:
-        """Return the share of the steps that a method begins with otherwise, as its loss was
-        measured, and which of `methods` they are then averaged by; None: by fp32.
+        """Return the share of warm-up steps with which a method's loss was measured, and the one of
+        `methods` that averages gradients in them; None: fp32.
         """
         row = self.cost(method)
         if row is None or row.warmup_codec is None:
@@ -162,7 +161,7 @@ class Tolerance:
         return row.start, next(iter((*same, *alike)), None)
 
     def of(self, method: Method) -> str:
-        """Return the sentence on the accuracy of a recommended method, "" for none."""
+        """Return the sentence on the accuracy of a recommended method, "" if it loses none."""
         if method.keeps_loss:
             return ""
         rows = [row for row in self.costs(method).values() if row is not None]
@@ -184,13 +183,13 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Row:
-    """One method on some nodes.
+    """Prediction for one method on one number of nodes.
 
     Attributes:
         method: how gradients are exchanged.
-        result: of one step.
-        seconds: a step, over a whole run: with those of the warm start that its loss was measured
-            with.
+        result: simulation of one step after the warm-up.
+        seconds: mean seconds per step over a whole run, including the warm-up steps with which the
+            method's loss was measured.
     """
 
     method: Method
@@ -200,7 +199,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Crossing:
-    """On `nodes`, not on one fewer, `after` is the fastest; within 1 % the first counts."""
+    """Number of `nodes` at which `after` replaces `before` as the fastest method; of methods within
+    1 % of each other, the first counts as the fastest.
+    """
 
     nodes: int
     before: str
@@ -209,15 +210,15 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What methods take on numbers of nodes, and which one to use; each figure is computed when it
-    is first asked for.
+    """Predicted seconds per step by method and number of nodes, and the recommendation; each figure
+    is computed on first access.
 
     Attributes:
         setting: what is simulated.
-        methods: compared, in this order.
+        methods: methods that are compared, in this order.
         counts: numbers of nodes, ascending.
-        tolerance: what methods cost in accuracy.
-        repeated: the rates as they were measured one time after the other.
+        tolerance: accuracy losses of the methods, and the accepted loss.
+        repeated: codec rates of each repeated measurement; empty if there was only one.
     """
 
     setting: Setting
@@ -231,12 +232,12 @@ class Prediction:
 
     @property
     def rates(self) -> Rates:
-        """The rates that the simulations use."""
+        """CPU seconds of the codecs that the simulations use."""
         return self.setting.rates
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
-        """One per node count and method, in this order."""
+        """One row for each pair of node count and method, by node count first."""
         return tuple(
             Row(m, self.simulated(m, n), self.seconds(m, n))
             for n in self.counts
@@ -244,16 +245,16 @@ class Prediction:
         )
 
     def result(self, method: str, nodes: int) -> Simulation:
-        """Return one method's simulation on so many nodes.
+        """Return the simulation of the named method on a number of nodes.
 
         Raises:
-            KeyError: that was not predicted.
+            KeyError: the method or the number of nodes is not part of this prediction.
         """
         return {(row.method.name, row.result.nodes): row.result for row in self.rows}[method, nodes]
 
     @cached_property
     def candidates(self) -> list[Method]:
-        """The methods that may be recommended: those that `tolerance` permits; if none, all."""
+        """Methods that may be recommended: those that `tolerance` permits, or all if none is."""
         return [m for m in self.methods if self.tolerance.permits(m)] or list(self.methods)
 
     @property
@@ -263,14 +264,14 @@ class Prediction:
 
     @cached_property
     def plain(self) -> Method | None:
-        """DDP's own exchange of fp32; None: not among the methods."""
+        """DDP's own fp32 all_reduce; None if it is not one of the methods."""
         fp32 = (m for m in self.methods if m.codec is None and m.value_nbytes == FP32_NBYTES)
         return next(fp32, None)
 
     @cached_property
     def nodes(self) -> int:
-        """The number of nodes recommended: the fewest within 5 % of the shortest step (most samples
-        a second in weak scaling).
+        """Recommended number of nodes: the smallest within 5 % of the shortest step (in weak
+        scaling, of the most samples per second).
         """
         weak = self.setting.workload.weak
         best = {n: min(self.seconds(m, n) for m in self.candidates) for n in self.counts}
@@ -279,7 +280,7 @@ class Prediction:
 
     @cached_property
     def method(self) -> Method:
-        """The method recommended: the fastest, or the first without a codec within 5 % of it."""
+        """Recommended method: the fastest, or the first without a codec within 5 % of it."""
         fastest = self.fastest(self.nodes)
         limit = (1 + ENOUGH) * self.seconds(fastest, self.nodes)
         plain = (m for m in self.candidates if m.keeps_loss)
@@ -287,19 +288,19 @@ class Prediction:
 
     @cached_property
     def best(self) -> Simulation:
-        """The step that is recommended."""
+        """Simulation of `method` on `nodes`, as recommended."""
         return self.simulated(self.method, self.nodes)
 
     @property
     def speedup(self) -> float:
-        """Seconds a step of fp32 over those of `method`, on `nodes`; 1 without fp32."""
+        """Seconds per step with fp32 divided by those with `method`, on `nodes`; 1 without fp32."""
         took = self.seconds(self.method, self.nodes)
         return self.simulated(self.plain, self.nodes).seconds / took if self.plain and took else 1.0
 
     @cached_property
     def crossings(self) -> tuple[Crossing, ...]:
-        """Where the fastest of the permitted methods changes; between two counts by halving, as if
-        none came back there.
+        """Numbers of nodes at which the fastest permitted method changes, by bisection between two
+        `counts`; a method that is replaced is assumed not to become the fastest again in between.
         """
         out = []
         for low, end in itertools.pairwise(n for n in self.counts if n > 1):
@@ -315,14 +316,17 @@ class Prediction:
 
     @cached_property
     def break_even_bits_per_s(self) -> float | None:
-        """Link rate above which nothing here is more than 5 % faster than fp32 on `nodes`; inf
-        where that is so at no rate, 0 at every rate, None if fp32 or codecs were not asked for.
+        """Link rate, in bits per second, above which no method is over 5 % faster than fp32 on
+        `nodes`: inf if some method is at every rate, 0 if none is at any. None on one node, without
+        fp32, or with fp32 alone.
         """
         return self._break_even(self.setting.rates)
 
     @cached_property
     def break_even_range(self) -> tuple[float, float] | None:
-        """The lowest and the highest such rate with each of `repeated`; None for no rate."""
+        """Lowest and highest `break_even_bits_per_s` over the rates of `setting` and `repeated`;
+        None where it is None, 0 or inf.
+        """
         even = self.break_even_bits_per_s
         if not even or even == math.inf:
             return None
@@ -331,8 +335,8 @@ class Prediction:
 
     @property
     def optimal_nodes(self) -> int | float:
-        """Of the formula of Seide et al. with the method's compression ratio and double buffering,
-        measured collectives taken as those of fp32; may be inf.
+        """Number of nodes by the formula of Seide et al. with double buffering and the compression
+        ratio of `best`, may be inf. The transport counts with its seconds of an fp32 all_reduce.
         """
         work, transport = self.setting.workload, self.setting.transport
         if work.weak:
@@ -353,7 +357,7 @@ class Prediction:
 
     @cached_property
     def sentence(self) -> str:
-        """The recommendation in words."""
+        """Recommendation as text."""
         tolerance = self.tolerance
         text = _by_seconds(self) + _accuracy(self) + _rarely(self)
         if not any(map(tolerance.permits, self.methods)):
@@ -367,14 +371,14 @@ class Prediction:
         return text
 
     def simulated(self, method: Method, n: int) -> Simulation:
-        """Return any method's simulation on any number of nodes."""
+        """Return the simulation of any method on `n` nodes; results are cached."""
         key = method.name, n
         if key not in self._simulated:
             self._simulated[key] = self.setting.simulate(self.tolerance.as_measured(method), n)
         return self._simulated[key]
 
     def seconds(self, method: Method, n: int) -> float:
-        """Return seconds a step over a whole run, its warm start included."""
+        """Return the mean seconds per step over a whole run, warm-up included."""
         start, first = self.tolerance.start(method, self.methods)
         own = self.simulated(method, n).seconds
         if not start:
@@ -382,7 +386,7 @@ class Prediction:
         return (1 - start) * own + start * self.simulated(first or FP32, n).seconds
 
     def fastest(self, n: int) -> Method:
-        """Return the fastest permitted method; of equally fast ones the first."""
+        """Return the fastest permitted method on `n` nodes, the first of equally fast ones."""
         limit = (1 + TIE) * min(self.seconds(m, n) for m in self.candidates)
         return next(m for m in self.candidates if self.seconds(m, n) <= limit)
 
@@ -426,30 +430,30 @@ def predict(
     by_seconds: bool | None = None,
     repeated: Sequence[Rates] = (),
 ) -> Prediction:
-    """Simulate every method on every number of nodes and say what pays.
+    """Simulate every method on every number of nodes and recommend one.
 
     Args:
-        workload: what is trained; its minibatch is shared out over the nodes (strong scaling)
-            unless `weak`.
-        link: of every node.
-        nodes: node counts, 1 to 4096.
-        node: how many ranks share it, and what joins them; one by default.
-        methods: to choose from; None: all, for nodes of several ranks the hierarchical ones, too.
+        workload: model, minibatch and computing times. The minibatch is split over all ranks
+            (strong scaling) unless ``workload.weak``.
+        link: network link of every node.
+        nodes: numbers of nodes to compare, each 1 to 4096.
+        node: number of ranks on a node and the link between them; one rank by default.
+        methods: methods to compare; None: all, including hierarchical ones if nodes have several
+            ranks.
         rates: CPU seconds of the codecs; None: measured here (`gradcomp.plan.calibrate`).
-        cores, double_buffering, stragglers, transport: as of `gradcomp.plan.simulate`.
-        optimizer: name of the optimizer, such as "adamw" or "sgd": codecs that were measured to
-            lose more under it than is tolerated, or were not measured, are not recommended
-            (`Tolerance`).
-        tolerances: the most that may be lost, by unit: "nats" (0.02 unless given), "points" of
-            accuracy (0.3).
-        by_seconds: without an optimizer, let seconds alone decide; False: recommend only what loses
-            nothing under any optimizer. None: True where `methods` are given.
-        repeated: `rates` as they were measured several times, for `break_even_range`.
+        cores, double_buffering, stragglers, transport: as in `gradcomp.plan.simulate`.
+        optimizer: name of the optimizer, such as "adamw" or "sgd". Codecs whose measured loss
+            under it exceeds the tolerance, or that were not measured under it, are not recommended.
+        tolerances: largest accepted loss, by unit: "nats" (default 0.02), "points" of accuracy
+            (default 0.3).
+        by_seconds: without an optimizer, recommend by seconds alone; False: recommend only codecs
+            within the tolerance under every optimizer. None: True if `methods` are given.
+        repeated: results of repeated measurements of `rates`, for `break_even_range`.
 
     Raises:
-        TypeError: a tolerance or `cores` that is not a number.
-        ValueError: no nodes, no methods, an unknown optimizer, a tolerance that is negative or not
-            finite, or as of `gradcomp.plan.simulate`.
+        TypeError: a tolerance or `cores` is not a number.
+        ValueError: `nodes` or `methods` are empty, the optimizer is unknown, a tolerance is
+            negative or not finite, or as in `gradcomp.plan.simulate`.
     """
     for name, given in (("nodes", nodes), ("methods", methods)):
         if given is not None and not len(given):
@@ -463,23 +467,25 @@ def predict(
     )
     counts = tuple(sorted(set(nodes)))
     prediction = Prediction(setting, tuple(chosen), counts, tolerance, tuple(repeated))
-    prediction.sentence  # noqa: B018  refuses what cannot be simulated
+    prediction.sentence  # noqa: B018  raises here for a setting that cannot be simulated
     return prediction
 
 
 def ways(node: Node) -> tuple[Method, ...]:
-    """Return the methods to choose from on such nodes."""
+    """Return all methods for these nodes; hierarchical ones need several ranks on a node."""
     return METHODS if node.ranks == 1 else (*METHODS, *HIERARCHICAL)
 
 
 def to_calibrate(
     methods: Sequence[Method], counts: Sequence[int], node: Node = ALONE
 ) -> list[Method]:
-    """Return the methods whose rates are needed, with those that may be mentioned (`rare`)."""
+    """Return the methods whose rates a prediction needs, including `rare`. A hierarchical method
+    needs those of the method between nodes and of `IDENTITY` inside them.
+    """
     found: dict[str, Method] = {}
     for method in (*methods, *(rare(n, node) for n in counts)):
         wanted = [method]
-        if method.exchange == "hierarchical":  # inside nodes, and between so many
+        if method.exchange == "hierarchical":
             flat = [between(method.each_step, n) for n in counts]
             wanted = [m if method.local is None else m.after(method.local) for m in flat]
             wanted.append(IDENTITY)
@@ -488,8 +494,8 @@ def to_calibrate(
 
 
 def rare(n: int, node: Node) -> Method:
-    """Return what is mentioned where the network takes two thirds of every step: the default
-    exchange of ternary codes, after H local steps.
+    """Return the method that is mentioned where over two thirds of a step are exposed exchange:
+    ``terngrad`` with its default exchange, after `RARELY` local steps.
     """
     method = find_method("terngrad hierarchical")
     return (method if node.ranks > 1 else between(method, n)).after(RARELY)
@@ -533,8 +539,8 @@ def _by_seconds(them: Prediction) -> str:
 
 
 def _accuracy(them: Prediction) -> str:
-    """Return what is said of accuracy: of the method recommended, and of the fastest way of every
-    codec that is left out, on the nodes that are recommended; where that is one, on the best.
+    """Return the sentences on the accuracy of the recommended method and of the fastest method of
+    every codec that is left out, on the recommended nodes; if that is one node, on the best number.
     """
     method, n = them.method, them.nodes
     counts = them.counts if n == 1 else [n]
@@ -556,8 +562,8 @@ def _accuracy(them: Prediction) -> str:
 
 
 def _rarely(them: Prediction) -> str:
-    """Return what local steps would do, where the recommended method waits for the network for most
-    of its time; "" where it does not, or local steps were asked for.
+    """Return the sentence on local steps if the recommended method spends most of its step waiting
+    for the network; "" if it does not, or if local steps are among the methods.
     """
     method, n, result = them.method, them.nodes, them.best
     local = any(m.local is not None for m in them.methods)

@@ -1,8 +1,8 @@
-"""CPU seconds of every pipeline stage: a few rates a method, measured by running the library's own
-exchange.
+"""CPU seconds of every pipeline stage, as a few rates per method that are measured with the
+library's own exchange.
 
-A stage's seconds are fixed + per_payload * N + per_value * (values that pass) + per_owned_value *
-(values the rank owns). Values that pass:
+A stage takes fixed + per_payload * N + per_value * (processed values) + per_owned_value * (values
+the rank owns) seconds. Processed values, by exchange and stage:
 
 ==============  ===================  =====================  ==================
 stage           statistics, encode   owner                  decode
@@ -42,19 +42,19 @@ from gradcomp.plan.nodes import exact
 
 STAGES = ("statistics", "encode", "owner", "decode")
 CAST_STAGES = ("cast", "uncast")
-# Beside the methods, with the one stage "apply": what exchanges after local steps, and with
-# ``precondition=True``, take more.
+# Entries besides the methods, with the single stage "apply": additional seconds of exchanges after
+# local steps, and of ``precondition=True``.
 OUTER, PRECONDITION = "outer step", "precondition"
 SIZES = (1 << 13, 1 << 20)  # elements
 WORLD_SIZES = (2, 8)
 REPEATS = 5
 
-Features = tuple[float, float, float, float]  # 1, N, values that pass, values owned
+Features = tuple[float, float, float, float]  # 1, N, processed values, owned values
 
 
 @dataclass(frozen=True)
 class StageRate:
-    """Seconds of one stage; see the table at the head of this file."""
+    """Rates of one stage, in seconds; see the table in the module's docstring."""
 
     fixed_s: float = 0.0
     per_payload_s: float = 0.0
@@ -66,7 +66,7 @@ class StageRate:
             exact(name, value)
 
     def seconds(self, features: Features) -> float:
-        """Return the seconds for (1, N, values that pass, values owned)."""
+        """Return the seconds for (1, N, processed values, owned values)."""
         rates = (self.fixed_s, self.per_payload_s, self.per_value_s, self.per_owned_value_s)
         return sum(rate * count for rate, count in zip(rates, features, strict=True))
 
@@ -79,7 +79,7 @@ class Rates:
     """CPU seconds of the stages of every method.
 
     Attributes:
-        stages: by method name, then by stage; a method that is missing costs nothing.
+        stages: rates by method name, then by stage; a missing method takes no time.
     """
 
     stages: Mapping[str, Mapping[str, StageRate]] = field(default_factory=dict)
@@ -87,7 +87,9 @@ class Rates:
     def stage_seconds(
         self, method: Method, world_size: int, numel: int, owned: int
     ) -> tuple[float, ...]:
-        """Return the seconds of every stage of a bucket: its values, and those the rank owns."""
+        """Return the seconds of every stage of a bucket of `numel` values, of which the rank owns
+        `owned`.
+        """
         rates = self.stages.get(method.name, {})
         seconds = [
             rates.get(stage, FREE_STAGE).seconds(_features(method, stage, world_size, numel, owned))
@@ -98,7 +100,7 @@ class Rates:
         return tuple(seconds)
 
     def outer_seconds(self, numel: int) -> float:
-        """Return the seconds of forming so many pseudo-gradients and applying their average."""
+        """Return the seconds of computing `numel` pseudo-gradients and applying their average."""
         return self._apply_seconds(OUTER, numel)
 
     def _apply_seconds(self, name: str, numel: int) -> float:
@@ -106,7 +108,7 @@ class Rates:
 
     @staticmethod
     def median(repeated: Sequence[Rates]) -> Rates:
-        """Return the median of every rate of several measurements of the same methods."""
+        """Return the median of every rate over repeated measurements of the same methods."""
         out: dict[str, dict[str, StageRate]] = {m: {} for m in repeated[0].stages}
         for method, stage in ((m, s) for m, stages in repeated[0].stages.items() for s in stages):
             found = (astuple(one.stages[method][stage]) for one in repeated)
@@ -114,16 +116,16 @@ class Rates:
         return Rates(out)
 
     def to_dict(self) -> dict[str, dict[str, dict[str, float]]]:
-        """Return plain dictionaries, for JSON."""
+        """Return the rates as dictionaries for JSON: method, stage, field."""
         return {m: {s: asdict(r) for s, r in stages.items()} for m, stages in self.stages.items()}
 
     @staticmethod
     def load(path: Path) -> Rates:
-        """Read what ``python -m gradcomp.plan --json`` wrote, or `to_dict` as JSON.
+        """Read rates from a file of ``python -m gradcomp.plan --json``, or from JSON of `to_dict`.
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: it does not hold rates, or those of a method or stage that is not known.
+            ValueError: the file does not contain rates, or names an unknown method or stage.
         """
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
@@ -156,7 +158,7 @@ def _features(method: Method, stage: str, n: int, numel: int, owned: int) -> Fea
 
 
 def per_value(numel: int) -> Features:
-    """Return the features of seconds that are fixed + per_value * numel."""
+    """Return the features of a stage that takes fixed + per_value * numel seconds."""
     return 1.0, 0.0, float(numel), 0.0
 
 
@@ -171,21 +173,21 @@ def calibrate(
     repeats: int = REPEATS,
     before: Callable[[], None] = lambda: None,
 ) -> Rates:
-    """Return rates measured here, now, on as many threads as torch has: about a second for all
-    methods.
+    """Measure the rates of methods in this process, with torch's number of threads. Takes about a
+    second for all methods.
 
-    Every exchange runs for real, with peers that send what this rank sends and without a network.
+    Runs the real exchange without a network: the messages of all peers are copies of this rank's.
 
     Args:
-        methods: to measure.
-        sizes: elements of a bucket, multiples of 512, so that all ranks own alike pieces.
-        world_sizes: ranks, powers of two up to 64.
-        repeats: measurements that a median is taken of.
-        before: called before every measurement (a barrier, so that ranks of one machine measure at
-            once).
+        methods: methods to measure.
+        sizes: elements of a bucket, multiples of 512, so that all ranks own equally many.
+        world_sizes: numbers of ranks, powers of two from 2 to 64.
+        repeats: number of measurements, of which the median is used.
+        before: called before each measurement, for example a barrier, so that the ranks of one
+            machine measure at the same time.
 
     Raises:
-        ValueError: a size or a number of ranks that does not share out evenly.
+        ValueError: a size or a number of ranks does not fulfil these conditions.
     """
     for name, unit, values in (("sizes", 512, sizes), ("world_sizes", 2, world_sizes)):
         if not values or any(v < unit or v % unit for v in values):
@@ -213,7 +215,7 @@ def calibrate(
         for n in world_sizes:
             for size in sizes:
                 before()
-                # as many for every rank: the peers send what this rank does
+                # a multiple for all ranks: the peers' messages are copies of this rank's
                 numel = round_up(size, n * max(1, method.codec.form.group_numel))
                 seconds = _run_exchange(method, method.codec, numel, n, repeats)
                 scatters = method.exchange == "reduce_scatter"
@@ -227,7 +229,7 @@ def calibrate(
 def _run_exchange(
     method: Method, codec: Codec, numel: int, n: int, repeats: int
 ) -> dict[str, float]:
-    """Return the median seconds of every stage of one exchange of rank 0."""
+    """Return the median seconds of every stage of one bucket's exchange on rank 0."""
     strategy = Strategy(method.exchange, method.second_phase)
     group = codec.form.group_numel or (max(1, numel // 64) if codec.whole_groups else numel)
     plan = BucketPlan(codec, [Slot(0, numel, group, True, 0)], strategy, n, 0, {0: 0})
@@ -259,7 +261,9 @@ def _widening(numel: int) -> Callable[[], Tensor]:
 
 
 def _preconditioning(numel: int) -> Callable[[], None]:
-    """Take values, residuals and averages to units of second moments and back, and observe."""
+    """Return a function with the work of ``precondition=True``: divide values and residuals by the
+    second moments, multiply averages by them, and update the moments.
+    """
     moments, slot = SecondMoments(Precondition(), {0: numel}), Slot(0, numel, numel, True, 0)
     values, residual = torch.randn(numel), torch.randn(numel)
     units, out, spare = (torch.empty(numel) for _ in range(3))
@@ -276,7 +280,9 @@ def _preconditioning(numel: int) -> Callable[[], None]:
 
 
 def _outer_step(numel: int) -> Callable[[], None]:
-    """Form pseudo-gradients, copy them into buckets and back, and apply them as `DiLoCo` does."""
+    """Return a function that computes pseudo-gradients, copies them into buckets and back, and
+    applies them like `DiLoCo`.
+    """
     weight, bucket = torch.randn(numel), torch.empty(numel)
     anchor = torch.nn.Parameter(weight.clone())
     optimizer = SplitSGD([anchor], lr=0.7, momentum=0.9, nesterov=True)
@@ -294,7 +300,9 @@ def _outer_step(numel: int) -> Callable[[], None]:
 
 
 def fit(points: Sequence[tuple[Features, float]]) -> StageRate:
-    """Return the rates of least relative squares; columns are dropped until none is negative."""
+    """Return the rates with the least sum of squared relative errors. Features whose rate would be
+    negative are dropped one by one.
+    """
     rows = np.array([features for features, _ in points])
     seconds = np.array([max(s, 1e-9) for _, s in points])
     kept = [c for c in range(rows.shape[1]) if rows[:, c].any()]
@@ -310,7 +318,7 @@ def fit(points: Sequence[tuple[Features, float]]) -> StageRate:
 
 
 class _Echo(Communicator):
-    """N - 1 peers that send what this rank sends."""
+    """Communicator of rank 0 whose N - 1 peers send copies of this rank's messages."""
 
     rank = 0
 

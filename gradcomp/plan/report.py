@@ -1,4 +1,4 @@
-"""The planner's tables, its picture and its JSON."""
+"""Output of the planner: tables, plot and JSON."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from gradcomp.plan.predict import Prediction
 
 FLOOR_S = 1e-6
 SAMPLE = 1_000_000  # values
-SHORT = {FAMILIES["adam"]: "AdamW", FAMILIES["sgd"]: "SGD"}  # heads of columns: what was measured
+SHORT = {FAMILIES["adam"]: "AdamW", FAMILIES["sgd"]: "SGD"}  # column heads: measured optimizers
 
 
 def print_prediction(console: Console, model: Model, found: Prediction) -> None:
-    """Print what was assumed, the tables, what is known of accuracy, the recommendation."""
+    """Print the assumptions, the tables, the measured accuracy losses and the recommendation."""
     setting, work, node = found.setting, found.setting.workload, found.setting.node
     scaling = f"a {'node' if node.ranks == 1 else 'rank'}" if work.weak else "over all nodes"
     link = "collectives as measured" if setting.as_measured else f"link {setting.link}"
@@ -39,7 +39,7 @@ def print_prediction(console: Console, model: Model, found: Prediction) -> None:
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
     for table in (seconds_table(found), fastest_table(found)):
         console.print()
-        # cells are never cut
+        # widen the console if needed: cells are never cut
         whole = console.measure(table, options=console.options.update(width=10_000)).maximum
         Console(file=console.file, width=max(console.width, whole)).print(table)
     console.print()
@@ -49,7 +49,7 @@ def print_prediction(console: Console, model: Model, found: Prediction) -> None:
 
 
 def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], names: int) -> Table:
-    """Return a table of numbers, with names in column `names`."""
+    """Return a table of right-aligned numbers; column `names` contains left-aligned names."""
     table = Table(
         title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False
     )
@@ -62,8 +62,8 @@ def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], name
 
 
 def seconds_table(found: Prediction) -> Table:
-    """Return what is lost in accuracy and seconds a step by method and nodes, of every number of
-    nodes the fastest in bold.
+    """Return the table of accuracy losses and seconds per step, by method and number of nodes; the
+    fastest method on each number of nodes is in bold.
     """
     costs = {method: found.tolerance.costs(method) for method in found.methods}
     heads, mixed = [""], set()  # columns in nats and in points, whose cells name their unit
@@ -90,7 +90,7 @@ def _loss(method: Method, row: Measured | None, *, with_unit: bool) -> str:
 
 
 def fastest_table(found: Prediction) -> Table:
-    """Return where the time of the fastest method goes, by nodes."""
+    """Return the table of the fastest method's time, split into its parts, by number of nodes."""
     waits, lines = found.setting.stragglers.any, []
     for n in found.counts:
         method = found.fastest(n)
@@ -109,7 +109,7 @@ def fastest_table(found: Prediction) -> Table:
 
 
 def accuracy_lines(found: Prediction) -> list[str]:
-    """Return where the losses were measured, and what options they need: a line each training."""
+    """Return one line for each training: its measured losses and the options that they need."""
     lines: dict[str, dict[str, None]] = {}
     for method in found.methods:
         for cost in found.tolerance.costs(method).values():
@@ -127,7 +127,7 @@ def accuracy_lines(found: Prediction) -> list[str]:
 
 
 def spread_lines(found: Prediction) -> list[str]:
-    """Return a line on how far repeated timings of the codecs differ; none without repeats."""
+    """Return a line on the spread of repeated timings of the codecs, or no line without repeats."""
     method = next((m for m in (found.method, *found.candidates) if m.compresses), None)
     if method is None or len(found.repeated) < 2:
         return []
@@ -140,7 +140,7 @@ def spread_lines(found: Prediction) -> list[str]:
 
 
 def crossing_lines(found: Prediction) -> list[str]:
-    """Return the crossings and the rate at which compression stops paying, a line each."""
+    """Return one line for each crossing, and one for the rate at which compression stops paying."""
     text = "From {} nodes {} is the fastest, before it {}."
     lines = [text.format(c.nodes, c.after, c.before) for c in found.crossings]
     if found.break_even_range is not None:
@@ -150,10 +150,10 @@ def crossing_lines(found: Prediction) -> list[str]:
 
 
 def plot(model: Model, found: Prediction, path: Path) -> None:
-    """Draw seconds a step over nodes, a curve per method, crossings as dotted lines; the suffix of
-    `path` decides the format.
+    """Draw seconds per step over nodes, one curve for each method and dotted lines at crossings;
+    the suffix of `path` determines the format.
     """
-    plots = importlib.import_module("gradcomp.bench.plots")  # a layer above, as --measure is
+    plots = importlib.import_module("gradcomp.bench.plots")  # a higher layer: no import at the top
     counts, methods, setting = found.counts, found.methods, found.setting
     series = {m.name: (counts, [found.simulated(m, n).seconds for n in counts]) for m in methods}
     computing = [found.simulated(methods[0], n).compute_seconds for n in counts]
@@ -175,7 +175,7 @@ def plot(model: Model, found: Prediction, path: Path) -> None:
 
 
 def to_dict(model: Model, found: Prediction) -> dict[str, Any]:
-    """Return every number of a prediction; what is infinite as the string "inf"."""
+    """Return every number of a prediction for JSON; infinite numbers become the string "inf"."""
     setting, work = found.setting, found.setting.workload
     asked = ("numel", "minibatch", "weak", "t_frame", "t_update", "t_post")
     answers = ("permitted", "nodes", "speedup", "break_even_bits_per_s", "break_even_range")
@@ -204,7 +204,7 @@ def to_dict(model: Model, found: Prediction) -> dict[str, Any]:
 
 
 def _losses(found: Prediction, method: Method) -> dict[str, Any]:
-    """Return what a method costs in accuracy, by optimizer; None: not measured."""
+    """Return a method's accuracy losses by optimizer, as dictionaries; None: not measured."""
     return {
         name: row
         and {

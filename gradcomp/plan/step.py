@@ -1,22 +1,22 @@
-"""Predict the seconds of one training step of N nodes, from the work of one rank.
+"""Simulate one training step of N nodes and predict its seconds from the work of one rank.
 
 A rank is a list of jobs: forward, pieces of backward, the pipeline's stages, transfers over links,
-the update. A job begins when the jobs that it follows have ended and its resource is free;
-resources serve jobs in the order in which they become ready (list scheduling). There are a main
-core, cores for the codecs, the node's link, the link inside a node, and the transport.
+and the update. A job starts when the jobs before it have ended and its resource is free. Resources
+serve jobs in the order in which they become ready (list scheduling). The resources are a main core,
+cores for the codecs, the node's link, the link inside a node, and the transport.
 
-Backward makes buckets ready in DDP's order. Each bucket goes through the stages of the pipeline,
-a stage a thread: a stage waits for the collective that the stage before started, works, and starts
-its own. A collective is complete when its bytes have left the link and been under way for the
-latency of each of its rounds (`gradcomp.comm.link`).
+Buckets become ready during backward in DDP's order. Each bucket passes through the stages of the
+pipeline, one thread per stage: a stage waits for the collective that the previous stage started,
+computes, and starts its own. A collective is complete when its bytes have passed the link and the
+latency of each of its rounds is over (`gradcomp.comm.link`).
 
-With fewer than two cores the stages' work and the moving of bytes (while the link passes them)
-share backward's core; backward is cut into pieces for that. With c cores the stages have c - 1 of
-their own, and bytes move beside them.
+With fewer than two cores, the stages and the transport's work on bytes share a core with backward,
+which is cut into pieces for this. With c cores, the stages have c - 1 cores of their own, and the
+transport works in parallel.
 
-All nodes do the same, so one stands for all, and where they differ the slowest one: all others wait
-for it. With double buffering they wait for it half a step later, and may have made up for the time
-by then; so some of each kind of node are scheduled.
+If all nodes are alike, only one of them is simulated. If they differ, only the slowest is, because
+all others wait for it. With double buffering they wait half a step later and may have caught up by
+then, so several nodes of each kind are simulated.
 """
 
 from __future__ import annotations
@@ -47,14 +47,16 @@ from gradcomp.plan.rates import FREE, Rates
 from gradcomp.plan.workload import ALONE, EVEN, Simulation, Stragglers, Transport, Workload
 
 BACKWARD_PIECES = 16
-LITTLE = (64, 64)  # a tensor that is compressed and takes no time
+LITTLE = (64, 64)  # shape of a tensor that is compressed in negligible time
 MAX_NODES = 4096
-MAX_STAGES = 4  # threads of a pipeline, so more cores than this have nothing to do for it
+MAX_STAGES = 4  # threads of a pipeline, so it cannot use more cores than this
 MAIN, CODECS, LINK, INSIDE, TRANSPORT = range(5)  # resources
 
 
 class Jobs:
-    """Jobs that follow each other, on resources that serve so many at once, first in, first out."""
+    """Jobs with dependencies, on first-in-first-out resources; `servers` is the number of jobs that
+    each resource runs at the same time.
+    """
 
     def __init__(self, servers: Mapping[Hashable, int]) -> None:
         self._free: dict[Hashable, float] = {None: math.inf, **servers}
@@ -63,8 +65,8 @@ class Jobs:
         self._followers: list[list[int]] = []
 
     def add(self, resource: Hashable, seconds: float, *after: int) -> int:
-        """Return the number of a new job that follows the jobs `after`. Without a resource, or
-        seconds, it waits for nothing else.
+        """Add a job that starts after the jobs `after` have ended; return its number. With a
+        `resource` of None or zero `seconds`, it waits for no resource.
         """
         self._jobs.append((resource if seconds > 0 else None, seconds))
         self._left.append(len(after))
@@ -75,7 +77,7 @@ class Jobs:
         return number
 
     def ends(self) -> list[float]:
-        """Run all jobs once; return when each of them ends."""
+        """Run all jobs once; return the time in seconds at which each of them ends."""
         times, order = [0.0] * len(self._jobs), count()
         waiting: dict[Hashable, deque[int]] = {resource: deque() for resource in self._free}
         running: list[tuple[float, int, int]] = []
@@ -106,7 +108,7 @@ class Jobs:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage's work on one slice: seconds of a core, and the collective that it then starts."""
+    """One stage's work on one slice: seconds on a core, and the collective that it starts then."""
 
     seconds: float
     collective: Collective | None
@@ -114,7 +116,9 @@ class Stage:
 
 @dataclass(frozen=True)
 class Setting:
-    """All but the method and the number of nodes; arguments and errors as of `simulate`."""
+    """Input of a simulation except the method and the number of nodes; attributes and errors are
+    those of `simulate`.
+    """
 
     workload: Workload
     link: Link
@@ -130,16 +134,16 @@ class Setting:
 
     @property
     def as_measured(self) -> bool:
-        """Whether measured collectives take the place of a link."""
+        """Whether the measured transport replaces the link, which is infinitely fast."""
         return self.transport is not None and math.isinf(self.link.bits_per_s)
 
     def ratio(self, result: Simulation) -> float:
-        """Return the compression ratio of a step: bytes of rings of fp32 over bytes sent."""
+        """Return the compression ratio of a step: bytes of fp32 ring all_reduces / bytes sent."""
         rings = ring_bytes(self.workload.numel, result.ranks) * (1 + self.double_buffering)
         return rings / result.sent_nbytes if result.sent_nbytes else 1.0
 
     def simulate(self, method: Method, nodes: int) -> Simulation:
-        """Return what a step of so many nodes takes."""
+        """Return the simulation of a step with a method on a number of nodes."""
         check_integer("nodes", nodes, 1, MAX_NODES)
         if method.local is not None:
             return self._local_steps(method.each_step, method.local, nodes)
@@ -158,7 +162,7 @@ class Setting:
             update,
             counts,
         )
-        # with double buffering the first exchange has no computation before it that hides it
+        # with double buffering no computation hides the first exchange: leave its step out
         first = halves if self.double_buffering else 0
         steps = (len(factors) - first) / halves
         seconds, exchange = (begun[-1] - begun[first]) / steps, sum(exchanges[first:]) / steps
@@ -171,9 +175,10 @@ class Setting:
         return Simulation(nodes, *parts, _hidden(exposed, exchange), sent, ranks)
 
     def _local_steps(self, method: Method, local: LocalSteps, nodes: int) -> Simulation:
-        """Return what a step takes where H of them are followed by one exchange, which nothing
-        hides but the steps that it may be late; with fewer than two cores these do not hide codecs
-        and the moving of bytes. Times of H steps differ less than those of one, by the root of H.
+        """Return the mean of H local steps and the exchange after them, per step.
+
+        The exchange is hidden only by the `delay` steps, and with fewer than two cores these hide
+        neither codecs nor the transport's work. H steps have the jitter of one over sqrt(H).
         """
         if self.double_buffering:
             raise ValueError(
@@ -185,7 +190,7 @@ class Setting:
                 f"{local.fragments} fragments of {tensors} tensors: a fragment has at least one"
             )
         h, work, ranks = local.every, self.workload, nodes * self.node.ranks
-        # every rank updates all parameters, and does all of the post-processing
+        # every rank updates all parameters and does the whole post-processing
         update = h * (work.t_update + work.t_post)
         update += self.rates.outer_seconds(work.numel) if ranks > 1 else 0.0
         whole = replace(work, t_frame=h * work.t_frame, t_post=0.0, t_update=update, overlaps=False)
@@ -193,7 +198,7 @@ class Setting:
         rounds = replace(self, workload=whole, stragglers=calmer)
         found = rounds.simulate(method, nodes)
         exposed, exchange = found.exposed_seconds, found.exchange_seconds
-        # what an exchange takes however little it carries, once more for each
+        # add the fixed time of an exchange for each additional fragment
         if local.fragments > 1 and ranks > 1:
             tiny = replace(whole, parameters=(("", LITTLE),), flops=None)
             each = replace(rounds, workload=tiny).simulate(method, nodes).exposed_seconds
@@ -221,15 +226,19 @@ class Setting:
         update: float,
         counts: Sequence[int] = (1,),
     ) -> tuple[list[float], list[float]]:
-        """Return when each half of a step begins, and the end, as means over nodes; and the
-        seconds of each exchange on the first one.
+        """Schedule all jobs of a run. Half steps are whole steps without double buffering.
 
         Args:
-            slices: stages of each, as backward makes them ready; none: nothing is exchanged.
-            pieces: of `backward_pieces`.
-            compute: seconds of forward and backward: ``[half][node]``.
+            slices: stages of each slice, in the order in which slices become ready; empty: nothing
+                is exchanged.
+            pieces: pieces of backward, from `backward_pieces`.
+            compute: seconds of forward and backward, ``[half step][node]``.
             update: seconds of a model update.
-            counts: nodes that each of these stands for.
+            counts: number of nodes that each simulated node stands for.
+
+        Returns:
+            The start of each half step, then the end of the last, in seconds as means over nodes;
+            and the seconds of each exchange on the first simulated node.
         """
         nodes, forward_share = range(len(compute[0])), self.workload.forward_share
         threads = min(MAX_STAGES, max(1, int(self.cores) - 1))
@@ -257,7 +266,7 @@ class Setting:
                         arrived = self._exchange(jobs, worked[place], stage.collective)
             if first is not None:
                 exchanges.append((first, worked[-1]))
-            # with double buffering an update applies the exchange of the half before
+            # with double buffering an update applies the exchange of the previous half
             due = exchanges[-2:-1] if self.double_buffering else exchanges[-1:]
             last = [[at[n], *(exchange[n] for _, exchange in due)] for n in nodes]
             updated.append([jobs.add((MAIN, n), update, *last[n]) for n in nodes])
@@ -271,7 +280,9 @@ class Setting:
     def _exchange(
         self, jobs: Jobs, worked: Sequence[int], collective: Collective | None
     ) -> list[list[int]]:
-        """Return the jobs that end a collective, by node, each begun by its job of `worked`."""
+        """Add a collective that each node starts after its job of `worked`; return, by node, the
+        jobs that must end before the collective is complete.
+        """
         out = [[job] for job in worked]
         if collective is None:
             return out
@@ -307,24 +318,24 @@ def simulate(
     stragglers: Stragglers | None = None,
     transport: Transport | None = None,
 ) -> Simulation:
-    """Return what a training step takes.
+    """Return the simulated time of a training step.
 
     Args:
-        workload: what is trained.
-        method: how gradients are exchanged, or its name (`gradcomp.plan.METHODS`).
-        nodes: 1 to 4096.
-        link: of every node.
-        node: how many ranks share it, and what joins them; one rank by default.
-        rates: CPU seconds of the codecs; none by default.
-        cores: of a rank; seconds of computing and of codecs are what they take on it.
+        workload: model, minibatch and computing times.
+        method: method of exchange, or its name (`gradcomp.plan.METHODS`).
+        nodes: number of nodes, 1 to 4096.
+        link: network link of every node.
+        node: number of ranks on a node and the link between them; one rank by default.
+        rates: CPU seconds of the codecs; zero by default.
+        cores: cores of a rank; the seconds of computing and codecs are those on these cores.
         double_buffering: a step is computed in two halves, each exchanged while the next one is
-            computed; every half is followed by an update.
-        stragglers: how nodes differ; None: not at all.
-        transport: takes time after the link; None: none.
+            computed; an update follows every half.
+        stragglers: differences between nodes; None: all are alike.
+        transport: seconds that the transport adds to the link's; None: none.
 
     Raises:
         TypeError: `cores` is not a number.
-        ValueError: an argument out of its range, or an unknown method.
+        ValueError: an argument is out of its range, or the method is unknown.
     """
     if isinstance(method, str):
         method = find_method(method)
@@ -341,11 +352,11 @@ def _hidden(exposed: float, exchange: float) -> float:
 def slice_work(
     method: Method, bucket: Bucket, ranks: int, nodes: int, rates: Rates
 ) -> list[tuple[Stage, ...]]:
-    """Return the stages of a bucket, slice by slice.
+    """Return the stages of every slice of a bucket.
 
-    The first slice alone has the statistics and the round of scales, the last one all of a second
-    phase that goes in one piece. What a hierarchical exchange does inside a node comes before the
-    first slice and after the last.
+    Statistics and the collective of scales belong to the first slice; a second phase that is not
+    sliced belongs to the last. A hierarchical exchange works inside the node before the first slice
+    and after the last.
     """
     packed, members = (bucket, ranks) if bucket.between is None else (bucket.between, nodes)
     count, nothing, out = packed.slices, Stage(0.0, None), []
@@ -374,7 +385,7 @@ def slice_work(
 def backward_pieces(
     workload: Workload, buckets: Sequence[Bucket]
 ) -> list[tuple[float, tuple[int, ...]]]:
-    """Return backward's pieces: (its share of backward, the slices that are ready after it)."""
+    """Return the pieces of backward: (share of backward, numbers of the slices ready after it)."""
     ends = list(accumulate(b.slices for b in buckets))
     if not workload.overlaps:
         pieces = [(1 / BACKWARD_PIECES, ())] * (BACKWARD_PIECES - 1)

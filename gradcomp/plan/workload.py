@@ -1,6 +1,4 @@
-"""What the planner is asked about and what it answers: a workload, how nodes differ, what moves
-bytes, seconds of a step.
-"""
+"""Inputs and result of a simulation: workload, stragglers, transport, and seconds of a step."""
 
 from __future__ import annotations
 
@@ -16,34 +14,34 @@ from gradcomp.plan.links import Node
 from gradcomp.plan.nodes import exact
 
 ALONE = Node()
-MAX_NUMEL = 1 << 50  # 4096 times that is an int64
+MAX_NUMEL = 1 << 50  # its product with 4096 ranks still fits an int64
 MAX_JITTER = 10.0
-QUANTILES, LIKELY = 64, 8  # of the slowest node's time: quantiles, and means of as many
-DRAWN, DRAWN_HALVES = 12, 16  # with double buffering: nodes of a kind, and halves of steps
+QUANTILES, LIKELY = 64, 8  # quantiles of the slowest node's time, and the means taken of them
+DRAWN, DRAWN_HALVES = 12, 16  # with double buffering: simulated nodes of a kind, and half steps
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained.
+    """Model, minibatch and computing times of a training.
 
     Attributes:
-        parameters: (name, shape) in the order of ``named_parameters()``.
-        minibatch: samples of a step over all ranks together.
+        parameters: (name, shape) of every parameter, in the order of ``named_parameters()``.
+        minibatch: samples per step over all ranks together.
         t_frame: seconds of forward and backward of one sample on one rank.
-        t_update: seconds of a model update, on every rank.
-        t_post: seconds of post-processing a gradient, shared out over the ranks.
-        flops: forward FLOPs by parameter, which share backward out over the buckets; None, or all
-            zero: in proportion to values.
-        forward_share: of `t_frame`; a third by default, since backward makes two products for each
-            of forward's.
-        bucket_cap_mb: DDP's option (MiB); None is DDP's default.
-        weak: `minibatch` is each rank's, so that more ranks compute more samples.
-        overlaps: buckets are exchanged as backward makes them ready (DDP); False: after it
+        t_update: seconds of a model update; every rank spends them.
+        t_post: seconds of post-processing a gradient, divided over the ranks.
+        flops: forward FLOPs of each parameter, by which backward's time is divided over the
+            buckets; None or all zero: by the number of values.
+        forward_share: share of `t_frame` spent in forward; a third by default, since backward
+            computes two products for each product of forward.
+        bucket_cap_mb: DDP's option, in MiB; None is DDP's default.
+        weak: `minibatch` counts the samples of each rank, so more ranks compute more samples.
+        overlaps: buckets are exchanged during backward (DDP); False: after backward
             (`GradientAverager`).
 
     Raises:
-        TypeError: not a number.
-        ValueError: a number out of its range, named with its value.
+        TypeError: an attribute is not a number.
+        ValueError: a number is out of its range; the message has its name and value.
     """
 
     parameters: tuple[tuple[str, tuple[int, ...]], ...]
@@ -77,17 +75,19 @@ class Workload:
 
     @property
     def numel(self) -> int:
-        """Number of values."""
+        """Number of values of all parameters."""
         return sum(math.prod(shape) for _, shape in self.parameters)
 
     def samples(self, ranks: int) -> float:
-        """Return the samples of a step on one rank: at least one; more are not rounded, as in
-        `optimal_nodes`.
+        """Return the samples per step on one rank: at least one, and not rounded (as in
+        `optimal_nodes`).
         """
         return self.minibatch if self.weak else max(1.0, self.minibatch / ranks)
 
     def shares(self, buckets: Sequence[Bucket]) -> list[float]:
-        """Return the share of backward that each bucket waits for after the one before."""
+        """Return each bucket's share of backward: the time until it is ready, counted from the
+        moment at which the previous bucket was ready.
+        """
         weights: Sequence[float] = [float(math.prod(shape)) for _, shape in self.parameters]
         if self.flops is not None and any(self.flops):
             weights = self.flops
@@ -99,13 +99,13 @@ class Workload:
 
 @dataclass(frozen=True)
 class Stragglers:
-    """How nodes differ.
+    """Differences in computing time between nodes.
 
     Attributes:
-        jitter: standard deviation of the logarithm of a node's computing time in a step; its mean
-            stays.
+        jitter: standard deviation of the logarithm of a node's computing time in a step; the mean
+            computing time does not depend on it.
         slow_share: share of the nodes that are always slower, rounded to whole nodes.
-        slow_factor: by how much.
+        slow_factor: computing time of a slow node relative to the others, at least 1.
 
     Raises:
         ValueError: a jitter outside [0, 10], a share outside [0, 1], a factor below 1.
@@ -129,16 +129,16 @@ class Stragglers:
         return self.jitter > 0 or (self.slow_share > 0 and self.slow_factor > 1)
 
     def mean(self, nodes: int) -> float:
-        """Return how much longer than a fast node a node computes, on average."""
+        """Return the mean computing time over all nodes, relative to that of a fast node."""
         return 1 + (self.slow_factor - 1) * round(self.slow_share * nodes) / nodes
 
     def factors(
         self, nodes: int, *, double_buffering: bool = False
     ) -> tuple[list[list[float]], list[int]]:
-        """Return how much longer nodes compute in each half, ``[half][node]``, and how many nodes
-        each of these stands for.
+        """Return factors of the computing time, ``[half step][node]``, and the number of nodes that
+        each simulated node stands for.
 
-        Without double buffering that is the slowest node, in steps that are equally likely: the
+        Without double buffering only the slowest node is simulated, in equally likely steps: the
         slowest of n lognormal times is below x with the n-th power of the probability of one.
         """
         slow = round(self.slow_share * nodes)
@@ -153,7 +153,7 @@ class Stragglers:
                 times = self._likely(DRAWN_HALVES, 1)
                 shuffled.shuffle(times)
                 drawn.append([factor * one / statistics.fmean(times) for one in times])
-            # the last two halves come first, too: a run that goes on begins with what they leave
+            # repeat the last two halves at the front: a run starts in the state that they leave
             halves = [list(one) for one in zip(*(node[-2:] + node for node in drawn), strict=True)]
             return halves, [1] * len(drawn)
         each = [[f * one for one in self._likely(QUANTILES, n)] for n, f in groups]
@@ -163,7 +163,9 @@ class Stragglers:
         return [[statistics.fmean(one)] for one in parts], [nodes]
 
     def _likely(self, count: int, nodes: int) -> list[float]:
-        """Return equally likely factors of the slowest of some nodes; of one node the mean is 1."""
+        """Return `count` equally likely factors of the slowest of `nodes` nodes; the factors of one
+        node have a mean of 1.
+        """
         normal = statistics.NormalDist(0.0, self.jitter)
         shares = [((k + 0.5) / count) ** (1 / nodes) for k in range(count)]
         return [math.exp(normal.inv_cdf(share) - self.jitter**2 / 2) for share in shares]
@@ -174,8 +176,7 @@ EVEN = Stragglers()
 
 @dataclass(frozen=True)
 class Transport:
-    """What moves the bytes once the link has let them pass: measured seconds of each kind of
-    collective.
+    """Measured seconds that a transport adds to each kind of collective, on top of the link.
 
     Attributes:
         alpha_s: seconds per collective, by kind.
@@ -186,8 +187,8 @@ class Transport:
     beta_s: dict[str, float] = field(default_factory=dict)
 
     def parts(self, kind: str, nbytes: int) -> tuple[float, float]:
-        """Return the seconds of one collective that are waiting, and those that are moving and
-        adding bytes. Sums of bf16 that were not measured take what those of fp32 do.
+        """Return the seconds that one collective waits, and those in which it moves and adds bytes.
+        A bf16 all_reduce that was not measured is assumed to take as long as one of fp32.
         """
         kind = kind if kind in self.beta_s else kind.removesuffix("_bf16")
         return self.alpha_s.get(kind, 0.0), self.beta_s.get(kind, 0.0) * nbytes
@@ -195,20 +196,20 @@ class Transport:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a step takes; seconds are means over nodes and steps, and compute + stragglers + exposed
-    = seconds.
+    """Simulated time of a step. Seconds are means over nodes and steps, and `seconds` is the sum of
+    `compute_seconds`, `straggler_seconds` and `exposed_seconds`.
 
     Attributes:
-        nodes: how many.
-        seconds: per step.
+        nodes: number of nodes.
+        seconds: seconds per step.
         compute_seconds: forward, backward and update of a node.
-        straggler_seconds: waiting for the slowest node's computation.
-        exposed_seconds: the rest: exchange, codecs included, that no computation hides.
-        exchange_seconds: from the first bucket that is ready to the last that is decoded, per step,
-            on the slowest node.
-        hidden_share: part of `exchange_seconds` that computation hides.
+        straggler_seconds: wait for the computation of the slowest node.
+        exposed_seconds: exchange, codecs included, that is not hidden by computation.
+        exchange_seconds: time from the first bucket being ready to the last being decoded, per
+            step, on the slowest node.
+        hidden_share: share of `exchange_seconds` that is hidden by computation.
         sent_nbytes: bytes that a node sends over its link in a step.
-        ranks: of all nodes.
+        ranks: number of ranks over all nodes.
     """
 
     nodes: int
