@@ -23,7 +23,7 @@
 #include <map>
 #include <mutex>
 #include <set>
-#include <unordered_map>
+#include <vector>
 
 namespace {
 
@@ -47,26 +47,47 @@ struct Block {
   std::set<c10::StreamId> used;
 };
 
-std::recursive_mutex lock;
+std::recursive_mutex mutex;
 std::map<std::pair<c10::DeviceIndex, c10::StreamId>, Stream> streams;
 std::map<char*, Block> blocks;             // by their address on the host
 std::map<char*, std::size_t> pinned;       // host memory that is page-locked, it says
 c10::StreamId latest = 0;
 thread_local c10::DeviceIndex here = 0;
 thread_local c10::StreamId current[DEVICES] = {};
-using Guard = std::lock_guard<std::recursive_mutex>;
+
+// Holds the lock. What a thread has done of a queue is dropped once it holds the lock no more: with
+// the last reference to a tensor goes its Python object, for which torch takes the GIL, and who has
+// the GIL may be waiting for the lock.
+thread_local int depth = 0;
+thread_local std::vector<std::function<void()>> finished;
+struct Guard {
+  Guard() {
+    mutex.lock();
+    ++depth;
+  }
+  ~Guard() {
+    bool last = --depth == 0;
+    mutex.unlock();
+    while (last && !finished.empty()) {
+      auto drop = std::move(finished.back());
+      finished.pop_back();
+    }
+  }
+  Guard(const Guard&) = delete;
+};
 
 char* on_host(const void* address) {
   return reinterpret_cast<char*>(reinterpret_cast<std::uintptr_t>(address) - FAR);
 }
 
 void drain(c10::DeviceIndex device, c10::StreamId id, std::uint64_t number) {
-  Guard guard(lock);
+  Guard guard;
   auto& stream = streams[{device, id}];
   while (stream.done < number && !stream.queue.empty()) {
     auto work = std::move(stream.queue.front());
     stream.queue.pop_front();
     work();
+    finished.push_back(std::move(work));
     ++stream.done;
   }
 }
@@ -74,7 +95,7 @@ void drain(c10::DeviceIndex device, c10::StreamId id, std::uint64_t number) {
 void drain(c10::DeviceIndex device, c10::StreamId id) { drain(device, id, ~0ull); }
 
 void queue(c10::DeviceIndex device, std::function<void()> work) {
-  Guard guard(lock);
+  Guard guard;
   auto& stream = streams[{device, current[device]}];
   stream.queue.push_back(std::move(work));
   ++stream.queued;
@@ -84,7 +105,7 @@ void queue(c10::DeviceIndex device, std::function<void()> work) {
 
 void free_block(void* address) {
   if (address == nullptr) return;
-  Guard guard(lock);
+  Guard guard;
   char* host = on_host(address);
   auto found = blocks.find(host);
   Block block = found->second;
@@ -98,7 +119,7 @@ void free_block(void* address) {
 struct DeviceAllocator final : c10::Allocator {
   c10::DataPtr allocate(std::size_t nbytes) override {
     if (nbytes == 0) return {nullptr, nullptr, &free_block, c10::Device(TYPE, here)};
-    Guard guard(lock);
+    Guard guard;
     char* host = static_cast<char*>(std::malloc(nbytes));
     std::memset(host, 0xff, nbytes);
     blocks[host] = {nbytes, here, current[here], {}};
@@ -115,7 +136,7 @@ REGISTER_ALLOCATOR(TYPE, &device_allocator);
 
 void free_pinned(void* address) {
   if (address == nullptr) return;
-  Guard guard(lock);
+  Guard guard;
   // as CUDA's: not before all copies from and to it are done
   for (auto& [key, stream] : streams) drain(key.first, key.second);
   pinned.erase(static_cast<char*>(address));
@@ -125,7 +146,7 @@ void free_pinned(void* address) {
 struct PinnedAllocator final : c10::Allocator {
   c10::DataPtr allocate(std::size_t nbytes) override {
     void* address = std::malloc(nbytes ? nbytes : 1);
-    Guard guard(lock);
+    Guard guard;
     pinned[static_cast<char*>(address)] = nbytes ? nbytes : 1;
     return {address, address, &free_pinned, c10::Device(c10::DeviceType::CPU)};
   }
@@ -137,7 +158,7 @@ struct PinnedAllocator final : c10::Allocator {
 PinnedAllocator pinned_allocator;
 
 bool is_pinned(const void* address) {
-  Guard guard(lock);
+  Guard guard;
   auto* place = static_cast<const char*>(address);
   auto found = pinned.upper_bound(const_cast<char*>(place));
   if (found == pinned.begin()) return false;
@@ -177,7 +198,7 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
     return getNewStream(device, 0);
   }
   c10::Stream getNewStream(c10::Device device, int) const override {
-    Guard guard(lock);
+    Guard guard;
     return stream(index(device), ++latest);
   }
   c10::Stream exchangeStream(c10::Stream next) const override {
@@ -187,12 +208,12 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
     return before;
   }
   bool queryStream(const c10::Stream& s) const override {
-    Guard guard(lock);
+    Guard guard;
     return streams[{s.device_index(), s.id()}].queue.empty();
   }
   void synchronizeStream(const c10::Stream& s) const override { drain(s.device_index(), s.id()); }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
-    Guard guard(lock);
+    Guard guard;
     for (auto& [key, one] : streams)
       if (key.first == device) drain(key.first, key.second);
   }
@@ -202,14 +223,14 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
   }
   void record(void** event, const c10::Stream& s, const c10::DeviceIndex,
               const c10::EventFlag) const override {
-    Guard guard(lock);
+    Guard guard;
     if (*event == nullptr) *event = new Event;
     auto device = s.device_index();
     *static_cast<Event*>(*event) = {device, s.id(), streams[{device, s.id()}].queued};
   }
   void block(void* event, const c10::Stream& s) const override {
     if (event == nullptr) return;
-    Guard guard(lock);
+    Guard guard;
     Event one = *static_cast<Event*>(event);
     if (one.stream == s.id() && one.device == s.device_index()) return;
     auto& waiting = streams[{s.device_index(), s.id()}];
@@ -218,7 +239,7 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryEvent(void* event) const override {
     if (event == nullptr) return true;
-    Guard guard(lock);
+    Guard guard;
     auto& one = *static_cast<Event*>(event);
     return streams[{one.device, one.stream}].done >= one.number;
   }
@@ -226,14 +247,14 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
     if (event == nullptr) return;
     Event one;
     {
-      Guard guard(lock);
+      Guard guard;
       one = *static_cast<Event*>(event);
     }
     drain(one.device, one.stream, one.number);
   }
   double elapsedTime(void*, void*, const c10::DeviceIndex) const override { return 0.0; }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& s) const override {
-    Guard guard(lock);
+    Guard guard;
     auto found = blocks.find(on_host(data.get()));
     if (found != blocks.end()) found->second.used.insert(s.id());
   }
