@@ -119,7 +119,8 @@ class GradientAverager(Controls):
 
         Raises:
             PeerMismatch, PeerLost, CorruptPayload: on every rank, and again in every later call.
-            UnsupportedTensor: a sparse gradient, or one of another dtype than its parameter's.
+            UnsupportedTensor: a sparse gradient, or one of another dtype than its parameter's; the
+                other ranks get PeerLost. Raised again in every later call until `reset`.
             GradcompError: an exchange of `average_delayed` is in progress; nothing is changed then.
             After any other error every ``p.grad`` is NaN.
         """
@@ -129,8 +130,7 @@ class GradientAverager(Controls):
     def _begin(self) -> Step:
         """Start to average every ``p.grad``; return the step."""
         with self._poisoned_on_failure():
-            self._check_gradients()
-            self._compare_parameters()
+            self._prepare()
             step = self._engine.begin()
             for bucket in self._buckets:
                 bucket.load()
@@ -173,8 +173,7 @@ class GradientAverager(Controls):
                 " without one"
             )
         with self._poisoned_on_failure():
-            self._check_gradients()
-            self._compare_parameters()
+            self._prepare()
             if self._delayed is None:
                 self._delayed = DelayedAverages(
                     self._engine, self._buckets, fuse(self._sources, self._bucket_cap_mb)
@@ -279,10 +278,18 @@ class GradientAverager(Controls):
             poison(p for _, p in self._named if p.requires_grad)
             raise
 
-    def _compare_parameters(self) -> None:
-        """Compare the bits of trained parameters over the ranks, in the first call only."""
-        if not self._compared and self._engine.error is None:
-            self._compared = True
+    def _prepare(self) -> None:
+        """Check all gradients; in the first call compare the bits of trained parameters over the
+        ranks.
+        """
+        # whatever fails in the first call, no rank compares in the next one, after `reset`
+        compared, self._compared = self._compared, True
+        try:
+            self._check_gradients()
+        except GradcompError as error:
+            self._engine.fail(error)  # notifies the peers
+            raise
+        if not compared and self._engine.error is None:
             self._engine.compare_sources("average()")
 
     def _check_gradients(self) -> None:

@@ -124,6 +124,37 @@ def test_a_refused_gradient_leaves_no_local_gradient(way):
     assert all_nan(layers) and all(layer.weight.grad is not None for layer in layers)
 
 
+@pytest.mark.parametrize("steps", [0, 1])
+@each_way
+@each_rank(2, "local")
+def test_a_gradient_that_one_rank_refuses_is_told_to_the_others(comm, way, steps):
+    """They waited for the whole timeout, in their first step and in later ones."""
+    model, averager = averager_of(comm, Identity())
+    weight = next(model.parameters())
+
+    def average(refused=False):
+        filled(model, 1.0 + comm.rank)
+        if refused:
+            weight.grad = weight.grad.to_sparse()
+        getattr(averager, way)()
+        averager.flush()
+
+    with contextlib.closing(averager):
+        for _ in range(steps):
+            average()
+        error, said = PeerLost, "rank 1 gave up because of UnsupportedTensor: the gradient of"
+        if comm.rank == 1:
+            error, said = UnsupportedTensor, "the gradient of '.*weight' is torch.sparse_coo"
+        for again in (False, True):
+            with pytest.raises(error, match=said):
+                average(refused=comm.rank == 1 and not again)
+            assert all_nan(model)
+        averager.reset()
+        average()
+        assert averager.step == steps + 1
+        assert all(bool((p.grad == 1.5).all()) for p in model.parameters())
+
+
 @each_rank(2, "local")
 def test_an_interrupted_average_can_be_tried_again(comm):
     """A step that was left open is waited for before the next one begins."""
