@@ -96,7 +96,7 @@ class Controls:
         Raises:
             PeerLost: a rank did not call this.
             PeerMismatch: "step"; ranks are at different steps after the failure. Load a checkpoint
-                on all of them.
+                on all of them, then call this again.
         """
         self._engine.reset()
 

@@ -97,9 +97,11 @@ class DelayedAverages:
         return has_averages
 
     def drop(self) -> None:
-        """Wait for the exchange in progress and discard its averages; ``p.grad`` is unchanged."""
+        """Discard the averages of the exchange in progress; wait for it unless the engine has
+        failed. ``p.grad`` is unchanged.
+        """
         step, self.step = self.step, None
-        if step is not None:
+        if step is not None and self._engine.error is None:
             step.finish()
 
     def _finish(self) -> bool:

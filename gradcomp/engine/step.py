@@ -388,6 +388,13 @@ class Engine:
         """Wait for every bucket that was submitted; raise `error`, if there is one."""
         self.pipeline.wait()
 
+    def settle(self) -> None:
+        """Wait until no exchange writes to the state, also after a failure."""
+        if self.error is None:
+            self.wait()
+        else:
+            self.pipeline.rest()
+
     def discard_step(self) -> None:
         """Roll back residuals and states to before the last step, for callers that discard the
         step's gradients.
@@ -403,7 +410,7 @@ class Engine:
         Raises:
             PeerLost: a rank did not call this.
             PeerMismatch: "step"; ranks are at different steps after the failure (see `Engine`).
-                Load a checkpoint on all of them.
+                Load a checkpoint on all of them, then call this again.
         """
         self._leave(self.comm.duplicate(self.timeout_s))
         self.layouts.take(self.comm)
@@ -456,10 +463,7 @@ class Engine:
 
         After a failure (a lost peer), the state is the one before the failed step.
         """
-        if self.error is None:
-            self.wait()
-        else:
-            self.pipeline.rest()
+        self.settle()
         guard = {} if self.guard is None else {"guard": self.guard.state()}
         return state.write(self.layouts, self.origin, self.step, **guard)
 
@@ -480,8 +484,10 @@ class Engine:
         return state.accept(self.layouts, self.origin, given)
 
     def take(self, accepted: state.Accepted) -> None:
-        """Wait for exchanges in progress, then resume from a state that `accept` has returned."""
-        self.wait()
+        """Wait for exchanges in progress, then resume from a state that `accept` has returned.
+        After a failure, steps raise its error until `reset`.
+        """
+        self.settle()
         self.store.load(accepted.parts, self.layouts.names, accepted.loss_scale)
         self.step = accepted.step
         if self.guard is not None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from _averaging import Run, Scale
+from _averaging import Run, Scale, same
 from _forks import python
 from _held import descriptors, steady
 from _models import bits, filled
@@ -291,6 +291,7 @@ def test_reset_says_so_where_the_failure_left_ranks_at_different_steps():
     def run(comm):
         mine = two_buckets(comm)
         mine.step(0)
+        saved = mine.state()
         if comm.rank == 0:
             fails_in_its_last_stage(mine, lambda: ahead.wait(5))
         with contextlib.suppress(KeyError):
@@ -299,8 +300,28 @@ def test_reset_says_so_where_the_failure_left_ranks_at_different_steps():
         for call in (mine.averager.reset, mine.averager.average) * 2:
             with pytest.raises(PeerMismatch, match="step"):
                 call()
+        # the state could not be loaded: that raised the mismatch again
+        mine.averager.load_state_dict(saved)
+        mine.averager.reset()
+        assert mine.averager.step == 1
+        return mine.step(1)
 
-    run_local(2, run)
+    assert same(*run_local(2, run))
+
+
+@each_rank(2, "local")
+def test_a_state_is_loaded_after_an_exchange_that_failed_behind(comm):
+    """Its averages are dropped; loading raised its error once."""
+    mine = two_buckets(comm)
+    mine.step(0)
+    saved = mine.state()
+    mine.fill(1)
+    mine.averager.average_delayed()
+    mine.averager._engine.fail(KeyError("mine"))
+    mine.averager.load_state_dict(saved)
+    mine.averager.reset()
+    mine.step(1)
+    return bits(p.grad for p in mine.named.values())
 
 
 # ---- schedules -----------------------------------------------------------------------------------
