@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -220,7 +221,9 @@ def _verdict(folder: Path, status: int, starter: str) -> int:
         return failure.status
     lost = sorted(records.started(folder) - {record.rank for record in records.ended(folder)})
     if status and lost:
-        status += 128 if status < 32 else 0  # MPICH returns the signal number without 128
+        # MPICH returns a signal's number without 128. Other numbers are statuses (of MPI_Abort):
+        # only this signal ends a rank's first process before it has written a record.
+        status += 128 if status == signal.SIGKILL else 0
         why = f"ranks {lost} were killed before they could say why"
     else:
         why = "no rank of this host failed: see its messages above"

@@ -135,14 +135,14 @@ class Mailbox:
         """Return the tensor that receives the bytes of a message, allocated at the first call;
         ValueError for a message above `max_nbytes`, which is dropped.
         """
-        if found.message is not None:
-            return found.message
         if found.nbytes > max_nbytes:
             self._post.incoming.remove(found)
-            self._loop.call_soon_threadsafe(found.memory.set_result, None)
+            if found.message is None:
+                self._loop.call_soon_threadsafe(found.memory.set_result, None)
             raise base.too_long(found.sender, found.nbytes, max_nbytes)
-        found.message = torch.empty(found.nbytes, dtype=torch.uint8, device="cpu")
-        self._loop.call_soon_threadsafe(found.memory.set_result, found.message.numpy().data)
+        if found.message is None:
+            found.message = torch.empty(found.nbytes, dtype=torch.uint8, device="cpu")
+            self._loop.call_soon_threadsafe(found.memory.set_result, found.message.numpy().data)
         return found.message
 
     def close(self) -> None:
@@ -296,6 +296,8 @@ class _Post:
                     found.arrived = True
                     self.changed.notify_all()
         except (OSError, asyncio.IncompleteReadError):
+            pass
+        finally:  # also if it was cancelled, or failed for lack of memory
             with self.changed:
                 self.incoming = [i for i in self.incoming if i.sender != peer or i.arrived]
                 self.gone.add(peer)

@@ -305,12 +305,10 @@ class ParameterClient:
             PeerMismatch: a key is broken.
             PeerLost: a server is gone or does not reply.
         """
-        max_reply_nbytes = self._requests.max_reply_nbytes
+        before = self._requests.max_reply_nbytes
         self._requests.max_reply_nbytes = MAX_MESSAGE_NBYTES
-        try:
-            write_states(path, self._records())
-        finally:
-            self._requests.max_reply_nbytes = max_reply_nbytes
+        write_states(path, self._records())
+        self._requests.max_reply_nbytes = before  # not after an error: a long reply may come late
 
     def close(self) -> None:
         """Notify the servers that this worker is done. A second call has no effect.

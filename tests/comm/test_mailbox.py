@@ -15,7 +15,7 @@ from _held import descriptors
 from _ranks import run_local
 
 from gradcomp import PeerLost
-from gradcomp.comm import addresses, handshake
+from gradcomp.comm import RankGone, addresses, handshake
 from gradcomp.comm.mailbox import Mailbox
 from gradcomp.errors import peers_answer
 
@@ -100,6 +100,47 @@ def test_ranks_of_several_hosts_listen_where_the_host_name_leads(monkeypatch):
     monkeypatch.setattr(addresses, "_is_public", lambda address: True)
     with addresses.listen(False, 1) as listener:
         assert listener.getsockname()[0] == "127.0.1.1"
+
+
+def takes_less_than_before(comm, box, cards):
+    """Rank 0 starts to receive a message, then takes only shorter ones."""
+    if comm.rank:
+        for size in (100, 7):
+            box.start_send(torch.zeros(size, dtype=torch.uint8), 0).wait(20)
+        return None
+    while not box._post.incoming:
+        time.sleep(0.01)
+    with pytest.raises(TimeoutError):  # accepted, but not there yet
+        box.receive(0, 1, 100)
+    with pytest.raises(ValueError, match="rank 1 sent 100 bytes, at most 99 expected"):
+        box.receive(20, 1, 99)
+    return box.receive(20, 1, 99)[1].numel()
+
+
+def test_the_limit_of_the_call_that_returns_a_message_counts():
+    """A message that an earlier call with a larger limit had accepted was returned."""
+    with nothing_left():
+        assert run_local(2, boxes, takes_less_than_before) == [7, None]
+
+
+def closes_while_messages_wait(comm, box, cards):
+    """Rank 0 closes while a message waits that it has not accepted."""
+    peer = 1 - comm.rank
+    if comm.rank:
+        box.start_send(torch.zeros(7, dtype=torch.uint8), 0).wait(20)
+        return
+    while not box._post.incoming:
+        time.sleep(0.01)
+    box.close()
+    for call in (lambda: box.receive(20, peer, 7), lambda: box.start_send(torch.zeros(1), peer)):
+        with pytest.raises(RankGone):
+            call()
+
+
+def test_a_mailbox_that_is_closed_says_so():
+    """Where a message had not been received, it was "Event loop is closed"."""
+    with nothing_left():
+        run_local(2, boxes, closes_while_messages_wait)
 
 
 # ---- ranks that do not get in --------------------------------------------------------------------

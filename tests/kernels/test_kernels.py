@@ -6,6 +6,9 @@ known answers, copies and most refusals are in `tests/native/test_known.c`, what
 
 from __future__ import annotations
 
+import os
+import signal
+
 import numpy as np
 import pytest
 from _codes import (
@@ -50,6 +53,8 @@ from _tables import (
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import codec as ref
+
+from gradcomp.kernels.native import threads
 
 
 # ---- statistics ----------------------------------------------------------------------------------
@@ -321,3 +326,15 @@ def test_structs_have_the_sizes_of_the_contract():
     assert ffi.sizeof("gc_segment") == SEGMENT.itemsize == 56
     assert ffi.sizeof("gc_block") == ref.BLOCK.itemsize == 24
     assert [name for name, _ in ffi.typeof("gc_segment").fields] == list(SEGMENT.names)
+
+
+def test_a_fork_has_a_pool_of_its_own():
+    """A fork while another thread made the pool waited for ever."""
+    threads._workers(1)
+    with threads._pool_lock:
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(30)
+            os._exit(threads._workers(1).submit(int, 7).result())
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7

@@ -307,6 +307,7 @@ ENDS_ON_RECORD = [  # (rank, when, status) of ends, ranks that started, mpirun's
     ([(0, 30, 1), (1, 20, 137), (2, 10, 0)], [], 1, 137, "rank 1 (pid 5 on h) failed first"),
     ([], [0], 9, 137, "ranks [0] were killed"),  # MPICH gives the bare number of a signal
     ([], [0], 137, 137, "ranks [0] were killed"),
+    ([], [0], 1, 1, "ranks [0] were killed"),  # MPI_Abort(1) under MPICH; it was 129
     ([], [0], 40, 40, "ranks [0] were killed"),
     ([], [], 7, 7, "mpirun ended with status 7; no rank of this host failed"),
 ]

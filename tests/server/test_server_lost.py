@@ -138,15 +138,15 @@ def test_a_silent_worker_is_named_and_may_still_come(over):
 
 
 class Slow(Wrapped):
-    """A server's communicator that keeps one reply back: it leaves when somebody calls what is
-    in `held`.
+    """A server's communicator that keeps reply `number` back: it leaves when somebody calls what
+    is in `held`.
     """
 
-    replies, held = 0, None
+    replies, number, held = 0, 0, None
 
     def start_send(self, message, to):
         self.replies += 1
-        if self.replies == 2:
+        if self.replies == self.number:
             late = message.clone()
             self.held.put(lambda: LocalCommunicator.start_send(self, late, to))
             return Sent()
@@ -164,9 +164,30 @@ def use_slow(client, index, held):
 
 def test_a_late_reply_is_not_taken_for_another():
     held = queue.SimpleQueue()
-    ((error, value),), _ = run(use_slow, held, workers=1, over=wrapped(1, Slow, held=held))
+    slow = wrapped(1, Slow, number=2, held=held)
+    ((error, value),), _ = run(use_slow, held, workers=1, over=slow)
     assert isinstance(error, PeerLost) and error.phase == "push" and "silent" in str(error)
     assert value == 1.0
+
+
+def save_slowly(client, index, held, path):
+    """Save a key that is longer than all keys of this client, and get its record late."""
+    large = {"asynchronous": True, "learning_rate": 1.0, "value": torch.zeros(100_000)}
+    other = ParameterClient(client._comm, client._servers)
+    other.init_parameter("large", [100_000], **large)
+    client._requests.timeout_s = 0.3
+    error = caught(client.save, path)
+    client._requests.timeout_s = 20.0
+    held.get(timeout=20)()
+    return error, caught(client.init_parameter, "x", [1])
+
+
+def test_the_late_record_of_a_save_is_ignored(tmp_path):
+    """It was "a reply is too long" in the next call."""
+    held = queue.SimpleQueue()
+    slow = wrapped(1, Slow, number=3, held=held)
+    ((error, after),), _ = run(save_slowly, held, tmp_path / "state", workers=1, over=slow)
+    assert isinstance(error, PeerLost) and error.phase == "state" and after is None
 
 
 def never_close(comm):

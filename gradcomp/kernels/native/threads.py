@@ -20,7 +20,6 @@ THREAD_NUMEL = 1 << 20  # elements per thread: 0.1 to 0.4 ms of work, and 0.06 m
 
 _pool: ThreadPoolExecutor | None = None
 _pool_size = 0
-_pool_pid = 0
 _pool_lock = threading.Lock()
 
 
@@ -30,15 +29,23 @@ def thread_count() -> int:
 
 
 def _workers(wanted: int) -> ThreadPoolExecutor:
-    """Return a pool of at least `wanted` threads of this process (a fork has no threads of its
-    parent, and so gets a new pool).
-    """
-    global _pool, _pool_size, _pool_pid
+    """Return a pool of at least `wanted` threads."""
+    global _pool, _pool_size
     with _pool_lock:
-        if _pool is None or _pool_size < wanted or _pool_pid != os.getpid():
+        if _pool is None or _pool_size < wanted:
             _pool = ThreadPoolExecutor(wanted, thread_name_prefix="gradcomp-kernel")
-            _pool_size, _pool_pid = wanted, os.getpid()
+            _pool_size = wanted
         return _pool
+
+
+def _forget() -> None:
+    """In a forked child, which has no threads of its parent, start without a pool."""
+    global _pool, _pool_lock
+    _pool = None
+    _pool_lock = threading.Lock()  # another thread of the parent may have held the old one
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def run(function: str, table: Table, call: Callable[[Any, int, int], int]) -> None:
