@@ -93,6 +93,22 @@ def load_digits() -> ImageData:
     return _standardised("digits", note, *parts)
 
 
+def read_plain(path: Path) -> bytes:
+    """Return the bytes of a file, uncompressed with gzip if its name ends in .gz.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: not gzip though named so.
+    """
+    raw = path.read_bytes()
+    if path.suffix != ".gz":
+        return raw
+    try:
+        return gzip.decompress(raw)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: not a whole gzip file ({error}); fetch it again") from error
+
+
 def read_idx(path: Path) -> NDArray[np.uint8]:
     """Read one IDX file of unsigned bytes, gzip-compressed if its name ends in .gz, into an array
     of the dimensions that the header gives.
@@ -102,12 +118,7 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
         ValueError: not gzip though named so, wrong magic or type, truncated, or bytes after the
             last value.
     """
-    raw = path.read_bytes()
-    if path.suffix == ".gz":
-        try:
-            raw = gzip.decompress(raw)
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise ValueError(f"{path}: not a whole gzip file ({error}); fetch it again") from error
+    raw = read_plain(path)
     if len(raw) < 4 or raw[:2] != b"\0\0":
         raise ValueError(
             f"{path}: not an IDX file: it starts with {raw[:4].hex() or 'nothing'}, not with 0000"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import itertools
 import math
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from gradcomp.bench.data import ImageData, load
+from gradcomp.bench.data import ImageData, load, read_plain
 from gradcomp.bench.models import ByteGPT, LeNet, SmallResNet
 
 HELD_OUT_SHARE = 20  # one of every 20 blocks of a text is held out, spread over the whole text
@@ -246,7 +247,7 @@ def _gpt(folder: Path, name: str, steps: int, rate: float, **shape: int) -> Work
         )
     rates = {"adamw": rate, "lamb": 1e-2, "sgd": 0.3, "adagrad": 1e-2, "muon": 2e-2}
     make = partial(ByteGPT, context=CONTEXT, **shape)
-    raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+    raw = read_plain(file)
     whole = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
     blocks = whole[: len(raw) // BLOCK * BLOCK].view(-1, BLOCK)
     held = torch.arange(len(blocks)) % HELD_OUT_SHARE == HELD_OUT_SHARE - 1
@@ -279,8 +280,11 @@ def _resnet(folder: Path, name: str, width: int) -> Workload:
         raise FileNotFoundError(f"--data {folder}: no cifar10_jpeg.npz there")
     rates = {"sgd": 0.1, "adamw": 2e-3, "lamb": 1e-2, "adagrad": 1e-2, "muon": 2e-2}
     settings = Settings(2000, 32, None, 0.05, rates)
-    with np.load(file) as stored:
-        (x, y), test = (_jpegs(stored, part) for part in ("train", "test"))
+    try:
+        with np.load(file) as stored:
+            (x, y), test = (_jpegs(stored, part) for part in ("train", "test"))
+    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, ValueError, OSError) as error:
+        raise ValueError(f"{file}: not a whole file of CIFAR-10's images ({error})") from error
     mean, deviation = x.mean((0, 2, 3), keepdim=True), x.std((0, 2, 3), keepdim=True)
     train, test = ((x - mean) / deviation, y), ((test[0] - mean) / deviation, test[1])
     return Images(name, settings, lambda: SmallResNet(width), train, test, flips=True)

@@ -1,5 +1,6 @@
 """Command lines of the benchmarks: help, and wrong words as one line with status 2."""
 
+import gzip
 import importlib
 import os
 import re
@@ -67,6 +68,23 @@ def test_wrong_words_are_one_line_and_status_2(command, said, capsys):
     name = command.partition(" ")[0]
     assert shown.startswith((f"python -m gradcomp.bench {name}: ", f"gradcomp.bench {name}: "))
     assert (dict(os.environ), signal.getsignal(signal.SIGTERM)) == before
+
+
+@pytest.mark.parametrize(
+    ("command", "file", "said"),
+    [
+        ("train --hosts 0 --workload gpt-1m", "prose.txt.gz", "not a whole gzip file"),
+        ("accuracy --workloads gpt-1m", "prose.txt.gz", "not a whole gzip file"),
+        ("train --hosts 0 --workload resnet", "cifar10_jpeg.npz", "not a whole file of CIFAR-10"),
+        ("paper ef-sign", "cifar10_jpeg.npz", "not a whole file of CIFAR-10"),
+    ],
+)
+def test_a_damaged_data_file_is_named(command, file, said, tmp_path, capsys):
+    """It ended in the traceback of gzip or zipfile."""
+    (tmp_path / file).write_bytes(gzip.compress(bytes(1000))[:-9])
+    assert dispatcher.main([*command.split(), "--data", str(tmp_path)]) == 2
+    shown = capsys.readouterr().err
+    assert f"{tmp_path / file}: {said}" in shown and shown.count("\n") == 1
 
 
 def test_help_teaches(capsys):
