@@ -95,7 +95,8 @@ def all_reduce(
         ValueError: an argument out of its range.
         GradcompError: the communicator is in use, for example by an exchange of
             `GradientAverager.average_delayed`.
-        PeerMismatch, PeerLost, CorruptPayload: on every rank.
+        PeerMismatch, PeerLost, CorruptPayload: on every rank. After an error in the middle of the
+            exchange `comm` fails; `comm.duplicate()` replaces it.
     """
     order = () if tensor.is_contiguous() else storage_order(tensor.shape, tensor.stride())
     check_tensor(tensor, "tensor", contiguous=not order)
@@ -130,7 +131,6 @@ def all_reduce(
             "step must be None or an integer from 0 to 2^32 - 1, which the draws repeat after, got"
             f" {now!r}"
         )
-    call.step += step is None
     strategy = choose(codec, comm.world_size, exchange)
     if comm.world_size == 1:
         return tensor
@@ -139,6 +139,7 @@ def all_reduce(
     memory = tensor.shape, order, tensor.dtype, tensor.device, where
     what = (*memory, repr(codec), exchange, feedback is not None)
     with call.lease:
+        call.step += step is None
         # at every call: gloo ends the process if ranks send messages of different lengths
         _agree(call.lease, tensor, codec, strategy, key, now, feedback is not None, timeout_s)
         residuals = owned = None
@@ -157,9 +158,11 @@ def all_reduce(
         try:
             run_stages(beside(bucket_exchange, flat, where), flat, now)
             join(flat.device)
-        except BaseException:
+        except BaseException as error:
             # other slices may still be in progress and write to the buffers: do not reuse them
             call.forget(bucket_exchange)
+            if isinstance(error, Exception):  # the other ranks wait for this one
+                comm.abort(f"{type(error).__name__}: {error}")
             raise
         finally:
             bucket_exchange.state = StateStore()  # keep buffers, but not the caller's residuals

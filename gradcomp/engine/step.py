@@ -162,12 +162,12 @@ class Step:
             stats.add_seconds("hidden", max(0.0, min(begun, self.ended) - self.started))
             stats.add_seconds("exposed", max(0.0, self.ended - begun))
             engine.layouts.forget_all_but(exchanges)
+        engine.look_at(self.number)
         if not engine.options.whole_steps or not any(e.flagged for e in exchanges):
             for exchange in exchanges:
                 if not exchange.flagged:
                     exchange.commit()
         stats.baseline_bytes += ring_bytes(self._numel, engine.comm.world_size)
-        engine.look_at(self.number)
         engine.is_open = False
         engine.comm.release()
         engine.step += 1

@@ -113,7 +113,7 @@ class Buffers:
         """Return the owned pieces of a slice, with buffers for their means and second payload.
 
         Args:
-            one: the slice.
+            plan_slice: the slice.
             first: its first phase.
             free: ``(n,)`` uint8 memory that may serve to measure scales of the second payload.
         """

@@ -232,8 +232,8 @@ class InlinePipeline(Pipeline):
     `submit`. An error of a stage ends all tasks, and `wait` raises it, as in `Pipeline`.
     """
 
-    def __init__(self) -> None:
-        super().__init__(stage_count=0)
+    def __init__(self, on_failure: Callable[[str], object] = lambda reason: None) -> None:
+        super().__init__(stage_count=0, on_failure=on_failure)
 
     def submit(self, *tasks: Task) -> None:
         """For each new task run the next stage of every pending task, then its first stage."""

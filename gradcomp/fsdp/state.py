@@ -102,7 +102,7 @@ class FsdpState:
         self._comms: dict[int, TorchCommunicator] = {}  # by process group
         self._reduces: list[ReduceScatter] = []
         self._gathers: list[AllGather] = []
-        self._pipeline = InlinePipeline()
+        self._pipeline = InlinePipeline(self._abort)
         # number of the last backward pass for which `_end_backward` was queued
         self._called_back = -1
         self._alone: list[Part] = []  # parameters in groups of one rank
@@ -272,19 +272,24 @@ class FsdpState:
     @contextlib.contextmanager
     def _poisoned_on_failure(self) -> Iterator[None]:
         """If the block raises, fill all gradients with NaN, so that no optimizer can apply partial
-        averages. Replaces module numbers in a PeerMismatch by names.
+        averages, and notify the other ranks of an error of gradcomp. Replaces module numbers in a
+        PeerMismatch by names.
         """
         try:
             yield
         except BaseException as error:
             self._poison()
+            if isinstance(error, GradcompError):
+                self._pipeline.fail(error)
             if isinstance(error, PeerMismatch) and error.field == "module":
                 names: dict[object, str] = {number_of(one.parts): one.name for one in self._reduces}
-                expected, got = (
-                    names.get(number, number) for number in (error.expected, error.got)
-                )
+                expected, got = (names.get(n, n) for n in (error.expected, error.got))
                 raise PeerMismatch("module", error.rank, expected, got) from error
             raise
+
+    def _abort(self, reason: str) -> None:
+        for comm in self._comms.values():
+            comm.abort(reason)
 
     def _poison(self) -> None:
         poison(p for module in self._reduces for p in module.trained_parameters())
@@ -351,14 +356,10 @@ class FsdpState:
         if self._options.warmup_steps:
             first = self._options.warmup_codec or Identity()
             text += f", from step {self._options.warmup_steps} on ({first!r} before it)"
-        kept_for_backward = (
-            ", which backward takes from forward" if self._forward is not None else ""
-        )
-        return (
-            text
-            if self.weights is None
-            else f"{text}; weights gathered as {self.weights!r}{kept_for_backward}"
-        )
+        if self.weights is None:
+            return text
+        kept = ", which backward takes from forward" if self._forward is not None else ""
+        return f"{text}; weights gathered as {self.weights!r}{kept}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, for a bitwise equal continuation together with model and
@@ -474,6 +475,8 @@ class FsdpState:
         """
         if not self._closed:
             self._closed = True
+            for comm in self._comms.values():
+                comm.close()
             self._pipeline.close()
             _release(self)
             remove(self._hooks)
@@ -481,8 +484,6 @@ class FsdpState:
                 torch_private.reduce_scatter_as_before(reduce.module)
             for gather in self._gathers:
                 torch_private.all_gather_as_before(gather.module)
-            for comm in self._comms.values():
-                comm.close()
 
     def __enter__(self) -> Self:
         return self

@@ -5,6 +5,7 @@ bit for bit.
 import itertools
 import math
 import random
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,7 +14,15 @@ from _averages import CODECS, average_over, check, gradient
 from _ranks import each_rank, run_local
 
 import gradcomp
-from gradcomp import Identity, OneBit, PeerLost, PeerMismatch, TernGrad
+from gradcomp import (
+    CorruptPayload,
+    GradcompError,
+    Identity,
+    OneBit,
+    PeerLost,
+    PeerMismatch,
+    TernGrad,
+)
 from gradcomp.allreduce import Feedback
 from gradcomp.comm import LocalCommunicator
 from gradcomp.exchange.bucket import BucketExchange
@@ -123,6 +132,30 @@ def test_all_reduce_keeps_to_its_timeout():
         with pytest.raises(PeerLost) as error:
             gradcomp.all_reduce(torch.ones(10), "terngrad", comm=comm, timeout_s=timeout_s)
         assert error.value.waited_s < timeout_s + 10
+
+
+@each_rank(3, "local")
+def test_an_all_reduce_that_fails_on_one_rank_is_told_to_the_others(comm):
+    """They waited for the whole timeout."""
+
+    def reduce():
+        gradcomp.all_reduce(torch.ones(100), OneBit(), comm=comm, exchange="reduce_scatter")
+
+    reduce()
+    (kept,) = comm.kept["all_reduce", 0].exchanges.values()
+    if comm.rank == 1:
+        kept.own = mock.Mock(side_effect=CorruptPayload("crc", "made up"))
+    with pytest.raises(CorruptPayload if comm.rank == 1 else PeerLost, match="made up"):
+        reduce()
+
+
+@each_rank(2, "local")
+def test_an_all_reduce_that_is_refused_is_not_counted(comm):
+    """On one rank alone it left ranks at different steps for good."""
+    if comm.rank == 1:
+        with comm.lease("another") as _, pytest.raises(GradcompError, match="while another has"):
+            gradcomp.all_reduce(torch.ones(8), "terngrad", comm=comm)
+    return gradcomp.all_reduce(torch.ones(8), "terngrad", comm=comm, timeout_s=20).tolist()
 
 
 @pytest.mark.parametrize(

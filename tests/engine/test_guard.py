@@ -7,10 +7,12 @@ Exchanges and errors are real; seconds are those of a clock that the test moves.
 import math
 import re
 import threading
+from unittest import mock
 
 import pytest
 import torch
 from _ranks import each_rank, logged, run_local
+from _saved import bits_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -184,6 +186,19 @@ def test_a_rank_that_is_lost_before_the_decision(comm, clock):
         steps(clock, averager, p, 1)
     with pytest.raises(PeerLost):
         averager.average()
+
+
+@each_rank(2, "local")
+def test_a_step_whose_decision_fails_commits_nothing(comm, clock, monkeypatch):
+    """Its residuals were new, its number and the weights were not."""
+    averager, p = averager_of(comm, "onebit", guarded=True)
+    steps(clock, averager, p, 2)
+    before = averager.state_dict()
+    lost = PeerLost("guard", -1, 1.0)
+    monkeypatch.setattr(averager._engine.guard, "look", mock.Mock(side_effect=lost))
+    with pytest.raises(PeerLost):
+        steps(clock, averager, p, 1)
+    assert bits_of(averager.state_dict()) == bits_of(before)
 
 
 @pytest.mark.parametrize(

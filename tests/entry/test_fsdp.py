@@ -37,7 +37,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import gradcomp
-from gradcomp import Block, Identity, OneBit, PeerMismatch, Ternary, TernGrad
+from gradcomp import Block, CorruptPayload, Identity, OneBit, PeerMismatch, Ternary, TernGrad
 from gradcomp.comm import torch_private
 from gradcomp.exchange.gather import BufferPool, ShardGather
 from gradcomp.exchange.sizing import Strategy, choose
@@ -1462,6 +1462,21 @@ def test_a_state_that_is_loaded_after_an_error_is_not_written_over():
             assert all(grad.isfinite().all() for grad in grads)
             found.append(bits([*grads, *parts_of(state.state_dict())["residual"].values()]))
     assert found[0] == found[1]
+
+
+@each_rank(2)
+def test_an_exchange_that_fails_on_one_rank_is_told_to_the_others():
+    """They waited for the whole timeout, or until the process of that rank had ended."""
+    model, rank, x = Blocks(reshard_after_forward=False), dist.get_rank(), torch.randn(8, 40)
+    model.set_reshard_after_backward(False)  # torch gathers nothing again
+    with registered(model, OneBit(), min_numel=0, timeout_s=60) as state:
+        model(x).square().mean().backward()
+        for reduce in state._reduces if rank == 1 else ():
+            reduce.finish = mock.Mock(side_effect=CorruptPayload("crc", "made up"))
+        with pytest.raises(CorruptPayload if rank == 1 else gradcomp.PeerLost, match="made up"):
+            model(x).square().mean().backward()
+        assert all(np.isnan(shard).all() for shard in shards_of(model).values())
+        dist.barrier()  # nobody closes before
 
 
 @each_rank(2)
