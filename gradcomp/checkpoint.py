@@ -16,7 +16,7 @@ from typing import Any
 
 from gradcomp.comm import Communicator
 from gradcomp.comm.torchdist import default_or_alone
-from gradcomp.errors import PeerMismatch
+from gradcomp.errors import GradcompError, PeerMismatch
 from gradcomp.exchange.agree import gather
 from gradcomp.files import of_ranks, read_saved, write_saved
 
@@ -79,7 +79,9 @@ class Checkpoints:
         Raises:
             PeerMismatch: another rank saves another step; nothing was written.
             PeerLost: a rank does not save; earlier checkpoints are unchanged.
-            OSError: a file cannot be written; earlier checkpoints are unchanged.
+            OSError: a file cannot be written, on this or another rank; earlier checkpoints are
+                unchanged.
+            TypeError: `load` could not read a value of one of the objects.
         """
         own = self._state.state_dict()  # before the model's: it may apply a pending update
         shared = {}
@@ -90,13 +92,19 @@ class Checkpoints:
             # left by a run that resumed from an earlier step: do not mix the files of two runs
             self._remove(folder)
             self._agree(step)
-        folder.mkdir(parents=True, exist_ok=True)
-        if self._writes_shared:
-            write_saved(folder / SHARED, shared)
-        write_saved(
-            folder / self._own, {"state": own, SHARED: shared} if self._has_own_weights else own
-        )
-        self._agree(step)
+        own = {"state": own, SHARED: shared} if self._has_own_weights else own
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if self._writes_shared:
+                write_saved(folder / SHARED, shared)
+            write_saved(folder / self._own, own)
+        except Exception:
+            with contextlib.suppress(GradcompError):
+                self._agree(step, True)  # the others wait for it
+            raise
+        failed = self._agree(step)
+        if failed:
+            raise OSError(f"ranks {failed} could not write their files of step {step}: see there")
         # another rank may have started to save a later step
         until_now = [one for one in self._steps() if one <= step]
         for old in until_now[self._keep :]:
@@ -192,13 +200,13 @@ class Checkpoints:
     def _folder_of(self, step: int) -> Path:
         return self._folder / f"step-{step:012d}"
 
-    def _agree(self, step: int, flag: bool = False) -> bool:
-        """Wait until all ranks save this step; return whether any rank has set the flag."""
+    def _agree(self, step: int, flag: bool = False) -> list[int]:
+        """Wait until all ranks save this step; return the ranks that have set the flag."""
         answers = self._gather(step, flag)
         for rank, (peer_step, _) in enumerate(answers):
             if peer_step != step:
                 raise PeerMismatch("step", rank, step, peer_step, first=self._comm.rank)
-        return any(peer_flag for _, peer_flag in answers)
+        return [rank for rank, (_, peer_flag) in enumerate(answers) if peer_flag]
 
     def _gather(self, step: int, flag: bool) -> list[tuple[int, bool]]:
         message = _MESSAGE.pack(step, flag)

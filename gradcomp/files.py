@@ -40,11 +40,24 @@ def _sync(folder: Path) -> None:
 
 
 def write_saved(path: str | os.PathLike[str], values: Any) -> None:
-    """Write values atomically with ``torch.save``, for `read_saved`."""
+    """Write values atomically with ``torch.save``, for `read_saved`.
+
+    Raises:
+        TypeError: `read_saved` would refuse a value; nothing is written then.
+        OSError: the file cannot be written.
+    """
     import torch
 
     with replaced(path) as file:
         torch.save(values, file)
+        file.flush()
+        refused = torch.serialization.get_unsafe_globals_in_checkpoint(file.name)
+        if refused:
+            raise TypeError(
+                f"{os.fspath(path)} would have values that torch.load(weights_only=True) refuses"
+                f" ({', '.join(sorted(refused))}): save tensors, numbers and strings (float(x) of a"
+                " NumPy number), or call torch.serialization.add_safe_globals"
+            )
 
 
 def read_saved(path: str | os.PathLike[str]) -> Any:

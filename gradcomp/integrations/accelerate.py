@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import itertools
+import traceback
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -30,10 +31,13 @@ if TYPE_CHECKING:
     from gradcomp.engine.step import Engine
 
 with imported("accelerate"):
+    from accelerate.checkpointing import load_accelerator_state
     from accelerate.utils import broadcast
 
 # engines in checkpoints, by Accelerator and by prefix of their files
-_carried: weakref.WeakKeyDictionary[Any, dict[str, Engine]] = weakref.WeakKeyDictionary()
+_carried: weakref.WeakKeyDictionary[Any, dict[str, weakref.ref[Engine]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @takes(CommonOptions)
@@ -77,7 +81,8 @@ def register(
     options = {**common, "advanced": advanced}
     state = attach_prepared(accelerator, model, codec, optimizer, options)
     if state is not None:
-        _carry(accelerator, state, state._engine, DdpWatch(state, model))
+        watch = DdpWatch(state, model)
+        state._hooks += _carry(accelerator, state, state._engine, watch)
     return state
 
 
@@ -130,7 +135,10 @@ def local_steps(
     optimizers = [inner(one) for one in given]
     if accelerator.num_processes > 1:
         for tensor in (*model.parameters(), *model.buffers()):
-            broadcast(tensor.detach())
+            dense = tensor.detach().contiguous()  # gloo sends memory as it lies there
+            broadcast(dense)
+            if not tensor.is_contiguous():
+                tensor.detach().copy_(dense)
     comm = TorchCommunicator() if accelerator.num_processes > 1 else LocalCommunicator.group(1)[0]
     local = method(model, optimizers, codec, sync_every=sync_every, comm=comm, **arguments)
     why = (
@@ -139,37 +147,40 @@ def local_steps(
         " lets through, or train in a with block"
     )
     watch = Watch(model.parameters(), lambda: local.inner_steps, lambda: why, late=True)
-    whole = _Whole(accelerator, model, optimizers, local)
-    _carry(accelerator, whole, local._fragments[0].averager._engine, watch, needed=True)
+    whole, engine = _Whole(model, optimizers, local), local._fragments[0].averager._engine
+    local._hooks += [one.register_load_state_dict_pre_hook(_keep_own) for one in optimizers]
+    local._hooks += [*watch._hooks, *_carry(accelerator, whole, engine, watch, needed=True)]
     return local
 
 
 def _carry(
     accelerator: Any, state: Stateful, engine: Engine, watch: Watch, *, needed: bool = False
-) -> None:
-    """Save and load `state` in an accelerator's checkpoints until its engine is closed.
+) -> list[Any]:
+    """Save and load `state` in an accelerator's checkpoints. Returns the hook handles, to be
+    removed when `engine` is closed.
 
     Args:
         engine: the engine of `state`.
         watch: restarted after `state` is loaded.
         needed: whether to raise ValueError for a checkpoint without the state.
     """
-    before = _carried.get(accelerator, {})
-    carried = {name: its for name, its in before.items() if not its.closed}
+    before = _carried.get(accelerator, {}).items()
+    carried = {name: its for name, its in before if (one := its()) and not one.closed}
     names = (f"gradcomp{n or ''}" for n in itertools.count())
     name = next(one for one in names if one not in carried)
-    _carried[accelerator] = carried | {name: engine}
+    _carried[accelerator] = carried | {name: weakref.ref(engine)}
 
     def save(_: Any, __: Any, folder: str) -> None:
-        if not engine.closed:
-            write(state, engine.comm, folder, name)
+        write(state, engine.comm, folder, name)
 
     def load(_: Any, folder: str) -> None:
-        if not engine.closed and read(state, engine.comm, folder, name, needed=needed):
+        if read(state, engine.comm, folder, name, needed=needed):
             watch.restart()
 
-    accelerator.register_save_state_pre_hook(save)
-    accelerator.register_load_state_pre_hook(load)
+    return [
+        accelerator.register_save_state_pre_hook(save),
+        accelerator.register_load_state_pre_hook(load),
+    ]
 
 
 class _Whole:
@@ -177,16 +188,8 @@ class _Whole:
     the next sync, but accelerate saves only those of rank 0.
     """
 
-    def __init__(
-        self, accelerator: Any, model: nn.Module, optimizers: Sequence[Any], local: DiLoCo
-    ) -> None:
-        self._accelerator, self._model, self._local = accelerator, model, local
-        self._optimizers = optimizers
-        self._keep: set[int] = (
-            set()
-        )  # ids of optimizers for which accelerate will load rank 0's state
-        for one in optimizers:
-            one.register_load_state_dict_pre_hook(self._before_load)
+    def __init__(self, model: nn.Module, optimizers: Sequence[Any], local: DiLoCo) -> None:
+        self._model, self._optimizers, self._local = model, optimizers, local
 
     def state_dict(self) -> dict[str, Any]:
         local = self._local.state_dict()  # first: it waits for averages in progress
@@ -195,16 +198,20 @@ class _Whole:
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         states: list[Any] = [state] if isinstance(state, dict) else list(state)
+        local = [one["local"] for one in states]
+        # first: it checks everything before it changes anything
+        self._local.load_state_dict(local[0] if isinstance(state, dict) else local)
         self._model.load_state_dict(states[0]["model"])
         for one, saved in zip(self._optimizers, states[0]["optimizers"], strict=True):
             one.load_state_dict(saved)
-        local = [one["local"] for one in states]
-        self._local.load_state_dict(local[0] if isinstance(state, dict) else local)
-        prepared = {id(inner(one)) for one in self._accelerator._optimizers}
-        self._keep = prepared & {id(one) for one in self._optimizers}
+        if not isinstance(state, dict):
+            self._local.restore()  # replace rank 0's weights by the anchors
 
-    def _before_load(self, optimizer: torch.optim.Optimizer, _: Any) -> dict[str, Any] | None:
-        if id(optimizer) not in self._keep:
-            return None
-        self._keep.discard(id(optimizer))
-        return optimizer.state_dict()
+
+def _keep_own(optimizer: torch.optim.Optimizer, _: Any) -> dict[str, Any] | None:
+    """Where accelerate loads rank 0's state, load the one that is there: `_Whole` has loaded this
+    rank's before.
+    """
+    loading = load_accelerator_state.__code__
+    is_loading = any(frame.f_code is loading for frame, _ in traceback.walk_stack(None))
+    return optimizer.state_dict() if is_loading else None

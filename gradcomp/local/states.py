@@ -74,7 +74,8 @@ def check(
         raise ValueError(f"the state has {count} fragments, this has {len(fragments)}")
     for check_one, state in zip(fragments, fragment_states, strict=True):
         check_one(state)
-    _check_under_way(saved.extra["under_way"], saved.step, length, fragment_states)
+    latest = saved.step + turns.length(0)  # a delay is shorter than the first round
+    _check_under_way(saved.extra["under_way"], saved.step, latest, fragment_states)
 
 
 def check_fragment(state: Any, shapes: Mapping[str, torch.Size]) -> None:
@@ -88,9 +89,8 @@ def check_fragment(state: Any, shapes: Mapping[str, torch.Size]) -> None:
         check_tensors(state["averages"], shapes, "average")
 
 
-def _check_under_way(under_way: Any, now: int, length: int, fragments: Sequence[Any]) -> None:
+def _check_under_way(under_way: Any, now: int, latest: int, fragments: Sequence[Any]) -> None:
     """Raise ValueError unless the fragments in progress are exactly those with averages."""
-    latest = now + length
     if not isinstance(under_way, (list, tuple)) or not all(
         isinstance(entry, (list, tuple))
         and len(entry) == 2

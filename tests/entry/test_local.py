@@ -344,6 +344,8 @@ FRAGMENTS = {"fragments": 2, "fragment_sync_delay": 3, "fragment_update_alpha": 
         ("terngrad", {"sync_every": 6, **FRAGMENTS}),
         ("onebit", {"sync_every": 4, "warmup_steps": 6}),
         ("block2", {"sync_every": 5, "shard_outer": True}),
+        # the delay is longer than later rounds: own states were refused
+        ("onebit", {"sync_every": lambda n: 2 if n else 8, "fragment_sync_delay": 5}),
     ],
 )
 def test_a_run_goes_on_bit_for_bit_wherever_it_was(codec, options):

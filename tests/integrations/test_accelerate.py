@@ -43,11 +43,15 @@ def test_an_optimizer_without_its_local_steps_is_an_error():
     batch, *_ = batches()
     with accelerator() as own:
         model = net()
+        kept = torch.arange(20.0).view(4, 5) * (1 - dist.get_rank())
+        model.register_buffer("kept", kept[:, :2])  # not contiguous
         optimizer = own.prepare(sgd(model))
         local = local_steps(own, model, optimizer, "terngrad", sync_every=2)
+        assert model.kept[-1].tolist() == [15, 16]
         with pytest.raises(GradcompError, match="was not called after it, so ranks never sync"):
             epoch(own, model, optimizer, [batch] * 2)
         local.close()
+        epoch(own, model, optimizer, [batch] * 2)  # it is over
 
 
 @pytest.mark.parametrize("method", [gradcomp.DiLoCo, gradcomp.LocalSGD])
@@ -96,6 +100,45 @@ def test_local_steps_are_those_of_a_plain_loop_and_resume(tmp_path, method):
     (tmp_path / str(rank)).mkdir()
     with pytest.raises(ValueError, match="was not saved with local steps"):
         train(1, f"{tmp_path}/{rank}")
+
+
+@each_rank(2)
+def test_a_checkpoint_that_cannot_be_loaded_changes_nothing_later(tmp_path):
+    """An optimizer ignored the next state that was loaded, and the model had the checkpoint's
+    weights.
+    """
+    from gradcomp.integrations.accelerate import local_steps
+
+    def started(sync_every):
+        model = net()
+        optimizer = sgd(model)
+        more = own.prepare(optimizer), "onebit"
+        return model, optimizer, local_steps(own, model, *more, sync_every=sync_every)
+
+    with accelerator() as own:
+        model, optimizer, local = started(5)
+        with local:
+            epoch(own, model, optimizer, [next(iter(batches()))])
+            own.save_state(str(tmp_path))
+        dist.barrier()
+        own.free_memory()
+        model, _, local = started(4)
+        with pytest.raises(ValueError, match="does not fit: the state has sync_every 5"):
+            own.load_state(str(tmp_path))
+        assert same(model, weights_of(net()))
+        local.close()
+        own.free_memory()
+        model, optimizer, local = started(5)
+        dist.barrier()
+        (tmp_path / "optimizer.bin").unlink(missing_ok=True)
+        dist.barrier()
+        with pytest.raises(FileNotFoundError, match="optimizer.bin"):
+            own.load_state(str(tmp_path))
+        state = optimizer.state_dict()
+        state["param_groups"][0]["lr"] = 0.7
+        optimizer.load_state_dict(state)
+        assert optimizer.param_groups[0]["lr"] == 0.7
+        local.close()
 
 
 @each_rank(2)
@@ -162,3 +205,4 @@ def test_every_model_has_files_of_its_own(tmp_path):
         assert names("new") == {"gradcomp", "gradcomp1"}
         two.close()
         third.close()
+        assert not own._save_model_state_pre_hook, "closed, it keeps the model alive"
