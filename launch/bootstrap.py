@@ -118,9 +118,7 @@ def run(program: list[str], recorder: Recorder) -> None:
         if os.getpid() != recorder.owner:  # a process forked by the program
             raise
         if isinstance(error, SystemExit):
-            code = (
-                error.code
-            )  # as Python handles it: None is status 0, other objects are printed, 1
+            code = error.code  # as in Python: None is status 0, other objects are printed, 1
             status, text = (code & 0xFF, "") if isinstance(code, int) else (1, f"{code}\n")
             if code is not None and status:
                 recorder.write("ended", status=status, signal=0, traceback=text)

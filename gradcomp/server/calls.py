@@ -59,6 +59,7 @@ class Requests:
         self._comm, self._servers = comm, tuple(servers)
         self._digest = servers_digest(servers, comm.world_size)
         self._number = secrets.randbelow(2**31)  # late replies to an earlier client match nothing
+        self._sending: list[Work] = []  # messages on their way
         self._receiving = threading.Lock()
         self._lock = threading.Lock()  # guards everything below
         self._open: dict[int, Request] = {}
@@ -76,6 +77,8 @@ class Requests:
         number = self._number = self._number % (2**32 - 1) + 1
         raw = pack(replace(message, request=number, servers=self._digest))
         request = Request(number, server, message)
+        # MPI keeps a message until somebody asks whether it has been sent
+        self._sending = [work for work in self._sending if not work.is_done()]
         with self._lock:
             if server in self._gone:
                 raise request.lost(self._gone[server])
@@ -88,6 +91,7 @@ class Requests:
             if isinstance(error, ConnectionError):
                 raise request.lost(f"server {error}") from error
             raise
+        self._sending.append(request.sent)
         self.bytes_sent += raw.numel()
         return request
 

@@ -11,6 +11,7 @@ import torch
 from _serving import CUT, WHOLE, Wrapped, caught, meet, noise, run, same_bits, wrapped
 
 from gradcomp import TernGrad
+from gradcomp.comm import Work
 from gradcomp.errors import CorruptPayload, GradcompError, PeerMismatch
 from gradcomp.server import Pending, calls, parameters
 
@@ -246,6 +247,43 @@ def test_a_worker_computes_while_its_calls_are_under_way():
     over = wrapped(1, Held, let_go=let_go)
     (steps,), _ = run(step_beside_a_held_server, let_go, workers=1, over=over)
     assert steps == [(False, True, [float(step)] * 4) for step in range(3)]
+
+
+class Asked(Work):
+    """A message that, as MPI's, is kept until somebody asks whether it has been sent."""
+
+    kept = True
+
+    def wait(self, timeout_s):
+        self.kept = False
+
+    def is_done(self):
+        self.kept = False
+        return True
+
+
+class Keeping(Wrapped):
+    def start_send(self, message, to):
+        super().start_send(message, to)
+        self.works.append(Asked())
+        return self.works[-1]
+
+
+def wait_for_pulls_only(client, index):
+    client.init_parameter("x", [1])
+    for step in range(3):
+        client.push_parameter("x", float(step), wait=False)
+        pull = client.pull_parameter("x", "sum", wait=False)
+        while not pull.done():
+            time.sleep(0.001)
+        pull.wait()
+
+
+def test_messages_that_nobody_waits_for_are_released():
+    """Over MPI a client kept every message that it had sent with ``wait=False``."""
+    works = []
+    run(wait_for_pulls_only, workers=1, over=wrapped(0, Keeping, works=works))
+    assert len(works) == 8 and [work.kept for work in works[:-2]] == [False] * 6
 
 
 class MainThreadOnly(Wrapped):
