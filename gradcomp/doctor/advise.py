@@ -19,7 +19,7 @@ from gradcomp.plan.workload import ALONE, Workload
 # arguments of `calibrate`, which then takes half a second on an idle core
 SIZES, WORLD_SIZES, REPEATS = (1 << 12, 1 << 17), (2, 8), 2
 LEAST_S = 1.5  # with less time left, the rates of codecs are not measured
-WIDTH = 1024  # columns of the matrices that represent the model
+WIDTH, TENSORS = 1024, 4000  # columns and largest number of the matrices that represent the model
 
 
 def link_of(
@@ -60,8 +60,9 @@ def recommend(
     time, and ``rates_measured`` is False.
     """
     rows = max(1, round(options["parameters"] / WIDTH))
-    # matrices of at most a million values, several in each bucket
-    heights = [min(WIDTH, rows - first) for first in range(0, rows, WIDTH)]
+    # matrices of at most a million values, several in each bucket; of large models larger ones
+    most = max(WIDTH, -(-rows // TENSORS))
+    heights = [min(most, rows - first) for first in range(0, rows, most)]
     shapes = tuple((f"weight{k}", (height, WIDTH)) for k, height in enumerate(heights))
     work = Workload(shapes, 1, options["compute"], weak=True)
     methods = list(ways(node))

@@ -118,7 +118,8 @@ class Me:
         def give_up() -> None:
             say(
                 f"rank {self.rank} gave up after {seconds:g} s of {self.doing}: a call did not"
-                " return. A rank is stuck, or the network drops everything"
+                " return. A rank is stuck, the network drops everything, or this machine is"
+                " overloaded"
             )
             os._exit(1)
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from gradcomp.payload.form import Form
 
@@ -67,7 +66,7 @@ def describe_parameters(
     for index, (name, shape) in enumerate(shapes):
         hits = [e for e in exclude if _exempts(e, name, shape)]
         unused = [e for e in unused if e not in hits]
-        numel = int(np.prod(shape, dtype=np.int64))
+        numel = math.prod(shape)
         compressed = numel >= least and (vectors or len(shape) > 1) and not hits
         out.append(Parameter(index, name, shape, numel, group_numel(shape), compressed))
     if unused:

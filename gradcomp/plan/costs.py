@@ -7,7 +7,7 @@ Bytes come from `gradcomp.plan.nbytes.collective_bytes` and include headers, sca
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from gradcomp.arguments import check_integer
 from gradcomp.codecs import KINDS, Codec, EntropyCoded, Identity
@@ -204,10 +204,10 @@ class Collective:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Exchange of one bucket on one rank.
+    """Exchange of one bucket on one rank. Buckets with equal exchanges are equal.
 
     Attributes:
-        parameters: indices in ``named_parameters()``.
+        parameters: indices in ``named_parameters()``; they are not compared.
         numel: number of values.
         owned_numel: values that the rank owns in a reduce_scatter; `numel` in other exchanges.
         collectives: collective that each stage but the last starts at its end; None: none.
@@ -216,7 +216,7 @@ class Bucket:
         between: exchange with other nodes; hierarchical only.
     """
 
-    parameters: tuple[int, ...]
+    parameters: tuple[int, ...] = field(compare=False)
     numel: int
     owned_numel: int
     collectives: tuple[Collective | None, ...]
@@ -245,8 +245,14 @@ def plan_buckets(
         shapes, world_size, bucket_cap_mb: as in `gradcomp.plan.nbytes.predict_bytes`.
         node_ranks: ranks on a node; must divide `world_size`.
     """
-    buckets = ddp_buckets(method.codec or Identity(), shapes, bucket_cap_mb=bucket_cap_mb)
-    return [_plan_bucket(method, bucket, world_size, node_ranks) for bucket in buckets]
+    planned: dict[tuple[tuple[int, int, bool], ...], Bucket] = {}
+    out = []
+    for parameters in ddp_buckets(method.codec or Identity(), shapes, bucket_cap_mb=bucket_cap_mb):
+        key = tuple((p.numel, p.group_numel, p.compressed) for p in parameters)
+        if key not in planned:  # large models have many equal buckets
+            planned[key] = _plan_bucket(method, parameters, world_size, node_ranks)
+        out.append(replace(planned[key], parameters=tuple(p.index for p in parameters)))
+    return out
 
 
 def _plan_bucket(method: Method, parameters: list[Parameter], n: int, node_ranks: int) -> Bucket:

@@ -17,6 +17,9 @@ transport works in parallel.
 If all nodes are alike, only one of them is simulated. If they differ, only the slowest is, because
 all others wait for it. With double buffering they wait half a step later and may have caught up by
 then, so several nodes of each kind are simulated.
+
+In large models hundreds of buckets in a row may be equal. A step with so many is extrapolated from
+two steps with fewer of them.
 """
 
 from __future__ import annotations
@@ -24,9 +27,10 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, count
+from itertools import accumulate, count, pairwise
+from operator import itemgetter
 from statistics import fmean
 
 from gradcomp.arguments import check_integer
@@ -48,6 +52,9 @@ from gradcomp.plan.workload import ALONE, EVEN, Simulation, Stragglers, Transpor
 
 BACKWARD_PIECES = 16
 LITTLE = (64, 64)  # shape of a tensor that is compressed in negligible time
+# Shortest run of equal buckets, in slices, from which longer ones are extrapolated, and the largest
+# share of its exchange that does not grow with the run.
+LONG, FIXED_SHARE = 512, 1 / 8
 MAX_NODES = 4096
 MAX_STAGES = 4  # threads of a pipeline, so it cannot use more cores than this
 MAIN, CODECS, LINK, INSIDE, TRANSPORT = range(5)  # resources
@@ -153,15 +160,23 @@ class Setting:
         compute = work.samples(ranks) * work.t_frame / halves
         update = work.t_update + work.t_post / ranks
         travels = between(method, nodes)
-        slices = [one for b in buckets for one in slice_work(travels, b, ranks, nodes, self.rates)]
+        slices = {b: slice_work(travels, b, ranks, nodes, self.rates) for b in set(buckets)}
         factors, counts = self.stragglers.factors(nodes, double_buffering=self.double_buffering)
-        begun, exchanges = self.schedule(
-            slices if ranks > 1 else [],
-            backward_pieces(work, buckets),
-            [[factor * compute for factor in half] for half in factors],
-            update,
-            counts,
-        )
+        start, length = longest_run([*zip(buckets, work.shares(buckets), strict=True)])
+
+        def schedule(run: int) -> tuple[list[float], list[float]]:
+            """Schedule a step in which the longest run has this number of buckets."""
+            some = buckets[: start + run] + buckets[start + length :]
+            return self.schedule(
+                [one for b in some for one in slices[b]] if ranks > 1 else [],
+                backward_pieces(work, some),
+                [[factor * compute for factor in half] for half in factors],
+                update,
+                counts,
+            )
+
+        kept = length if self.double_buffering else math.ceil(LONG / buckets[start].slices)
+        begun, exchanges = extrapolated(schedule, length, kept)
         # with double buffering no computation hides the first exchange: leave its step out
         first = halves if self.double_buffering else 0
         steps = (len(factors) - first) / halves
@@ -380,6 +395,32 @@ def slice_work(
             stages = [Stage(0.0, scatters if begins else None), *stages, Stage(unpack * ends, None)]
         out.append(tuple(stages))
     return out
+
+
+def extrapolated(
+    schedule: Callable[[int], tuple[list[float], list[float]]], count: int, kept: int
+) -> tuple[list[float], list[float]]:
+    """Return the times of a step with a run of `count` equal buckets: ``schedule(count)``, or for a
+    long run an extrapolation from two runs of at least `kept` buckets. Times are linear in the
+    length of runs that take much longer than latencies and the filling of the pipeline.
+    """
+    while 2 * kept < count:
+        few, more = schedule(kept), schedule(2 * kept)
+        fixed = 2 * sum(few[1]) - sum(more[1])
+        if fixed <= FIXED_SHARE * sum(few[1]):
+            begun, exchanges = (
+                [a + (b - a) * (count - kept) / kept for a, b in zip(*times, strict=True)]
+                for times in zip(few, more, strict=True)
+            )
+            return begun, exchanges
+        kept *= 2
+    return schedule(count)
+
+
+def longest_run(items: Sequence[object]) -> tuple[int, int]:
+    """Return the start and the length of the longest run of equal items."""
+    starts = [k for k, one in enumerate(items) if k == 0 or one != items[k - 1]]
+    return max(((a, b - a) for a, b in pairwise([*starts, len(items)])), key=itemgetter(1))
 
 
 def backward_pieces(

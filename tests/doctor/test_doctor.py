@@ -706,6 +706,13 @@ def test_the_planner_recommends(words, rate, method, code):
     json.dumps(found)
 
 
+def test_a_large_model_is_predicted_quickly():
+    """It took minutes of CPU, and the doctor's limit said that a rank was stuck."""
+    begun = time.process_time()
+    assert recommend("--parameters", "1e12")["step_s"] > 1e5
+    assert time.process_time() - begun < 60
+
+
 def test_codecs_are_measured_where_there_is_time():
     assert recommend("--parameters", "1e6", left_s=10.0)["rates_measured"]
 

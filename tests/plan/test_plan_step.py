@@ -27,6 +27,7 @@ from gradcomp.plan import (
     calibrate,
     find_method,
     simulate,
+    step,
 )
 from gradcomp.plan.costs import IDENTITY, Collective, between, plan_buckets
 from gradcomp.plan.rates import OUTER, PRECONDITION, STAGES
@@ -216,6 +217,37 @@ def test_the_work_of_a_node(work, seconds):
 def test_flops_that_are_all_zero_say_nothing():
     zero, none = (Workload(MANY, 64, 1e-3, flops=flops) for flops in ((0.0,) * len(MANY), None))
     assert simulate(zero, "fp32", 4, Link(1e9)) == simulate(none, "fp32", 4, Link(1e9))
+
+
+@pytest.mark.parametrize(
+    ("method", "link", "options", "extrapolates"),
+    [
+        ("fp32", Link(1e9, 1e-4), {}, True),
+        ("onebit reduce_scatter", Link(1e9, 1e-4), {"cores": 1}, True),
+        ("onebit reduce_scatter", Link(1e9, 1e-4), {"double_buffering": True}, False),
+        # scales take 30 latencies, more than all slices take
+        ("terngrad exact", Link(3e10, 0.05), {}, False),
+    ],
+)
+def test_a_long_run_of_equal_buckets_is_extrapolated(
+    method, link, options, extrapolates, monkeypatch
+):
+    """Each of them was simulated, so that the doctor took minutes for 7e10 parameters."""
+    work, lengths = Workload((("w", (7, 1 << 20)),) * 150, 1, 0.5, t_update=0.1, weak=True), []
+    schedule = Setting.schedule
+
+    def recorded(self, slices, *args):
+        lengths.append(len(slices))
+        return schedule(self, slices, *args)
+
+    monkeypatch.setattr(Setting, "schedule", recorded)
+    found = []
+    for long in (60, 10**9):
+        monkeypatch.setattr(step, "LONG", long)
+        found.append(asdict(simulate(work, method, 16, link, rates=RATES, **options)))
+    assert found[0] == pytest.approx(found[1], rel=2e-3)
+    *some, whole = lengths
+    assert (max(some) < whole) is extrapolates
 
 
 # ---- rates and slices ----------------------------------------------------------------------------
