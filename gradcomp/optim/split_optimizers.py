@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradcomp.arguments import check_number
+from gradcomp.errors import GradcompError
 from gradcomp.kernels.rules import Flag, Kind
 from gradcomp.optim.base import SplitOptimizer
 from gradcomp.optim.entries import Entry, run_rules
@@ -282,6 +283,12 @@ class SplitLAMB(_Adam):
         if not nvlamb:
             return
         chosen, squares = [entries[k] for k in nvlamb], rules[nvlamb]
+        if any(entry.packed is not None for entry in chosen):
+            raise GradcompError(
+                "variant 'nvlamb' needs gradients twice, but they are packed: call"
+                " materialize_gradients() of gradcomp's state before step(), or set it before"
+                " register"
+            )
         squares["kind"] = Kind.SQUARES
         norms = run_rules(chosen, squares, self.moments)[:, 0]
         total = float(np.sqrt(sum(float(n) ** 2 for n in norms)))

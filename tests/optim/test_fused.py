@@ -671,6 +671,25 @@ def test_a_scaler_that_is_not_registered_is_told_to_unpack():
     state.close()
 
 
+@each_rank(2)
+def test_a_variant_that_needs_the_gradients_twice_is_refused_while_they_are_packed():
+    """A loaded NVLAMB, or one set later, was plain LAMB."""
+    net, optimizer = made("lamb")
+    _, saved = made("nvlamb")
+    model = DDP(net)
+    options = {"optimizer": optimizer, "min_numel": 0}
+    with gradcomp.ddp.register(model, "onebit", **options) as state:
+        optimizer.load_state_dict(saved.state_dict())
+        backward(model, 0)
+        before = bits(net, optimizer)
+        with pytest.raises(GradcompError, match=r"'nvlamb'.*materialize_gradients\(\)"):
+            optimizer.step()
+        assert bits(net, optimizer) == before
+        state.materialize_gradients()
+        optimizer.step()
+        assert bits(net, optimizer) != before
+
+
 LINES = [
     (lambda net: torch.optim.SGD(net.parameters(), lr=0.1), {}, "SGD is no split optimizer"),
     (lambda net: OPTIMIZERS["sgd"](net[0].parameters()), {}, "'1.weight' is not in the optimizer"),
