@@ -18,6 +18,7 @@ from gradcomp.comm import torch_private
 from gradcomp.comm.torchdist import TorchCommunicator
 from gradcomp.engine.options import Advanced, CommonOptions, takes
 from gradcomp.engine.watch import OR_TWICE, remove
+from gradcomp.errors import GradcompError
 from gradcomp.integrations.watch import Watch
 
 if TYPE_CHECKING:
@@ -28,6 +29,12 @@ _MISSED = (
     "FSDP has reduced gradients and called another all-reduce hook, or none, so every replica would"
     " train on its own. Make ReplicaAverage last, after torchtitan's maybe_set_all_reduce_hook and"
     f" the like. {OR_TWICE}"
+)
+_OUTSIDE = (
+    "FSDP reduces gradients outside of a backward pass, as torch.distributed.pipelining does, so"
+    " ReplicaAverage cannot tell the last of them. Leave it out, and call average() of a"
+    " gradcomp.GradientAverager(model, codec, comm=gradcomp.comm.TorchCommunicator(group)) before"
+    " each optimizer step"
 )
 
 
@@ -47,7 +54,7 @@ class ReplicaAverage:
     optimizer step raises GradcompError if gradients were not averaged because another hook was set.
 
     Args:
-        models: a module with FSDP modules inside, or a list of them (the parts of a pipeline).
+        models: a module with FSDP modules inside, or a list of them.
         group: process group of the ranks that have the same shard of other replicas.
         codec: codec or name.
         common, advanced: see `gradcomp.ddp.register`.
@@ -59,6 +66,9 @@ class ReplicaAverage:
     Raises:
         TypeError: no module is wrapped by `fully_shard`.
         ValueError, PeerMismatch, PeerLost: see `gradcomp.GradientAverager`.
+
+    GradcompError is raised where FSDP reduces gradients outside of a backward pass, as
+    ``torch.distributed.pipelining`` makes it do.
     """
 
     @takes(CommonOptions)
@@ -132,6 +142,8 @@ class ReplicaAverage:
 
     def _reduced(self, shard: Tensor) -> None:
         number = torch_private.graph_task()
+        if number < 0:
+            raise GradcompError(_OUTSIDE)
         if number != self._called_back:
             self._called_back = number
             torch_private.after_backward(self._average)  # runs after FSDP's own callback

@@ -441,7 +441,7 @@ class DiLoCo:
         if self._gradients is not None and extra["gradients"] is None:
             self._gradients.close()
             self._gradients = None
-        self.inner_steps, self._starts_at_anchors = saved.step, False
+        self.inner_steps, self._starts_at_anchors, self._averaged = saved.step, False, False
         self._turns.round, self._turns.done = extra["round"], extra["done"]
         self._under_way = deque((number, at) for number, at in extra["under_way"])
 

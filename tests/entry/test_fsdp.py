@@ -859,6 +859,25 @@ def warnings_of(text):
 each_entry = pytest.mark.parametrize("entry", ["replicas", "register"])
 
 
+@each_rank(2)
+def test_gradients_that_are_reduced_outside_of_backward_are_an_error():
+    """As by schedules of torch.distributed.pipelining: "another all-reduce hook", gradcomp said."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "shard"))
+    model = wrap(fresh(), mesh=mesh["shard"])
+    with ReplicaAverage(model, mesh["replica"].get_group(), "onebit"):
+        model.set_is_last_backward(False)
+        model.set_requires_gradient_sync(False)
+        loss_of(model, 0).backward()
+        model.set_is_last_backward(True)
+        model.set_requires_gradient_sync(True)
+        for state in fully_shard.state(model)._state_ctx.all_states:
+            for group in getattr(state, "_fsdp_param_groups", [state._fsdp_param_group]):
+                with pytest.raises(
+                    gradcomp.GradcompError, match="outside of a backward pass.*call"
+                ):
+                    group.post_backward()
+
+
 @each_entry
 @each_rank(2)
 def test_a_hook_that_somebody_replaces_is_found(entry):
