@@ -19,7 +19,7 @@ from gradcomp.plan.workload import ALONE, Workload
 # arguments of `calibrate`, which then takes half a second on an idle core
 SIZES, WORLD_SIZES, REPEATS = (1 << 12, 1 << 17), (2, 8), 2
 LEAST_S = 1.5  # with less time left, the rates of codecs are not measured
-WIDTH, TENSORS = 1024, 4000  # columns and largest number of the matrices that represent the model
+WIDTH, TENSORS = 1024, 16_000  # columns and largest number of the matrices that represent the model
 
 
 def link_of(
