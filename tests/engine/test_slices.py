@@ -287,7 +287,7 @@ def test_a_failed_all_reduce_keeps_no_buffers(monkeypatch):
     monkeypatch.setattr(gradcomp.allreduce, "run_stages", run)
 
     def work(comm):
-        def average(step=None):
+        def average(step=None, comm=comm):
             tensor = normal(comm.rank, 2 * SLICE_NUMEL)
             gradcomp.all_reduce(tensor, TernGrad(), comm=comm, timeout_s=60, step=step)
             return tensor
@@ -300,7 +300,7 @@ def test_a_failed_all_reduce_keeps_no_buffers(monkeypatch):
         with pytest.raises(CorruptPayload):
             average(8)
         assert not comm.kept["all_reduce", 0].exchanges
-        return average(9)
+        return average(9, comm.duplicate())  # `comm` has failed
 
     a, b = run_local(2, work)
     assert torch.equal(a, b) and bool(a.abs().max() > 0.5)
