@@ -388,7 +388,7 @@ class Engine:
         """Wait for every bucket that was submitted; raise `error`, if there is one."""
         self.pipeline.wait()
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait until no exchange writes to the state, also after a failure."""
         if self.error is None:
             self.wait()
@@ -463,7 +463,7 @@ class Engine:
 
         After a failure (a lost peer), the state is the one before the failed step.
         """
-        self.settle()
+        self.drain()
         guard = {} if self.guard is None else {"guard": self.guard.state()}
         return state.write(self.layouts, self.origin, self.step, **guard)
 
@@ -487,7 +487,7 @@ class Engine:
         """Wait for exchanges in progress, then resume from a state that `accept` has returned.
         After a failure, steps raise its error until `reset`.
         """
-        self.settle()
+        self.drain()
         self.store.load(accepted.parts, self.layouts.names, accepted.loss_scale)
         self.step = accepted.step
         if self.guard is not None:

@@ -429,7 +429,7 @@ class DiLoCo:
             given.append(extra["gradients"])
             averagers.append(self._gradients)
         for averager in averagers:
-            averager._engine.settle()
+            averager._engine.drain()
         accepted = [a._engine.accept(one) for a, one in zip(averagers, given, strict=True)]
         for averager, one in zip(averagers, accepted, strict=True):  # all checks have passed
             averager._take(one)

@@ -77,7 +77,7 @@ class Requests:
         number = self._number = self._number % (2**32 - 1) + 1
         raw = pack(replace(message, request=number, servers=self._digest))
         request = Request(number, server, message)
-        # MPI keeps a message until somebody asks whether it has been sent
+        # MPI keeps a message until it is asked whether the message has been sent
         self._sending = [work for work in self._sending if not work.is_done()]
         with self._lock:
             if server in self._gone:

@@ -250,7 +250,7 @@ def test_a_worker_computes_while_its_calls_are_under_way():
 
 
 class Asked(Work):
-    """A message that, as MPI's, is kept until somebody asks whether it has been sent."""
+    """A message that, as MPI's, is kept until it is asked whether it has been sent."""
 
     kept = True
 
