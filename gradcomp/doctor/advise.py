@@ -116,8 +116,11 @@ def in_code(advice: Mapping[str, Any], over: str) -> str:
     if codec is not None:
         more = f", {given.replace(' and ', ', ')}" if given else ""
         return f"ddp.register(model, {codec}, {rest}, optimizer=optimizer{more}{comm})"
-    is_bf16 = advice["method"] == "bf16"
-    return "model.register_comm_hook(None, bf16_compress_hook)" if is_bf16 else ""
+    if advice["method"] != "bf16":
+        return ""
+    if comm:
+        return f'ddp.register(model, "bf16", optimizer=optimizer{comm})'
+    return "model.register_comm_hook(None, bf16_compress_hook)"
 
 
 def _middle(pairs: Sequence[Mapping[str, Any]]) -> Link:

@@ -14,7 +14,7 @@ from gradcomp.codecs import Codec, resolve
 from gradcomp.codecs.checks import check_alone
 from gradcomp.comm.base import Communicator
 from gradcomp.engine.options import MAX_TIMEOUT_S
-from gradcomp.errors import CorruptPayload
+from gradcomp.errors import CorruptPayload, GradcompError, PeerLost
 from gradcomp.server.calls import Pending, Request, Requests, T
 from gradcomp.server.keys import ClientKey, RawCodes
 from gradcomp.server.messages import (
@@ -186,7 +186,8 @@ class ParameterClient:
             PeerMismatch: clients use the key with different settings; it is broken for all clients.
             PeerLost: the server, or a worker that the round needs, is gone or does not reply.
             GradcompError: the server failed, for example for lack of memory; every worker's pull of
-                the round also fails.
+                the round also fails. Or an earlier push of the key was lost after some of its
+                shards may have got it.
             RuntimeError: the client is closed; or ``wait=False`` while MPI may be called from its
                 main thread only.
         """
@@ -196,7 +197,11 @@ class ParameterClient:
             self._accept_replies_to(known)
         asked = [self._ask(Kind.INIT, key, shard, settings) for shard, settings in made]
         if known.is_cut and known.may_be_early:  # the first shard decides whether the push is early
-            self._replies([*asked, self._ask(Kind.PUSH, key, *parts.pop(0))])
+            try:
+                self._replies([*asked, self._ask(Kind.PUSH, key, *parts.pop(0))])
+            except PeerLost as error:  # the first shard may have counted it, the others have not
+                known.lost = error
+                raise
             asked = []
         asked += [self._ask(Kind.PUSH, key, *part) for part in parts]
         known.pushes += 1
@@ -336,6 +341,11 @@ class ParameterClient:
         if key not in self._keys:
             known = sorted(self._keys)
             raise ValueError(f"unknown key {key!r}; this client has initialised {known}")
+        if self._keys[key].lost is not None:
+            raise GradcompError(
+                f"a push to key {key!r} may have reached some of its shards only"
+                f" ({self._keys[key].lost}): restart servers and workers from a checkpoint"
+            )
         return self._keys[key]
 
     def _raw_codes(

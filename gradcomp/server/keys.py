@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradcomp.codecs import Codec, TernGrad
 from gradcomp.codecs.checks import check_memory
-from gradcomp.errors import CorruptPayload
+from gradcomp.errors import CorruptPayload, PeerLost
 from gradcomp.payload import wire
 from gradcomp.payload.form import HEADER_NBYTES, ONEBIT, PLAIN
 from gradcomp.server.messages import Message
@@ -99,6 +99,7 @@ class ClientKey:
         self.steps = 0  # number of rounds in the checkpoint of the server
         self.complete = 0  # newest round known to be complete
         self.maximum: Tensor | None = None  # result of the last pull with "max"
+        self.lost: PeerLost | None = None  # error of a push that some shards may have got
         self._shards: Shards | None = None
         is_float = spec.dtype == "float32"
         # shape of an uncompressed pull; None: (numel,), with numel as in its payloads

@@ -707,6 +707,13 @@ def test_the_planner_recommends(words, rate, method, code):
     json.dumps(found)
 
 
+def test_bf16_over_mpi_is_not_the_hook_of_torch():
+    found = recommend() | {"method": "bf16", "codec": None}
+    assert advise.in_code(found, "gloo").endswith("bf16_compress_hook)")
+    assert 'register(model, "bf16"' in (line := advise.in_code(found, "mpi"))
+    assert "comm=MpiCommunicator()" in line
+
+
 def test_a_large_model_is_predicted_quickly():
     """It took minutes of CPU, and the doctor's limit said that a rank was stuck."""
     begun = time.process_time()

@@ -14,7 +14,7 @@ from _serving import Wrapped, caught, meet, run, wrapped
 
 from gradcomp.comm import LocalCommunicator
 from gradcomp.comm.local import Sent
-from gradcomp.errors import PeerLost
+from gradcomp.errors import GradcompError, PeerLost
 from gradcomp.server import ParameterClient, serve
 
 # ---- ranks that die or are silent (communicators of threads: a closed one is a dead rank) --------
@@ -168,6 +168,28 @@ def test_a_late_reply_is_not_taken_for_another():
     ((error, value),), _ = run(use_slow, held, workers=1, over=slow)
     assert isinstance(error, PeerLost) and error.phase == "push" and "silent" in str(error)
     assert value == 1.0
+
+
+def push_in_part(client, index):
+    """Lose the reply of the first shard of a push for which the others wait."""
+    client.init_parameter("x", [100])
+    for _ in range(2):
+        client.push_parameter("x", torch.ones(100))
+    client._requests.timeout_s = 0.3
+    error = caught(client.push_parameter, "x", torch.ones(100))
+    client._requests.timeout_s = 20.0
+    calls = (client.push_parameter, torch.ones(100)), (client.pull_parameter, "sum")
+    return error, [caught(call, "x", given) for call, given in calls]
+
+
+def test_a_key_of_which_some_shards_may_have_a_push_is_refused():
+    """Its later rounds would mix pushes of different steps."""
+    slow = wrapped(1, Slow, number=11, held=queue.SimpleQueue())
+    ((error, refused),), _ = run(push_in_part, workers=1, over=slow, shard_nbytes=256)
+    assert isinstance(error, PeerLost) and error.phase == "push"
+    for after in refused:
+        assert type(after) is GradcompError and "some of its shards" in str(after)
+        assert "restart" in str(after)
 
 
 def save_slowly(client, index, held, path):
