@@ -79,6 +79,7 @@ def test_who_has_not_registered_is_named_and_is_met_in_the_next_process_group(gl
 @pytest.mark.parametrize("close", [True, False])
 @each_rank(2)
 def test_a_communicator_gives_its_sockets_back_with_or_without_close(close):
+    TorchCommunicator(timeout_s=20).close()  # opens the socket that this process keeps
     before, threads = steady(descriptors), threading.active_count()
     for _ in range(4):
         comm = TorchCommunicator(timeout_s=20)

@@ -442,6 +442,7 @@ def test_a_registration_that_torch_refuses_leaves_nothing_behind(given):
     their own by then. A communicator that was given works on.
     """
     model = DDP(copy.deepcopy(MODEL))
+    TorchCommunicator(timeout_s=20).close()  # opens the socket that this process keeps
     comm = TorchCommunicator() if given else None
     before = steady(descriptors)
     nodes = {"exchange": "hierarchical", "advanced": Advanced(nodes=[[0, 1], [2, 3]])}
