@@ -98,6 +98,7 @@ def test_report_holds_means_spreads_and_phases():
     assert "upsampled" in report["data"]["note"]
 
 
+@pytest.mark.timed  # codecs are measured
 def test_steps_are_predicted_by_the_planner():
     """5.0 MB over 1 Gbit/s take 40 ms: the table once showed loopback alone, on which
     compression only costs.
