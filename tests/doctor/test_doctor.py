@@ -213,7 +213,7 @@ def test_a_link_between_hosts_is_measured(between_hosts):
         one["gloo"]["names"] == ["eth0"] for one in found["ranks"]
     )
     advice = found["recommendation"]
-    assert advice["codec"] == "EntropyCoded(1.25)"
+    assert advice["codec"] in ("EntropyCoded(1.25)", "Ternary()")  # portable kernels: as fast
     assert advice["speedup"] > 6 and advice["exposed_s"] > 0.1
     # a veth says 10 Gbit/s
     assert any("pairs between hosts have" in f["text"] for f in found["findings"])
