@@ -75,7 +75,7 @@ def each_rank(world_size=None, by="gloo"):
     """
 
     def decorate(body):
-        module, name = body.__module__, body.__qualname__
+        shipped = Body(body)
         parameters = list(inspect.signature(body).parameters.values())
         parameters = parameters[by in ("over", "local") :]
         if by != "local":
@@ -90,7 +90,7 @@ def each_rank(world_size=None, by="gloo"):
             if by == "local":
                 found = run_local(world, functools.partial(body, **given))
             else:
-                found = run(world, be_body, module, name, given)
+                found = run(world, shipped, given)
             assert all(one == found[0] for one in found), [repr(one)[:200] for one in found]
 
         test.__signature__ = inspect.Signature(parameters)
@@ -99,10 +99,26 @@ def each_rank(world_size=None, by="gloo"):
     return decorate
 
 
-def be_body(*call):
-    """Do in this rank what a test of `each_rank` does; "over" puts a communicator first."""
-    *comm, module, name, given = call
-    return getattr(importlib.import_module(module), name).__wrapped__(*comm, **given)
+class Body:
+    """What each rank of a test does, found by name where it is unpickled.
+
+    Its module is imported by that, before the rank has a process group: functions of
+    torch.distributed that are imported later have that group as a default argument, and keep it.
+    """
+
+    def __init__(self, body):
+        self.body = body
+
+    def __reduce__(self):
+        return body_of, (self.body.__module__, self.body.__qualname__)
+
+    def __call__(self, *call):
+        *comm, given = call  # "over" puts a communicator first
+        return self.body(*comm, **given)
+
+
+def body_of(module, name):
+    return Body(getattr(importlib.import_module(module), name).__wrapped__)
 
 
 HASH = re.compile(r"\d{12,}|[0-9a-f]{16,}")
