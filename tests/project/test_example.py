@@ -40,8 +40,8 @@ def under_torchrun(script, ranks, *options):
 
 @pytest.mark.parametrize(("codec", "least_ratio"), EXAMPLE_ROWS)
 def test_the_example_trains(torchrun, codec, least_ratio):
-    out = torchrun(EXAMPLE.name, 2, "--codec", codec, "--epochs", "3")
-    assert len(accuracies(out)) == 3 and accuracies(out)[-1] > 80.0, out
+    out = torchrun(EXAMPLE.name, 2, "--codec", codec, "--epochs", "2")
+    assert len(accuracies(out)) == 2 and accuracies(out)[-1] > 80.0, out
     ratios = ratios_of(out)
     assert len(ratios) == (least_ratio is not None), out
     assert all(ratio > least_ratio for ratio in ratios), out
@@ -105,9 +105,9 @@ def test_the_parameter_server_example_trains_over_mpi(pools, flavour, launched):
 
 @pytest.mark.parametrize("weights", ["split", pytest.param("bf16", marks=pytest.mark.long)])
 def test_the_split_sgd_example_trains_and_saves_fp32(torchrun, weights, tmp_path):
-    options = ["--epochs", "3", "--weights", weights, "--save", tmp_path / "weights.pt"]
+    options = ["--epochs", "1", "--weights", weights, "--save", tmp_path / "weights.pt"]
     out = torchrun("split_sgd_ddp.py", 2, *options)
-    assert len(accuracies(out)) == 3 and accuracies(out)[-1] > 80.0, out
+    assert len(accuracies(out)) == 1 and accuracies(out)[-1] > 40.0, out  # 10 is chance
     assert ("updates go straight from payloads to weights" in out) == (weights == "split"), out
     state = torch.load(tmp_path / "weights.pt", weights_only=True)
     dtype = torch.float32 if weights == "split" else torch.bfloat16
@@ -149,8 +149,8 @@ def test_the_local_steps_example_trains_over_mpi(pools, flavour):
 
 
 def test_the_mesh_example_trains_on_two_by_two_ranks(torchrun):
-    out = torchrun("onebit_2d.py", 4, "--epochs", "2")
-    assert accuracies(out)[-1] > 60.0 and "over 2 ranks" in out, out  # 10 is chance
+    out = torchrun("onebit_2d.py", 4, "--epochs", "1")
+    assert accuracies(out)[-1] > 40.0 and "over 2 ranks" in out, out  # 10 is chance
     (ratio,) = ratios_of(out)
     assert 29 < ratio < 31, out
 
