@@ -171,7 +171,7 @@ def _carry(
     _carried[accelerator] = carried | {name: weakref.ref(engine)}
 
     def save(_: Any, __: Any, folder: str) -> None:
-        write(state, engine.comm, folder, name)
+        write(state, engine, folder, name)
 
     def load(_: Any, folder: str) -> None:
         if read(state, engine.comm, folder, name, needed=needed):

@@ -4,6 +4,7 @@ one file per rank if it is a folder.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Sequence
@@ -12,6 +13,8 @@ from typing import Any, Protocol
 
 from gradcomp.comm.base import Communicator
 from gradcomp.comm.torchdist import gather_object
+from gradcomp.engine.step import Engine
+from gradcomp.errors import GradcompError
 from gradcomp.exchange.agree import gather
 from gradcomp.files import of_ranks, read_saved, write_saved
 
@@ -80,19 +83,40 @@ def restore(state: Stateful, comm: Communicator, found: Any, where: str, remedy:
 
 
 def write(
-    state: Stateful, comm: Communicator, folder: str | os.PathLike[str], name: str = "gradcomp"
+    state: Stateful, engine: Engine, folder: str | os.PathLike[str], name: str = "gradcomp"
 ) -> None:
     """Write this rank's state to its own file in a checkpoint's folder, which is created if it does
-    not exist. An error leaves no such file. Rank 0 deletes files of other world sizes.
+    not exist. Rank 0 deletes files of other world sizes. Collective, unless `engine` has failed or
+    is closed.
+
+    Raises:
+        OSError: on every rank: a rank could not write its file. It has left none; others have
+            theirs.
+        PeerLost: "checkpoint"; a rank did not call this.
     """
+    comm = engine.comm
     path = Path(folder) / f"{name}-{comm.rank}-of-{comm.world_size}.pt"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_saved(path, state.state_dict())
-    if comm.rank == 0:
-        for world, files in of_ranks(path.parent, name).items():
-            if world != comm.world_size:  # an earlier run wrote to this folder
-                for stale in files:
-                    stale.unlink(missing_ok=True)
+
+    def failed(own: bool) -> list[int]:
+        if engine.error is not None:  # peers may not answer
+            return []
+        votes = gather(comm, bytes([own]), "checkpoint", comm.timeout_s, called=CALLED)
+        return [rank for rank, vote in enumerate(votes) if vote[0]]
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_saved(path, state.state_dict())
+        if comm.rank == 0:
+            for world, files in of_ranks(path.parent, name).items():
+                if world != comm.world_size:  # an earlier run wrote to this folder
+                    for stale in files:
+                        stale.unlink(missing_ok=True)
+    except Exception:
+        with contextlib.suppress(GradcompError):
+            failed(True)  # the others wait for it
+        raise
+    if ranks := failed(False):
+        raise OSError(f"ranks {ranks} could not write their {name}-*.pt to {folder}: see there")
 
 
 def read(

@@ -85,7 +85,7 @@ def register(
 
 def save(state: CompressionState | None, folder: str | os.PathLike[str]) -> None:
     """Write this worker's state to its own file in `folder`. Every worker then reports the folder
-    as its checkpoint, and Ray merges the files.
+    as its checkpoint, and Ray merges the files. Collective, unless `state` has failed or is closed.
 
     ::
 
@@ -99,9 +99,13 @@ def save(state: CompressionState | None, folder: str | os.PathLike[str]) -> None
     Args:
         state: the result of `register`; None writes nothing.
         folder: an existing folder.
+
+    Raises:
+        OSError: on every worker: a worker could not write its file.
+        PeerLost: "checkpoint"; a worker did not call this.
     """
     if state is not None:
-        write(state, state._engine.comm, folder)
+        write(state, state._engine, folder)
 
 
 def load(state: CompressionState | None, folder: str | os.PathLike[str]) -> bool:

@@ -137,7 +137,7 @@ class _Compression(TrainerCallback):  # type: ignore[misc]
         if self.state is not None and not self._trainer.args.save_only_model:
             folder = self._trainer._get_output_dir(trial=self._trial)
             name = f"{PREFIX_CHECKPOINT_DIR}-{self._trainer.state.global_step}"
-            write(self.state, self.state._engine.comm, Path(folder, name))
+            write(self.state, self.state._engine, Path(folder, name))
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Stop watching the optimizers."""

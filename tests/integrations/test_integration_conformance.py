@@ -16,6 +16,8 @@ from _ranks import each_rank, program
 
 from gradcomp import GradcompError
 from gradcomp.engine import guard
+from gradcomp.files import write_saved
+from gradcomp.integrations import checkpoints
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OLD_PYTHON = pytest.mark.skipif(sys.version_info < (3, 11), reason="Transformers needs Python 3.11")
@@ -92,6 +94,21 @@ def test_a_rank_s_file_that_is_missing_or_broken(tmp_path, name):
     dist.barrier()
     with pytest.raises(ValueError, match="rank 1 cannot read its gradcomp-\\*.pt in"):
         framework.fit("onebit", 3, f"{tmp_path}/broken", half)
+
+
+@pytest.mark.parametrize("name", [row(name) for name in FRAMEWORKS if name != "lightning"])
+@each_rank(2)
+def test_a_rank_that_cannot_write_its_file_is_named_on_all(tmp_path, name):
+    """The others went on, and waited for it in the framework's next collective."""
+    disk = {"wraps": write_saved}
+    says = r"ranks \[1\] could not write their gradcomp-\*\.pt to .*: see there"
+    if dist.get_rank() == 1:
+        disk, says = {"side_effect": OSError(28, "No space left on device")}, "No space left"
+    with (
+        mock.patch.object(checkpoints, "write_saved", **disk),
+        pytest.raises(OSError, match=says),
+    ):
+        FRAMEWORKS[name].fit("onebit", 1, str(tmp_path))
 
 
 @pytest.mark.parametrize(
