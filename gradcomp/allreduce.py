@@ -96,7 +96,8 @@ def all_reduce(
         GradcompError: the communicator is in use, for example by an exchange of
             `GradientAverager.average_delayed`.
         PeerMismatch, PeerLost, CorruptPayload: on every rank. After an error in the middle of the
-            exchange `comm` fails; `comm.duplicate()` replaces it.
+            exchange `comm` fails; `comm.duplicate()` replaces it. Without `comm`, the next call
+            makes a new communicator, and counts steps from 0 again.
     """
     order = () if tensor.is_contiguous() else storage_order(tensor.shape, tensor.stride())
     check_tensor(tensor, "tensor", contiguous=not order)
@@ -179,10 +180,10 @@ def forget_buffers(comm: Communicator | None = None) -> None:
         comm: communicator; torch.distributed's default group when None.
     """
     if comm is None:
-        from gradcomp.comm.torchdist import default_communicator
+        from gradcomp.comm.torchdist import made_default
 
-        comm = default_communicator()
-    for kind, call in comm.kept.items():
+        comm = made_default()
+    for kind, call in comm.kept.items() if comm is not None else ():
         if isinstance(kind, tuple) and kind[0] == "all_reduce":
             call.exchanges.clear()
 

@@ -309,13 +309,23 @@ def read_checkpoint(
     return nested
 
 
+def made_default() -> TorchCommunicator | None:
+    """Return what `default_communicator` has made; None: nothing, or it has failed."""
+    if _default is None or not is_initialized() or _default[0] is not dist.group.WORLD:
+        return None
+    return None if _default[1]._groups.broken else _default[1]
+
+
 def default_communicator() -> TorchCommunicator:
-    """Return the communicator over the default group. The first call creates it (collective)."""
+    """Return the communicator over the default group. The first call, and the first one after a
+    failure, make it (collective).
+    """
     global _default
-    world = dist.group.WORLD if dist.is_initialized() else None
-    if _default is None or _default[0] is not world or world is None:
-        _default = (world, TorchCommunicator())
-    return _default[1]
+    made = made_default()
+    if made is None:
+        made = TorchCommunicator()
+        _default = (dist.group.WORLD, made)
+    return made
 
 
 def default_or_alone() -> Communicator:

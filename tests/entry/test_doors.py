@@ -9,6 +9,7 @@ import re
 import time
 import warnings
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -286,6 +287,23 @@ def test_all_reduce_keeps_a_bounded_number_of_buffers_and_no_residuals(comm):
     assert not call.exchanges and call.step == 5 + 2 * 39
     found.append(averaged(feedback))
     assert bits(found) == bits(wanted)
+
+
+@each_rank(2)
+def test_all_reduce_has_a_new_communicator_after_a_failure():
+    """Without `comm` every later call failed, and there was nothing to duplicate."""
+
+    def averaged(value, **options):
+        return gradcomp.all_reduce(torch.full((64,), value), Identity(), **options).tolist()
+
+    rank = dist.get_rank()
+    assert averaged(float(rank)) == [0.5] * 64
+    disturbed = mock.patch.object(gradcomp.allreduce, "run_stages", side_effect=OSError("a bug"))
+    with disturbed if rank == 1 else contextlib.nullcontext(), pytest.raises(Exception) as caught:
+        averaged(1.0, timeout_s=20)
+    assert caught.type is (OSError if rank == 1 else PeerLost)
+    gradcomp.allreduce.forget_buffers()  # not collective: it makes none
+    assert averaged(float(rank)) == [0.5] * 64
 
 
 # ---- copies, pickles -----------------------------------------------------------------------------
