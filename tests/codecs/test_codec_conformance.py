@@ -199,11 +199,11 @@ def test_sums_that_are_not_finite_take_nothing_from_residuals(tier, name, value)
 
 
 def hard_values(numel, rng):
-    """Return values that are hard to fit into a stream, by kind: few or many large ones, all alike,
-    other ones where the step is searched for than elsewhere.
+    """Return {kind: function} that makes values that are hard to fit into a stream: few or many
+    large ones, all alike, other ones where the step is searched for than elsewhere.
     """
     normal, place = rng.standard_normal(numel), np.arange(numel)
-    made = {
+    return {
         "Student-t, 1 degree": lambda: rng.standard_t(1, numel),
         "Student-t, 2 degrees": lambda: rng.standard_t(2, numel) * 1e-6,
         "log-normal": lambda: np.exp(3 * normal) * rng.choice([-1, 1], numel),
@@ -223,7 +223,6 @@ def hard_values(numel, rng):
         "near the largest step": lambda: normal * 1e33,
         "largest numbers": lambda: rng.choice([-1, 1], numel) * np.finfo(np.float32).max,
     }
-    return {kind: make().astype(np.float32) for kind, make in made.items()}
 
 
 @pytest.mark.parametrize("bits", [1, 1.25, 2.2, 4])
@@ -234,7 +233,7 @@ def test_hard_values_fit_their_stream(kind, bits):
     """
     codec, rng = EntropyCoded(bits), np.random.default_rng(len(kind))
     for numel in (*range(1, 18), 31, 32, 33, 63, 64, 100, 777, 4095, 4096, 4097, 8192):
-        x, key = hard_values(numel, rng)[kind], ref.Key()
+        x, key = hard_values(numel, rng)[kind]().astype(np.float32), ref.Key()
         nbytes = codec.form.stream_nbytes
         want, want_left = ref_payload.encode_fed_back("entropy", x, None, 4096, key, nbytes)
         decoded = ref_payload.decode(want)
