@@ -175,14 +175,14 @@ def test_the_notebook_is_committed_without_outputs_and_has_run(site, pages):
     printed = "".join(
         text for output in outputs if output["output_type"] == "stream" for text in output["text"]
     )
-    assert printed.count("equal on all ranks: True") == 5
+    assert printed.count("equal on all ranks: True") == 6
     rows = {
         line[:14].strip(): [float(n) for n in line[14:].split()]
-        for line in printed[printed.index("one gradient") :].splitlines()[1:8]
+        for line in printed[printed.index("one gradient") :].splitlines()[1:9]
     }
-    assert len(rows) == 7
-    for name in ("Block(8)", "Block(4)", "Block(2)", "Ternary", "OneBit"):
+    assert len(rows) == 8
+    for name in ("Block(8)", "Block(4)", "Block(2)", "Ternary", "EntropyCoded", "OneBit"):
         _, once, final, plain = rows[name]
         assert final < once < 1 and 2 * final < plain, name  # what its words say of error feedback
     assert rows["TernGrad"][2] == rows["TernGrad"][3]
-    assert min(rows, key=lambda name: rows[name][0]) == "OneBit"
+    assert min(rows, key=lambda name: rows[name][0]) == "EntropyCoded"
