@@ -45,7 +45,7 @@ const char *gc_status_name(int status);
 
 /* ---- tiers ----------------------------------------------------------------------------------- */
 /* Tier 0 is "portable"; tier 1 is "avx2" (needs avx2, bmi2, fma, f16c, sse4.2); tier 2 is "avx512" (those
- * and avx512f, avx512bw, avx512dq, avx512vl, avx512vbmi); tier 3 is "neon" (aarch64). */
+ * and avx512f, avx512bw, avx512dq, avx512vl); tier 3 is "neon" (aarch64). */
 int gc_tier_count(void);
 const char *gc_tier_name(int tier); /* NULL when out of range */
 int gc_tier_supported(int tier);    /* 1 when this build and this CPU run it */

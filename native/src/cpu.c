@@ -32,7 +32,7 @@ int gc_cpu_has_avx512(void)
     unsigned a, b, c, d;
     if (!gc_cpu_has_avx2() || !os_saves(ZMM_STATE) || !__get_cpuid_count(7, 0, &a, &b, &c, &d))
         return 0;
-    return (b & wanted) == wanted && (c & bit_AVX512VBMI) != 0;
+    return (b & wanted) == wanted;
 }
 #else
 int gc_cpu_has_avx2(void) { return 0; }

@@ -31,8 +31,8 @@ typedef struct {
     /* by (a + 8) << 4 | (b + 8), a or b of -8 standing for what is out of range: the symbol, or the
      * escape, its bits at the top and their number at the bottom */
     uint64_t symbols[GC_SYMBOLS_COUNT];
-    /* the same in bytes: the lower bits, and the others << 4 | the number */
-    uint8_t low[GC_SYMBOLS_COUNT], rest[GC_SYMBOLS_COUNT];
+    /* the same: the lower eight bits, their number << 8, the other bits << 12 */
+    uint16_t joined[GC_SYMBOLS_COUNT];
     int top; /* largest |code| that has a symbol */
     /* by the next GC_CODE_NBITS bits, the one or two symbols that they hold: up to four codes, a
      * byte each; from bit 32 on the symbols' bits, from 48 on those of the first symbol, from 56 on

@@ -194,8 +194,7 @@ static void make_table(const distribution from, gc_entropy_table *table,
         if (!table->symbols[index])
             table->symbols[index] = table->symbols[0];
         uint64_t length = table->symbols[index] & 63, bits = table->symbols[index] >> (64 - length);
-        table->low[index] = (uint8_t)bits;
-        table->rest[index] = (uint8_t)(bits >> 8 << 4 | length);
+        table->joined[index] = (uint16_t)((bits & 0xFF) | length << 8 | bits >> 8 << 12);
     }
     set_costs(from, table, costs);
 }

@@ -80,15 +80,12 @@ GC_INLINE void gc_put_pairs(gc_writer *to, const gc_entropy_table *table,
         uint32_t escapes = (uint32_t)stage->escapes[i / GC_PUT_PAIRS] >> i % GC_PUT_PAIRS;
         count = GC_PUT_PAIRS - i % GC_PUT_PAIRS;
         count = end - i < count ? end - i : count;
-        if (count < GC_PUT_PAIRS) {
+        if (escapes || count < GC_PUT_PAIRS) {
             gc_put_escaping(to, table, stage->pairs + i, stage->codes + 2 * i, count, escapes);
             continue;
         }
-        for (uint32_t k = i; k < i + GC_PUT_PAIRS; k += 4, escapes >>= 4)
-            if (escapes & 15)
-                gc_put_escaping(to, table, stage->pairs + k, stage->codes + 2 * k, 4, escapes);
-            else
-                gc_put_symbols(to, table, stage->pairs + k, 4);
+        for (uint32_t k = i; k < i + GC_PUT_PAIRS; k += 4)
+            gc_put_symbols(to, table, stage->pairs + k, 4);
     }
 }
 

@@ -42,7 +42,7 @@ _AVX2 = frozenset({"avx2", "bmi2", "fma", "f16c", "sse4.2"})
 TIER_FEATURES: dict[str, frozenset[str]] = {
     "portable": frozenset(),
     "avx2": _AVX2,
-    "avx512": _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vbmi"},
+    "avx512": _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
     "neon": frozenset({"neon"}),
 }
 

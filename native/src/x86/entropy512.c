@@ -87,24 +87,27 @@ GC_AVX512 static void quantize(gc_entropy_stage *stage, uint32_t numel, float in
     }
 }
 
-/* The bytes of a table of 256 at sixty-four indices. */
-GC_AVX512_INLINE __m512i look_up(const uint8_t *table, __m512i indices)
+/* The symbols of thirty-two pairs, as gc_entropy_table.joined. */
+GC_AVX512_INLINE __m512i look_up(const __m512i table[8], __m512i indices)
 {
-    __m512i low = _mm512_permutex2var_epi8(_mm512_loadu_si512(table), indices,
-                                           _mm512_loadu_si512(table + 64)),
-            high = _mm512_permutex2var_epi8(_mm512_loadu_si512(table + 128), indices,
-                                            _mm512_loadu_si512(table + 192));
-    return _mm512_mask_blend_epi8(_mm512_movepi8_mask(indices), low, high);
+    __mmask32 second = _mm512_movepi16_mask(_mm512_slli_epi16(indices, 9)),
+              upper = _mm512_movepi16_mask(_mm512_slli_epi16(indices, 8));
+    __m512i quarters[4];
+    for (int k = 0; k < 4; k++)
+        quarters[k] = _mm512_permutex2var_epi16(table[2 * k], indices, table[2 * k + 1]);
+    return _mm512_mask_blend_epi16(upper,
+                                   _mm512_mask_blend_epi16(second, quarters[0], quarters[1]),
+                                   _mm512_mask_blend_epi16(second, quarters[2], quarters[3]));
 }
 
-/* Eight times four symbols in a row, of those whose bytes these are. */
-GC_AVX512_INLINE void join_symbols(__m512i both, uint64_t bits[8], uint64_t lengths[8])
+/* Eight times four symbols in a row. */
+GC_AVX512_INLINE void join_symbols(__m512i symbols, uint64_t bits[8], uint64_t lengths[8])
 {
     const __m512i low16 = _mm512_set1_epi32(0xFFFF), low32 = _mm512_set1_epi64(0xFFFFFFFF);
-    __m512i length = _mm512_and_si512(_mm512_srli_epi16(both, 8), _mm512_set1_epi16(15));
+    __m512i length = _mm512_and_si512(_mm512_srli_epi16(symbols, 8), _mm512_set1_epi16(15));
     __m512i code = _mm512_or_si512(
-        _mm512_and_si512(both, _mm512_set1_epi16(0xFF)),
-        _mm512_and_si512(_mm512_srli_epi16(both, 4), _mm512_set1_epi16(0x700)));
+        _mm512_and_si512(symbols, _mm512_set1_epi16(0xFF)),
+        _mm512_and_si512(_mm512_srli_epi16(symbols, 4), _mm512_set1_epi16(0x700)));
     __m512i first = _mm512_and_si512(length, low16);
     code = _mm512_or_si512(_mm512_and_si512(code, low16),
                            _mm512_sllv_epi32(_mm512_srli_epi32(code, 16), first));
@@ -117,37 +120,35 @@ GC_AVX512_INLINE void join_symbols(__m512i both, uint64_t bits[8], uint64_t leng
     _mm512_storeu_si512(lengths, length);
 }
 
-/* Write four symbols, joined, or where some of them escape one after the other. */
-GC_AVX512_INLINE void put_joined(gc_writer *to, const gc_entropy_table *table,
-                                 const gc_entropy_stage *stage, uint32_t first, uint64_t bits,
-                                 uint64_t length, uint32_t escapes)
+/* Write thirty-two pairs of which some escape. */
+__attribute__((noinline)) GC_AVX512 static gc_writer
+put_escaping32(gc_writer to, const gc_entropy_table *table, const gc_entropy_stage *stage,
+               uint32_t first)
 {
-    if (escapes) {
-        gc_put_escaping(to, table, stage->pairs + first, stage->codes + 2 * first, 4, escapes);
-        return;
-    }
-    gc_put(to, bits, (unsigned)length);
-    gc_flush(to);
+    gc_put_pairs(&to, table, stage, first, first + 32);
+    return to;
 }
 
-/* gc_write_pairs, sixty-four at a time. */
+/* gc_write_pairs, thirty-two at a time. */
 GC_AVX512 static size_t write_pairs(const gc_entropy_table *table, const gc_entropy_stage *stage,
                                     uint32_t first, uint32_t end, uint8_t *out)
 {
     gc_writer to = {0, 0, out};
-    for (; first % GC_PUT_PAIRS == 0 && end - first >= 64; first += 64) {
-        uint64_t bits[16], lengths[16];
-        __m512i indices = _mm512_loadu_si512(stage->pairs + first);
-        __m512i low = look_up(table->low, indices), more = look_up(table->rest, indices);
-        join_symbols(_mm512_unpacklo_epi8(low, more), bits, lengths);
-        join_symbols(_mm512_unpackhi_epi8(low, more), bits + 8, lengths + 8);
-        for (uint32_t k = 0; k < 4; k++) { /* of sixteen pairs the first eight are low ones */
-            uint32_t at = first + k * GC_PUT_PAIRS, escapes = stage->escapes[at / GC_PUT_PAIRS];
-            const uint64_t *b = bits + 2 * k, *n = lengths + 2 * k;
-            put_joined(&to, table, stage, at, b[0], n[0], escapes & 15);
-            put_joined(&to, table, stage, at + 4, b[1], n[1], escapes >> 4 & 15);
-            put_joined(&to, table, stage, at + 8, b[8], n[8], escapes >> 8 & 15);
-            put_joined(&to, table, stage, at + 12, b[9], n[9], escapes >> 12);
+    __m512i joined[8];
+    for (int k = 0; k < 8; k++)
+        joined[k] = _mm512_loadu_si512(table->joined + 32 * k);
+    for (; first % GC_PUT_PAIRS == 0 && end - first >= 32; first += 32) {
+        if (stage->escapes[first / GC_PUT_PAIRS] | stage->escapes[first / GC_PUT_PAIRS + 1]) {
+            to = put_escaping32(to, table, stage, first);
+            continue;
+        }
+        uint64_t bits[8], lengths[8];
+        __m256i pairs = _mm256_loadu_si256((const __m256i *)(stage->pairs + first));
+        join_symbols(look_up(joined, _mm512_cvtepu8_epi16(pairs)), bits, lengths);
+#pragma GCC unroll 8
+        for (uint32_t k = 0; k < 8; k++) {
+            gc_put(&to, bits[k], (unsigned)lengths[k]);
+            gc_flush(&to);
         }
     }
     gc_put_pairs(&to, table, stage, first, end);

@@ -29,11 +29,10 @@ GC_AVX512_INLINE __m512i xor3(__m512i a, __m512i b, __m512i c)
  * elements 16w to 16w + 15, the upper half the second one's, in the order of the elements. */
 GC_AVX512_INLINE void draw128(const gc_philox_plan *plan, uint32_t superblock, __m512i draws[WORDS])
 {
-    static const uint8_t order[64] = {
+    static const uint16_t order[32] = {
         /* a 32-bit lane has the draws of elements l and 8 + l */
-        0,  1,  4,  5,  8,  9,  12, 13, 16, 17, 20, 21, 24, 25, 28, 29, 2,  3,  6,  7,  10, 11,
-        14, 15, 18, 19, 22, 23, 26, 27, 30, 31, 32, 33, 36, 37, 40, 41, 44, 45, 48, 49, 52, 53,
-        56, 57, 60, 61, 34, 35, 38, 39, 42, 43, 46, 47, 50, 51, 54, 55, 58, 59, 62, 63};
+        0,  2,  4,  6,  8,  10, 12, 14, 1,  3,  5,  7,  9,  11, 13, 15,
+        16, 18, 20, 22, 24, 26, 28, 30, 17, 19, 21, 23, 25, 27, 29, 31};
     const __m512i m0 = every(GC_PHILOX_M0), m1 = every(GC_PHILOX_M1);
     __m512i first = _mm512_set1_epi64((long long)superblock * 8), p0[2], p1[2], c[2][WORDS];
     p0[0] = _mm512_mul_epu32(_mm512_add_epi64(first, _mm512_setr_epi64(0, 2, 4, 6, 8, 10, 12, 14)),
@@ -65,7 +64,7 @@ GC_AVX512_INLINE void draw128(const gc_philox_plan *plan, uint32_t superblock, _
         }
     for (int w = 0; w < WORDS; w++) { /* odd blocks into the upper halves of the even ones' lanes */
         __m512i woven = _mm512_mask_shuffle_epi32(c[0][w], 0xAAAA, c[1][w], _MM_PERM_CCAA);
-        draws[w] = _mm512_permutexvar_epi8(_mm512_loadu_si512(order), woven);
+        draws[w] = _mm512_permutexvar_epi16(_mm512_loadu_si512(order), woven);
     }
 }
 
