@@ -120,7 +120,6 @@ def bits_and_loss() -> Iterator[Figure]:
 def readme() -> Iterator[Figure]:
     for cells, method in (
         ("none (fp32) | 32", "fp32"),
-        ('`"block4"` | 4', "block4"),
         ('`"ternary"` | 2', "ternary"),
         ('`"onebit"` | 1', "onebit"),
     ):

@@ -26,7 +26,10 @@ def main() -> None:
         description="Train LeNet under torchrun with compressed gradients."
     )
     parser.add_argument(
-        "--codec", default="ternary", choices=["none", "ternary", "terngrad", "onebit"]
+        "--codec",
+        default="ternary",
+        choices=["none", "ternary", "terngrad", "onebit"],
+        help="terngrad needs a smaller learning rate than the others",
     )
     parser.add_argument(
         "--data",

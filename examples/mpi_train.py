@@ -24,7 +24,10 @@ def main() -> None:
         description="Train LeNet under mpirun with compressed gradients."
     )
     parser.add_argument(
-        "--codec", default="ternary", choices=["fp32", "ternary", "terngrad", "onebit"]
+        "--codec",
+        default="ternary",
+        choices=["fp32", "ternary", "terngrad", "onebit"],
+        help="terngrad needs a smaller learning rate than the others",
     )
     parser.add_argument(
         "--data",

@@ -31,7 +31,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description="Train LeNet under torchrun, tensor-parallel by data-parallel."
     )
-    parser.add_argument("--codec", default="onebit", choices=["onebit", "ternary", "terngrad"])
+    parser.add_argument(
+        "--codec",
+        default="onebit",
+        choices=["onebit", "ternary", "terngrad"],
+        help="terngrad needs a smaller learning rate than the others",
+    )
     parser.add_argument(
         "--tensor-parallel", type=int, default=2, metavar="N", help="ranks that share a layer (2)"
     )

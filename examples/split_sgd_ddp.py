@@ -31,7 +31,10 @@ def main() -> None:
     )
     parser.add_argument("--weights", default="split", choices=["split", "bf16", "fp32"])
     parser.add_argument(
-        "--codec", default="ternary", choices=["none", "ternary", "terngrad", "onebit"]
+        "--codec",
+        default="ternary",
+        choices=["none", "ternary", "terngrad", "onebit"],
+        help="terngrad needs a smaller learning rate than the others",
     )
     parser.add_argument(
         "--data",

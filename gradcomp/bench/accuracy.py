@@ -46,7 +46,7 @@ examples:
 def read_options(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
     batch = "samples of a worker's minibatch (default: those of the workload)"
-    within = "nats or points that local steps may cost; the longest that cost less are printed"
+    within = "print the longest local steps (every=H) that cost less, in nats or points"
     options: dict[str, Option] = {
         "workloads": (["gpt-1m"], WORKLOADS, "models and data to train"),
         "optimizers": (["adamw"], OPTIMIZERS, "optimizers to train with"),

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp.ddp
 import gradcomp.fsdp
+from gradcomp.arguments import suggestion
 from gradcomp.codecs import KINDS, Codec, Identity, OneBit, TernGrad
 from gradcomp.comm.base import Communicator
 from gradcomp.engine.options import RENAMED, Advanced
@@ -159,7 +160,7 @@ methods: {", ".join(name for name in METHODS if name not in (NONE, NOOP))}, {FSD
   warmup_steps=N               first step that is compressed; steps before it are sent in fp32
                                (powersgd: at least 2, the default)
   start=METHOD                 codec of the first warmup_steps steps, in place of fp32
-  second=PHASE                 what owners of means send: exact, requantize, block2, block4, block8,
+  second=PHASE                 how averages travel back: exact, requantize, block2, block4, block8,
                                bf16, fp32
   precondition                 compress gradients in units of their second moments
   scale_lr                     keep the length of Adam's steps (with precondition)
@@ -169,7 +170,7 @@ methods: {", ".join(name for name in METHODS if name not in (NONE, NOOP))}, {FSD
   decay=X                      factor of residuals from step to step: residual_decay (ternary,
                                onebit, block, entropy)
   step=X, group=row|tensor|N   scale in root mean squares (ternary); values that share a scale
-  feedback=off                 forget what codes leave out (onebit, block)
+  feedback=off                 no error feedback: keep no residuals (onebit, block)
   double                       half minibatches in turns (gradcomp.onebit_sgd.DoubleBuffer)
   every=H                      local steps (gradcomp.DiLoCo), with fragments=K, delay=D, alpha=A,
                                outer_lr=X, outer_momentum=X
@@ -192,7 +193,8 @@ def parse(text: str) -> Method:
         return _sharded(text)
     if name not in METHODS:
         if not colon or "=" in rest:
-            raise ValueError(f"no method named {name!r}; {KNOWN}{removal(name)}")
+            near = suggestion(name, (*METHODS, FSDP2))
+            raise ValueError(f"no method named {name!r}{near or ';'} {KNOWN}{removal(name)}")
         return Method(text, None, _own_hook(text))
     method = replace(METHODS[name], name=text)
     for word in filter(None, rest.split(",")):

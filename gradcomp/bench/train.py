@@ -48,8 +48,8 @@ EPILOG = f"""{GRAMMAR}
 workloads: {", ".join(workloads.WORKLOADS)}, random:N (N values without a task)
 
 columns: step, p95     milliseconds of the slowest rank, median and 95th percentile
-         exposed       what of it a step of noop does not take: DDP with a hook that averages
-                       nothing (of local steps and fsdp2, which are without DDP: a step of none)
+         exposed       what the exchange adds to a step: step less that of noop, DDP with a hook
+                       that averages nothing (local steps and fsdp2: less that of none)
          / bound       exposed, over the larger of what the exchange computes and what the link
                        needs for the bytes
          planner       what gradcomp.plan expects, and how far off that is

@@ -73,7 +73,7 @@ def _optimizer(text: str) -> str:
 
 # Groups of options: a title, then lines with name, placeholder (none for a switch) and help.
 OPTIONS = """\
-how it looks
+how it checks
 --seconds S: longest time for all checks once all ranks have come, in seconds (default: 10)
 --wait S: longest wait for ranks to come, in seconds; those that do not are named (default: 20)
 --over {{auto,gloo,mpi}}: transport to check: gloo, mpi, or auto, which is MPI if an MPI started

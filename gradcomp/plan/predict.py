@@ -64,8 +64,8 @@ class Tolerance:
         optimizer: name of the optimizer, such as "adamw"; None if it is not known.
         limits: largest accepted loss, by unit ("nats", "points").
         by_seconds: used only if `optimizer` is None. True permits every codec that was measured
-            under any optimizer. False permits only codecs within the limits under all measured
-            optimizers, and the fallback of ``codec="auto"`` for an unknown optimizer.
+            under any optimizer. False permits only the codec that ``codec="auto"`` takes for an
+            unknown optimizer.
 
     Raises:
         TypeError: a limit is not a number.
@@ -131,22 +131,24 @@ class Tolerance:
 
     def permits(self, method: Method) -> bool:
         """Return whether a method may be recommended: always without a codec. Under an optimizer
-        that is not in the table, only the fallback of ``codec="auto"`` may be; without an
-        optimizer, `by_seconds` decides.
+        that is not in the table, or that is not named, only the fallback of ``codec="auto"`` may
+        be, unless `by_seconds` permits more.
         """
         if method.codec is None or method.keeps_loss:
             return True
         if self.optimizer is None and self.by_seconds:
             measured = {row.codec.name for row in TABLE}
             return not method.compresses or method.codec.name in measured
-        safe = method.codec.name == FALLBACK.name and method.local is None
-        if self.optimizer is not None and self.columns[self.optimizer] is None:
-            return safe
-        within = all(
+        if self.optimizer is None or self.columns[self.optimizer] is None:
+            return method.codec.name == FALLBACK.name and method.local is None
+        return self.is_within(method)
+
+    def is_within(self, method: Method) -> bool:
+        """Return whether a method's loss is within the limits under all optimizers shown."""
+        return all(
             row is not None and row.counts and row.excess(self.limits) <= 1
             for row in self.costs(method).values()
         )
-        return within or (safe and self.optimizer is None)
 
     def start(self, method: Method, methods: Sequence[Method]) -> tuple[float, Method | None]:
         """Return the share of warm-up steps with which a method's loss was measured, and the one of
@@ -160,17 +162,22 @@ class Tolerance:
         same = [m for m in alike if m.name.split()[1:] == method.name.split()[1:]]
         return row.start, next(iter((*same, *alike)), None)
 
+    def known(self, method: Method) -> str:
+        """Return what a method costs under each optimizer that it was measured under, as text."""
+        rows = [row for row in self.costs(method).values() if row is not None]
+        return ", ".join(f"{row.price} under {row.training.optimizer}" for row in rows)
+
     def of(self, method: Method) -> str:
         """Return the sentence on the accuracy of a recommended method, "" if it loses none."""
         if method.keeps_loss:
             return ""
-        rows = [row for row in self.costs(method).values() if row is not None]
         if self.optimizer is not None:
-            if not rows:
+            row = self.cost(method)
+            if row is None:
                 return f" What it costs in accuracy under {self.optimizer} was not measured."
-            return f" It costs {rows[0].price} ({rows[0].training})."
+            return f" It costs {row.price} ({row.training})."
+        known = self.known(method)
         name = method.kind if method.local is None else f"{method.kind} {method.local}"
-        known = ", ".join(f"{row.price} under {row.training.optimizer}" for row in rows)
         costs = f"{name} costs {known}" if known else f"what {name} costs was not measured"
         return (
             f" This is by seconds a step alone: {costs}. Name the optimizer, and what loses too"
@@ -446,8 +453,8 @@ def predict(
             under it exceeds the tolerance, or that were not measured under it, are not recommended.
         tolerances: largest accepted loss, by unit: "nats" (default 0.02), "points" of accuracy
             (default 0.3).
-        by_seconds: without an optimizer, recommend by seconds alone; False: recommend only codecs
-            within the tolerance under every optimizer. None: True if `methods` are given.
+        by_seconds: without an optimizer, recommend by seconds alone; False: recommend only the
+            codec of ``codec="auto"`` for an unknown optimizer. None: True if `methods` are given.
         repeated: results of repeated measurements of `rates`, for `break_even_range`.
 
     Raises:
@@ -545,11 +552,17 @@ def _accuracy(them: Prediction) -> str:
     method, n = them.method, them.nodes
     counts = them.counts if n == 1 else [n]
     tolerance, left_out = them.tolerance, [m for m in them.methods if m not in them.candidates]
-    if tolerance.optimizer is None and not tolerance.by_seconds:
-        what = " Codecs that may lose accuracy under some optimizer are left out: name yours with"
-        return f"{what} --optimizer." if left_out else ""
-    text, said, own = tolerance.of(method) if n > 1 else "", set(), them.seconds(method, n)
+    own = them.seconds(method, n)
     took = {m: min(them.seconds(m, k) for k in counts) for m in left_out}
+    if tolerance.optimizer is None and not tolerance.by_seconds:
+        faster = [m for m in left_out if tolerance.is_within(m) and took[m] * (1 + ENOUGH) < own]
+        text = " Only what is safe for every optimizer is recommended: name yours with --optimizer."
+        if faster:
+            best = min(faster, key=took.__getitem__)
+            text += f" {best.name} would be {own / took[best]:.2g} times as fast a step"
+            text += f" and costs {tolerance.known(best)}."
+        return text if left_out else ""
+    text, said = tolerance.of(method) if n > 1 else "", set()
     for other in sorted(left_out, key=took.__getitem__):
         if other.kind not in said and took[other] * (1 + ENOUGH) < own:
             said.add(other.kind)
@@ -567,20 +580,21 @@ def _rarely(them: Prediction) -> str:
     """
     method, n, result = them.method, them.nodes, them.best
     local = any(m.local is not None for m in them.methods)
-    if n == 1 or them.setting.double_buffering or local:
+    waits = result.exposed_seconds > WAITS * result.seconds
+    if n == 1 or them.setting.double_buffering or local or not waits:
         return ""
     late = rare(n, them.setting.node)
-    if result.exposed_seconds <= WAITS * result.seconds:
-        return ""
     own, instead = them.seconds(method, n), them.seconds(late, n)
     if instead * (1 + ENOUGH) >= own:
         return ""
     named = dict.fromkeys(
         f"{row.price} ({row.training})" for row in them.tolerance.costs(late).values() if row
     )
-    costs = f"cost {', '.join(named)}" if named else "cost an accuracy that was not measured"
+    if not named:
+        return ""
     return (
         f" The network takes {result.exposed_seconds / result.seconds:.0%} of that step: local"
         f" steps (--every {RARELY.every}, gradcomp.DiLoCo) with terngrad would take"
-        f" {format_seconds(instead)} a step, {own / instead:.2g} times as fast, and {costs}."
+        f" {format_seconds(instead)} a step, {own / instead:.2g} times as fast, and cost"
+        f" {', '.join(named)}."
     )

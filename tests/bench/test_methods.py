@@ -40,7 +40,7 @@ def test_a_method_is_read(name):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("twobit", "no method named 'twobit'; there are none, noop, fp32"),
+        ("twobit", "no method named 'twobit'; did you mean onebit? there are none, noop, fp32"),
         ("json:nothing", "module 'json' has no attribute 'nothing'"),
         ("json:__name__", "is not a function"),
         ("onebit:x=1", "unknown option 'x' of onebit: exempt, warmup_steps"),

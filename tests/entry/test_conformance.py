@@ -17,7 +17,7 @@ from _saved import saved_and_loaded
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import gradcomp
 import gradcomp.ddp
@@ -215,6 +215,20 @@ def test_a_resumed_run_is_the_uninterrupted_one(name, codec):
     for step in range(3, 6):
         again.step(step)
     assert closed(again) == whole
+
+
+@pytest.mark.parametrize("name", ["ddp", "averager", "fsdp"])
+@each_rank(2)
+def test_what_a_decay_drops_is_counted(name):
+    """A decay of one half drops as much as it keeps, here in the one exchange of a step."""
+    entry = ENTRIES[name]
+    for decay in (0.5, 1.0):
+        run = trained(entry, OneBit(residual_decay=decay), range(entry.sync_every))
+        state, found = run.save()[2]["ranks"][str(run.rank)], run.opened.stats.dropped_residual
+        planes = tree_leaves([plane for key, plane in state.items() if "residual" in key])
+        kept = sum(plane.double().abs().sum().item() for plane in planes)
+        run.close()
+        assert kept > 0 and found == pytest.approx(kept * (decay < 1), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", RESUME)
