@@ -627,6 +627,9 @@ def codecs_and_images() -> Iterator[Figure]:
         "`Block(4)` comes to {:.4f} / {:.4f} / {:.4f}: {:.4f}, {:+.3f}",
         (*block4, mean, mean - statistics.fmean(losses("fp32", **SOURCE))),
     )
+    block4 = losses("block4:exempt=vectors,decay=0.25")
+    mean = statistics.fmean(block4)
+    yield "on prose to {:.4f} / {:.4f} / {:.4f}: {:.4f}, {:+.3f}", (*block4, mean, mean - GPT_600)
     plain, packed = [losses(m, **IMAGES) for m in ("fp32", "ternary")]
     mean = statistics.fmean(packed) - statistics.fmean(plain)
     cells = " | ".join(["{:.2f} / {:.2f} / {:.2f}: {:.2f} %"] * 2)

@@ -431,7 +431,7 @@ def register(
             ("ternary", "onebit"). "auto": codec and options for the kind of `optimizer`, chosen by
             measured accuracy (`gradcomp.plan.accuracy`); explicit options win.
         optimizer: the optimizer of this model, checked to update these parameters. "auto" chooses
-            by it; without one it takes `Block(4)`, which is safe for all. A split optimizer
+            by it; without one it takes `Block(8)`, which is safe for all. A split optimizer
             (`gradcomp.optim`) of all trained parameters then updates weights directly from the
             payloads: no averaged gradient is written, and `p.grad` is a NaN placeholder after
             backward (see `CompressionState.materialize_gradients`).

@@ -369,7 +369,7 @@ class DiLoCo(local_sgd.DiLoCo):  # type: ignore[misc]
     Args:
         manager, model_fragments, inner_optimizer, outer_optimizer, sync_every, more: see torchft's
             `DiLoCo`.
-        codec: codec or name; "auto" is `Block(4)`.
+        codec: codec or name; "auto" is `Block(8)`.
         options: keyword arguments of `ManagedAverager`.
 
     Attributes:

@@ -213,6 +213,8 @@ _RARE: dict[str, Any] = {"start": 1 / 10, "every": 30}
 TABLE = (
     Measured(_GPT, Block(8), 8.2, 1.3424),
     Measured(_GPT, Block(4), 4.2, 1.3440),
+    Measured(_GPT_600, Block(4), 4.4, 1.8116),
+    Measured(_GPT_CODE, Block(4), 4.4, 1.7900),
     Measured(_GPT, TernGrad(), 3.0, 1.3490, doubt=_SHORT_RUNS),  # second phase: sums of 4 ranks
     Measured(_GPT, TernGrad(), 3.0, 1.3228, precondition=True, doubt=_SHORT_RUNS),
     # second phase: means, the default from 8 ranks on

@@ -18,8 +18,8 @@ from gradcomp.payload.parameters import THIN_GROUP_NUMEL, Parameter, describe_pa
 from gradcomp.plan.accuracy import TABLE, Measured, decayed, family_of, within, written
 
 AUTO = "auto"
-# for optimizers that are unknown or not in the table: it trained under every optimizer tried
-FALLBACK = Block(4)
+# for optimizers that are unknown or not in the table: no training lost anything with it
+FALLBACK = Block(8)
 BLOCK = 128  # elements of the shortest rows that were measured
 
 

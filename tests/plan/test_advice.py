@@ -42,7 +42,7 @@ ROOT = Path(__file__).parents[2]
 GPT = TABLE[0].training
 FASHION = next(row.training for row in TABLE if "Fashion" in row.training.what)
 ONEBIT, BLOCK2 = (expected("adam", codec) for codec in (OneBit(), Block(2)))
-BLOCK4 = "+0.001 nats (a byte GPT of 0.87 M parameters on prose under AdamW"
+BLOCK8 = "-0.000 nats (a byte GPT of 0.87 M parameters on prose under AdamW"
 # what "auto" takes where it can keep the length of steps: the worst of its trainings counts
 ENTROPY = max((r for r in TABLE if r.codec.name == "entropy" and r.scale_lr), key=Measured.excess)
 CHOSEN = f"{written(ENTROPY.codec)} with precondition=True for {{}}: {ENTROPY.cost}"
@@ -132,9 +132,9 @@ def test_the_worst_of_several_trainings_counts_and_few_seeds_do_not():
     assert expected(None, Block(4)) is None
     one_seed = replace(TABLE[0].training, seeds=1)
     best = replace(TABLE[0], training=one_seed, codec=OneBit(), bits=1.0, got=1.0)
-    worse = replace(TABLE[1], training=one_seed, got=9.0)
+    worse = replace(TABLE[0], training=one_seed, got=9.0)
     found = [row.codec.name for row in within("adam", (*TABLE, best, worse))]
-    assert found == ["entropy", "ternary", "block4", "block8"]
+    assert found == ["entropy", "ternary", "block8"]
 
 
 @pytest.mark.parametrize(
@@ -170,23 +170,23 @@ LOSSY = tuple(replace(r, got=r.training.fp32 + 1) for r in TABLE if r.training.u
 @pytest.mark.parametrize(
     ("kind", "table", "changes", "bits", "why"),
     [
-        ("Adagrad", TABLE, {}, 4, f"Block(4) for Adagrad: {BLOCK4}"),
-        ("AdamW", TABLE, {"precondition": False}, 4, f"Block(4) for AdamW: {BLOCK4}"),
-        ("AdamW", TABLE, {"scale_lr": False}, 4, f"Block(4) for AdamW: {BLOCK4}"),
+        ("Adagrad", TABLE, {}, 8, f"Block(8) for Adagrad: {BLOCK8}"),
+        ("AdamW", TABLE, {"precondition": False}, 8, f"Block(8) for AdamW: {BLOCK8}"),
+        ("AdamW", TABLE, {"scale_lr": False}, 8, f"Block(8) for AdamW: {BLOCK8}"),
         ("SGD", TABLE, {}, 1.25, "EntropyCoded(1.25) for SGD: +0.06 points of test error (LeNet"),
-        (Muon, TABLE, {}, 4, "Block(4) for Muon: not measured (this optimizer is not in the"),
-        ("Rprop", TABLE, {}, 4, "Block(4) for Rprop: not measured (this optimizer is not in"),
-        ("AdamW", LOSSY, {}, 4, "Block(4) for AdamW: not measured (nothing with these options is"),
+        (Muon, TABLE, {}, 8, "Block(8) for Muon: not measured (this optimizer is not in the"),
+        ("Rprop", TABLE, {}, 8, "Block(8) for Rprop: not measured (this optimizer is not in"),
+        ("AdamW", LOSSY, {}, 8, "Block(8) for AdamW: not measured (nothing with these options is"),
         # figures of other options are not claimed
-        ("AdamW", TABLE, UNSCALED, 4, "Block(4) for AdamW: not measured"),
+        ("AdamW", TABLE, UNSCALED, 8, "Block(8) for AdamW: not measured"),
         # 1 bit has fewer bits and loses nothing here, but its warm start is a share of a number of
         # steps that nobody knows
         ("AdamW", BETTER, {}, 2, "Block(2) with precondition=True for AdamW: +0.000 nats"),
         # DeepSpeed's, which exchanges momenta itself
-        (OnebitAdam, TABLE, {}, 4, "Block(4) for OnebitAdam: not measured"),
-        (split(SplitAdamW), TABLE, {}, 4, f"Block(4) for SplitAdamW: {BLOCK4}"),
-        (split(SplitLAMB), TABLE, {}, 4, f"Block(4) for SplitLAMB: {BLOCK4}"),
-        (split(SplitSGD), TABLE, {}, 4, "Block(4) for SplitSGD: not measured"),
+        (OnebitAdam, TABLE, {}, 8, "Block(8) for OnebitAdam: not measured"),
+        (split(SplitAdamW), TABLE, {}, 8, f"Block(8) for SplitAdamW: {BLOCK8}"),
+        (split(SplitLAMB), TABLE, {}, 8, f"Block(8) for SplitLAMB: {BLOCK8}"),
+        (split(SplitSGD), TABLE, {}, 8, "Block(8) for SplitSGD: not measured"),
     ],
 )
 def test_what_auto_chooses(kind, table, changes, bits, why):
@@ -207,12 +207,12 @@ def test_auto_takes_entropy_coded_codes_where_steps_keep_their_length(kind):
 @pytest.mark.parametrize(
     ("options", "bits", "preconditioned"),
     [
-        ({"precondition": None}, 4, False),
-        ({"precondition": False}, 4, False),
+        ({"precondition": None}, 8, False),
+        ({"precondition": False}, 8, False),
         ({"precondition": gradcomp.Precondition(beta=0.5)}, 2, True),
         ({"precondition": True}, 2, True),
         ({"exchange": "hierarchical"}, 2, True),
-        ({"advanced": gradcomp.Advanced(transform=AggregateAdagrad())}, 4, False),
+        ({"advanced": gradcomp.Advanced(transform=AggregateAdagrad())}, 8, False),
         ({"warmup_steps": 3, "min_numel": 7, "exclude": "0.weight"}, 2, True),
     ],
 )
@@ -253,8 +253,8 @@ def test_thin_rows_get_blocks():
     """
     thin = nn.Sequential(nn.Conv2d(512, 512, 3, groups=512))
     codec, _, why = choose("Adagrad", model=thin)
-    assert (codec.bits, codec.group) == (4, 128)
-    assert why.startswith("auto: Block(4, group=128) for Adagrad")
+    assert (codec.bits, codec.group) == (8, 128)
+    assert why.startswith("auto: Block(8, group=128) for Adagrad")
     wide = nn.Sequential(nn.Conv2d(512, 512, 3, groups=512), nn.Linear(4096, 512))
     assert choose("Adagrad", model=wide)[0].group == "row"
     assert choose("Adagrad", model=thin, exclude="0.weight")[0].group == "row"
@@ -310,15 +310,15 @@ STRAIGHT = "; updates go straight from payloads to weights"
     ("kind", "options", "says"),
     [
         (ADAMW, {}, r"auto: Entropy.* with precondition=True for AdamW: -0.0.*are not fused"),
-        (SplitAdamW, {}, f"auto: Block.4. for SplitAdamW.*{STRAIGHT}"),
-        (SplitSGD, {}, f"auto: Block.4. for SplitSGD: not measured.*{STRAIGHT}"),
+        (SplitAdamW, {}, f"auto: Block.8. for SplitAdamW.*{STRAIGHT}"),
+        (SplitSGD, {}, f"auto: Block.8. for SplitSGD: not measured.*{STRAIGHT}"),
         (torch.optim.SGD, LATER, r"from step 1 on; .*auto: EntropyCoded\(1.25\) for SGD"),
-        (Muon, {}, r"auto: Block\(4\) for Muon: not measured"),
+        (Muon, {}, r"auto: Block\(8\) for Muon: not measured"),
     ],
 )
 def test_register_chooses_and_says_so(gloo, kind, options, says):
     first, second = gloo(2, register_auto, kind, options)
-    assert first[:2] == second[:2] and first[1].startswith(("Block(bits=4", "EntropyCoded"))
+    assert first[:2] == second[:2] and first[1].startswith(("Block(bits=8", "EntropyCoded"))
     assert re.search(says, first[0]), first[0]
     assert first[2] == [("INFO", first[0])] and second[2] == []
 
@@ -345,7 +345,7 @@ def register_without_an_optimizer():
 
 
 def test_auto_without_an_optimizer_is_safe_for_every_one_and_says_so(gloo):
-    says = "auto: Block(4), which is safe for every optimizer; pass optimizer= for fewer bytes"
+    says = "auto: Block(8), which is safe for every optimizer; pass optimizer= for fewer bytes"
     assert says in gloo(2, register_without_an_optimizer)[0]
     averager = GradientAverager(NET, "auto", comm=LocalCommunicator.group(1)[0])
     assert says in averager.describe()

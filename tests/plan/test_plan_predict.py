@@ -160,10 +160,10 @@ def test_every_block_is_a_candidate():
     [
         ("adamw", ENTROPY, [f" It costs {CODED.price} (a byte GPT"]),
         ("NAdam", ENTROPY, [" It costs -0.026 nats with precondition=True (a byte GPT"]),
-        ("lamb", "block4", [" It costs +0.001 nats (a byte GPT", f"costs {ONEBIT.price}; not"]),
-        ("splitadamw", "block4", [" It costs +0.001 nats (a byte GPT"]),
+        ("lamb", "block8", [" It costs -0.000 nats (a byte GPT", f"costs {ONEBIT.price}; not"]),
+        ("splitadamw", "block8", [" It costs -0.000 nats (a byte GPT"]),
         ("SGD", ENTROPY, [" It costs +0.06 points of test error (LeNet"]),
-        ("muon", "block4", [" What it costs in accuracy under muon was not measured."]),
+        ("muon", "block8", [" What it costs in accuracy under muon was not measured."]),
     ],
 )
 def test_what_loses_too_much_is_not_recommended(optimizer, kind, says):
@@ -174,11 +174,12 @@ def test_what_loses_too_much_is_not_recommended(optimizer, kind, says):
     assert set(kept.permitted) < set(fast.permitted) == {m.name for m in METHODS}
     assert {"fp32", "bf16"} < set(kept.permitted)
     assert not any(name.startswith("onebit") for name in kept.permitted)
-    times = kept.result(kept.method.name, 4).seconds / fast.result(fast.method.name, 4).seconds
+    # over a whole run, warm-up included
+    times = kept.seconds(kept.method, 4) / kept.seconds(fast.method, 4)
     faster = f" {fast.method.name} would be {times:.2g} times as fast a step and "
     assert (faster in kept.sentence) is (times > 1.05)  # what gains less is not mentioned
     assert kept.sentence.count(" onebit ") == (times > 1.05)
-    assert ("not recommended." in kept.sentence) is (kind == "block4")
+    assert ("not recommended." in kept.sentence) is (kind == "block8")
 
 
 @pytest.mark.parametrize(("optimizer", "takes"), [("adamw", True), ("sgd", False), (None, False)])
@@ -199,11 +200,11 @@ def test_a_codec_that_was_measured_nowhere_is_not_recommended(optimizer, under):
     """Not for seconds alone either, though it sends least and would be the answer to every slow
     link.
     """
-    known = named("fp32", "block4 reduce_scatter")
+    known = named("fp32", "block8 reduce_scatter")
     methods = [*known, Method("unmeasured all_gather", Unmeasured(), "all_gather")]
     found = ask(optimizer, link=1e8, methods=methods)
     assert min(found.rows, key=lambda row: row.seconds).method == methods[-1]
-    assert found.permitted == ("fp32", "block4 reduce_scatter")
+    assert found.permitted == ("fp32", "block8 reduce_scatter")
     assert "unmeasured all_gather would be" in found.sentence
     says = f"times as fast a step and was not measured{under}; not recommended."
     assert says in found.sentence
@@ -226,8 +227,8 @@ def test_without_an_optimizer_only_what_is_safe_for_all_is_recommended():
     """
     for options in ({}, {"tolerances": {"nats": 1, "points": 2}}):
         found = ask(**options)
-        assert {name.split()[0] for name in found.permitted} == {"fp32", "bf16", "block4"}
-        assert found.method.kind == "block4" and "not recommended" not in found.sentence
+        assert {name.split()[0] for name in found.permitted} == {"fp32", "bf16", "block8"}
+        assert found.method.kind == "block8" and "not recommended" not in found.sentence
         assert "safe for every optimizer is recommended: name yours" in found.sentence
     codec = ask(link=1e8).sentence  # what a name would gain, and at which price under which one
     assert (

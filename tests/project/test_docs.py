@@ -196,7 +196,7 @@ def test_figures_that_decide_stand_on_the_pages_that_they_link_to():
     [
         ("`torch.optim.SGD`", "sgd", ["entropy", "block4", "ternary", "onebit"]),
         ("Adam, AdamW", "adam", ["entropy"]),
-        ("the same, where computing", "adam", ["block4", "block2", "onebit"]),
+        ("the same, where computing", "adam", ["block8", "block4", "block2", "onebit"]),
     ],
 )
 def test_the_page_that_decides_takes_what_auto_takes(row, family, codecs):
