@@ -125,7 +125,7 @@ def test_the_first_page_has_the_table_and_the_diff_of_the_readme(site, pages):
     for row in plain:
         assert [cell for cell in row if cell] in filled, row
     diff = next(block["body"] for block in FENCE.finditer(text) if block["language"] == "diff")
-    assert len(plain) == 6 and diff.strip() in page.text
+    assert len(plain) == 5 and diff.strip() in page.text
     assert "highlight-diff" in page.classes
 
 
