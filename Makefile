@@ -25,7 +25,7 @@ TORCH_TESTS := amp averager bench_measure codecs ddp double_buffer exchange fuse
 NATIVE := $(shell find native -type f \( -name '*.[ch]' -o -name '*.txt' -o -name '*.py' \))
 EXTENSION := gradcomp/_gc.abi3.so
 
-.PHONY: help demo docs figures test quick test-torch test-framework promises soak test-long test-triton test-cuda lint native-test native-test-aarch64 wheels build tools everything mpi test-together test-timed clean distclean
+.PHONY: help demo docs figures test quick test-torch test-framework promises soak test-long test-triton test-cuda lint native-test native-test-aarch64 fuzz fuzz-kernels wheels build tools everything mpi test-together test-timed clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -41,6 +41,7 @@ help:
 	@echo 'make soak         20,000 steps of every entry point and 1,000 registrations: nothing grows (SOAK_STEPS=2000)'
 	@echo 'make native-test  the C tests under the address, undefined-behaviour and thread sanitizers'
 	@echo 'make native-test-aarch64  the C tests for aarch64 under qemu (Debian: gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user)'
+	@echo 'make fuzz         kernels, payloads, messages and states under coverage-guided fuzzing: an hour each (FUZZ_SECONDS=60; Debian: clang, libclang-rt-dev)'
 	@echo 'make wheels       wheels for x86_64 and aarch64 in dist, checked       (WHEEL_PYTHONS="python3.10 python3.13", WHEEL_AARCH64=root)'
 	@echo 'make docs         the documentation site, warnings are errors: build/docs/index.html'
 	@echo 'make figures      write the measured figures of README and docs from docs/results'
@@ -136,6 +137,25 @@ native-test:
 
 native-test-aarch64:
 	bash tests/native/run.sh aarch64
+
+# libFuzzer chooses the cases: of the C tests through clang, of property tests in Python through PyPI's atheris. What it
+# finds on the way is kept in build/fuzz and tried first by the next run.
+FUZZ_SECONDS := 3600
+FUZZED := codecs/test_wire.py::test_any_header_with_a_right_checksum_is_safe \
+	engine/test_memory.py::test_any_values_of_a_state_replaced_are_refused_or_harmless \
+	entry/test_checkpoint.py::test_a_file_with_any_bytes_changed_is_refused_or_reads_the_same \
+	server/test_server_refusals.py::test_any_bytes_parse_or_are_refused_by_name \
+	server/test_server_refusals.py::test_a_server_survives_any_sequence_of_requests
+
+fuzz-kernels:
+	bash tests/native/run.sh fuzz $(FUZZ_SECONDS) build/fuzz/kernels
+
+fuzz: tools fuzz-kernels
+	@test -x $(VENV)-fuzz/bin/python || $(PYTHON) -m venv $(VENV)-fuzz
+	$(VENV)-fuzz/bin/python -m pip install -q --no-deps -c constraints.txt atheris
+	@for made in $(BIN) $(VENV)-fuzz/bin; do $$made/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; done | \
+		{ read ours; read theirs; echo "import site; site.addsitedir('$$ours')" > $$theirs/gradcomp-development.pth; }
+	$(VENV)-fuzz/bin/python tests/support/_fuzz.py build/fuzz $(FUZZ_SECONDS) $(FUZZED:%=tests/%)
 
 wheels: build
 	test -x $(VENV)-wheels/bin/python || $(PYTHON) -m venv $(VENV)-wheels

@@ -20,9 +20,12 @@ static gc_status run_encode(gc_encode_kernel *kernel, gc_encode_job *job,
         !gc_is_source_dtype(job->dtype) || !nonfinite || (has_elements && (!job->src || !target)))
         return GC_INVALID_ARGUMENT;
     unsigned saved = gc_enter_float_environment();
-    for (size_t s = 0; s < segment_count; s++, job->dropped += job->dropped != NULL)
+    for (size_t s = 0; s < segment_count; s++) {
         if (segments[s].numel)
             kernel(job, &segments[s]);
+        if (job->dropped)
+            job->dropped++;
+    }
     gc_leave_float_environment(saved);
     gc_report(nonfinite, job->nonfinite);
     return GC_OK;

@@ -2,6 +2,7 @@
 such thing.
 """
 
+import functools
 import math
 
 import pytest
@@ -10,6 +11,8 @@ from _averaging import Run, same
 from _golden import digest_of, tensors_in
 from _ranks import run_local
 from _saved import LEFT_OUT, parts_of, paths_of, with_value
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gradcomp.comm import LocalCommunicator
 from gradcomp.onebit_sgd import AggregateAdagrad
@@ -149,30 +152,66 @@ def test_lists_that_are_not_all_states_of_one_run_change_nothing(states, name):
 STAGES = {"precondition": {"precondition": True}, "transform": {"transform": AggregateAdagrad()}}
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world", [2, 3])
-def test_any_value_of_a_state_replaced_is_refused_or_harmless(world, stage):
-    """Whatever the second of three states holds, loading raises ValueError and changes nothing, or
-    `state_dict()` goes on.
-    """
+@functools.cache
+def resumed(world, stage):
+    """Return one of so many ranks after a step and a load, and the states of three that it read."""
     options, shapes = STAGES[stage], {"w": (16, 8)}
     states = run_local(3, lambda comm: trained(comm, shapes, **options))
     mine = run(rank_of(world), shapes, **options)
     mine.averager.load_state_dict(states)
-    before, refused = digest_of(*tensors_in(mine.state())), 0
+    return mine, states
+
+
+def is_refused(mine, states, second):
+    """Whether a value is refused as the second of three states. Loading raises ValueError and
+    changes nothing, or `state_dict()` goes on.
+    """
+    before = digest_of(*tensors_in(mine.state()))
+    try:
+        mine.averager.load_state_dict([states[0], second, states[2]])
+    except ValueError:
+        assert digest_of(*tensors_in(mine.state())) == before
+        return True
+    mine.averager.load_state_dict(mine.state())
+    mine.averager.load_state_dict(states)
+    return False
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("world", [2, 3])
+def test_any_value_of_a_state_replaced_is_refused_or_harmless(world, stage):
+    mine, states = resumed(world, stage)
     damages = (LEFT_OUT, None, "x", -1, 1.5, [], {}, torch.tensor(math.nan), torch.zeros(2, 2))
-    for path in paths_of(states[1]):
-        for value in damages:
-            given = [states[0], with_value(states[1], path, value), states[2]]
-            try:
-                mine.averager.load_state_dict(given)
-            except ValueError:
-                refused += 1
-                assert digest_of(*tensors_in(mine.state())) == before, path
-            else:
-                mine.averager.load_state_dict(mine.state())
-                mine.averager.load_state_dict(states)
-    assert refused > 100
+    damaged = (with_value(states[1], path, d) for path in paths_of(states[1]) for d in damages)
+    assert sum(is_refused(mine, states, one) for one in damaged) > 100
+
+
+TENSORS = st.builds(
+    lambda shape, dtype, value: torch.full(shape, value).to(dtype),
+    st.lists(st.sampled_from([0, 1, 8, 16, 128]), max_size=2),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]),
+    st.floats(width=32),
+)
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
+VALUES = st.recursive(
+    PLAIN | TENSORS | st.just(LEFT_OUT),
+    lambda of: st.lists(of, max_size=2) | st.dictionaries(st.text(max_size=3) | st.none(), of),
+    max_leaves=3,
+)
+
+
+@given(
+    kind=st.tuples(st.sampled_from([2, 3]), st.sampled_from(sorted(STAGES))),
+    changes=st.lists(st.tuples(st.integers(0, 99), VALUES), min_size=1, max_size=3),
+)
+def test_any_values_of_a_state_replaced_are_refused_or_harmless(kind, changes):
+    mine, states = resumed(*kind)
+    second = states[1]
+    for number, value in changes:
+        paths = list(paths_of(second))
+        if paths:
+            second = with_value(second, paths[number % len(paths)], value)
+    is_refused(mine, states, second)
 
 
 def test_ranks_that_own_nothing_have_states_too():

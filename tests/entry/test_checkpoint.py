@@ -2,6 +2,7 @@
 
 import random
 import shutil
+import tempfile
 import time
 from pathlib import Path
 from unittest import mock
@@ -12,10 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from _ranks import each_rank
+from hypothesis import given
+from hypothesis import strategies as st
 from test_conformance import ENTRIES
 
 from gradcomp import PeerMismatch
 from gradcomp.checkpoint import Checkpoints, write_saved
+from gradcomp.files import read_saved
 
 
 class Numbers:
@@ -80,6 +84,26 @@ def test_a_damaged_file_is_named_and_the_step_before_is_loaded(tmp_path, caplog,
     DAMAGE[how](tmp_path / "step-000000000010" / name)
     with pytest.raises(ValueError, match=rf"no checkpoint in .* can be read.*{name}"):
         loaded(tmp_path)
+
+
+BYTES = st.tuples(st.integers(0, 2**12), st.integers(1, 255))
+
+
+@given(edits=st.lists(BYTES, max_size=4), left=st.none() | st.integers(0, 2**12))
+def test_a_file_with_any_bytes_changed_is_refused_or_reads_the_same(edits, left):
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "state.pt")
+        write_saved(file, {"step": 3, "values": torch.arange(4.0), "names": ["a", "b"]})
+        content = bytearray(file.read_bytes())
+        for place, change in edits:
+            content[place % len(content)] ^= change
+        file.write_bytes(content[:left])
+        try:
+            found = read_saved(file)
+        except ValueError:
+            return
+    assert found["step"] == 3 and found["names"] == ["a", "b"]
+    assert torch.equal(found["values"], torch.arange(4.0))
 
 
 def test_the_newest_steps_stay_and_nothing_else(tmp_path):

@@ -9,14 +9,29 @@ char case_name[512] = "(none)";
 
 static uint64_t state = 0x9E3779B97F4A7C15u;
 
+static const uint8_t *given;
+static size_t given_nbytes;
+
 void random_seed(uint64_t seed) { state = seed * 2 + 1; }
+
+void random_from(const uint8_t *data, size_t nbytes)
+{
+    random_seed(nbytes);
+    given = data;
+    given_nbytes = nbytes;
+}
 
 uint64_t random_u64(void)
 {
     state ^= state >> 12;
     state ^= state << 25;
     state ^= state >> 27;
-    return state * 0x2545F4914F6CDD1Du;
+    uint64_t number = state * 0x2545F4914F6CDD1Du;
+    if (given_nbytes < 2)
+        return number;
+    uint64_t pair = given[0] | (uint64_t)given[1] << 8; /* callers use the highest or lowest bits */
+    given += 2, given_nbytes -= 2;
+    return (number & 0x0000FFFFFFFF0000u) | pair << 48 | pair;
 }
 
 uint32_t random_below(uint32_t bound)

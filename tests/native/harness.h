@@ -50,6 +50,8 @@ extern char case_name[512];
 uint64_t random_u64(void);
 uint32_t random_below(uint32_t bound); /* 0 for bound 0 */
 void random_seed(uint64_t seed);
+/* From here on two bytes of `data` decide each number, until none is left (fuzzing). */
+void random_from(const uint8_t *data, size_t nbytes);
 
 /* ---- buffers between two pages that may not be touched --------------------------------------- */
 enum { SLOT_COUNT = 48 };

@@ -122,8 +122,8 @@ static uint32_t random_stream_nbytes(void)
 {
     static const uint32_t some[] = {GC_STREAM_NBYTES_LEAST, 640, 1126, GC_STREAM_NBYTES_MOST};
     return random_below(3) ? some[random_below(4)]
-                           : GC_STREAM_NBYTES_LEAST + random_below(GC_STREAM_NBYTES_MOST -
-                                                                   GC_STREAM_NBYTES_LEAST + 1);
+                           : GC_STREAM_NBYTES_LEAST +
+                                 random_below(GC_STREAM_NBYTES_MOST - GC_STREAM_NBYTES_LEAST + 1);
 }
 
 static void put_scales(uint8_t *payload, const test_case *c, uint32_t scales_per_group,
@@ -471,8 +471,9 @@ static unsigned bits_of_lanes(size_t count)
     return bits;
 }
 
-static void test_lanes(test_case c, int hostile)
+static void test_lanes(test_case c)
 {
+    int hostile = random_below(4) == 0;
     const uint8_t *payloads[MAX_PAYLOADS_HERE];
     size_t count = random_payload_count(c.segment.numel), nbytes = place(&c, 1, 2);
     unsigned lane_bits = bits_of_lanes(count);
@@ -505,6 +506,51 @@ static void test_lanes(test_case c, int hostile)
                                   c.flags, &flag),
                   OUTPUT, tensor, out_nbytes, c.where, memset(tensor, CANARY, out_nbytes));
     check_outside(&c, tensor);
+}
+
+/* ---- there and back -------------------------------------------------------------------------- */
+/* What an encoder leaves out of its payload is in its residual: x + r - q, to the bit. */
+static void test_round_trip(test_case c)
+{
+    static const uint32_t bits[] = {1, 2, 4, 8, 2}, scales[] = {2, 1, 1, 1, 1};
+    enum { NEAREST = 4, ENTROPY = 5 };
+    uint32_t which = random_below(6), stream_nbytes = random_stream_nbytes();
+    size_t nbytes = which == ENTROPY ? place_codes(&c, 1, make_streams(&c, stream_nbytes))
+                                     : place(&c, scales[which], bits[which]);
+    c.dtype = c.out_dtype = GC_F32;
+    const float *src = make_source(&c, TENSOR);
+    float *before = guarded(RESIDUAL, 4 * c.residual_numel, c.where, 0);
+    float *after = guarded(EXPECTED + 1, 4 * c.residual_numel, c.where, 0);
+    fill_tensor(before, GC_F32, c.residual_numel, random_below(4) ? NORMAL : c.kind);
+    uint8_t *payload = guarded(PAYLOAD, nbytes, c.where, CANARY);
+    float *out = guarded(OUTPUT, 4 * c.tensor_numel, c.where, CANARY);
+    const uint8_t *payloads[] = {payload};
+    const gc_segment *s = &c.segment;
+    for (int tier = 0; tier < gc_tier_count(); tier++) {
+        if (gc_tier_select(tier) != GC_OK)
+            continue;
+        uint32_t flag = 0;
+        CHECK((which == 0 ? gc_onebit_encode(src, GC_F32, s, 1, before, after, NULL, 1.0f, NULL,
+                                             NULL, payload, &flag)
+               : which == NEAREST ? gc_nearest_encode(src, GC_F32, s, 1, 1.8, before, after, NULL,
+                                                      1.0f, NULL, payload, &flag)
+               : which == ENTROPY ? gc_entropy_encode(src, GC_F32, s, 1, stream_nbytes, before,
+                                                      after, NULL, 1.0f, NULL, payload, &flag)
+                                  : gc_block_encode(src, GC_F32, s, 1, bits[which], before, after,
+                                                    NULL, 1.0f, NULL, payload, &flag)) == GC_OK);
+        CHECK((which == 0 ? gc_onebit_sum_decode(payloads, 1, s, 1, out, GC_F32, 0, &flag)
+               : which == NEAREST
+                   ? gc_ternary_sum_decode(payloads, 1, 0, s, 1, out, GC_F32, 0, &flag)
+               : which == ENTROPY
+                   ? gc_entropy_sum_decode(payloads, 1, stream_nbytes, s, 1, out, GC_F32, 0, &flag)
+                   : gc_block_sum_decode(payloads, 1, bits[which], s, 1, out, GC_F32, 0, &flag)) ==
+              GC_OK);
+        for (uint32_t i = 0; i < s->numel; i++) {
+            float x = src[s->data + i] + before[s->residual + i], left = x - out[s->data + i];
+            float kept = after[s->residual + i];
+            CHECK(kept == left || (kept != kept && left != left));
+        }
+    }
 }
 
 /* ---- checks of codes ------------------------------------------------------------------------- */
@@ -605,22 +651,29 @@ static void test_tables(void)
     }
 }
 
+static void test_decode(test_case c)
+{
+    test_sum_decode(c, (decoder)random_below(DECODER_COUNT), 0);
+}
+static void test_own_scales(test_case c) { test_sum_decode(c, TERNARY_OWN, 0); }
+static void test_shared_scales(test_case c) { test_sum_decode(c, TERNARY_SHARED, 0); }
+static void test_hostile(test_case c)
+{
+    test_sum_decode(c, (decoder)random_below(DECODER_COUNT), 1);
+}
+
+static void (*const tests[])(test_case) = {
+    test_block_sums,     test_ternary_encode, test_onebit_encode,  test_block_encode,
+    test_nearest_encode, test_entropy_encode, test_entropy_decode, test_values,
+    test_decode,         test_own_scales,     test_shared_scales,  test_hostile,
+    test_lanes,          test_round_trip,     test_validate,
+};
+enum { TEST_COUNT = sizeof tests / sizeof tests[0] };
+
 static void run_case(uint32_t numel)
 {
-    test_block_sums(make_case(numel));
-    test_ternary_encode(make_case(numel));
-    test_onebit_encode(make_case(numel));
-    test_block_encode(make_case(numel));
-    test_nearest_encode(make_case(numel));
-    test_entropy_encode(make_case(numel));
-    test_entropy_decode(make_case(numel));
-    test_values(make_case(numel));
-    test_sum_decode(make_case(numel), (decoder)random_below(DECODER_COUNT), 0);
-    test_sum_decode(make_case(numel), TERNARY_OWN, 0);
-    test_sum_decode(make_case(numel), TERNARY_SHARED, 0);
-    test_sum_decode(make_case(numel), (decoder)random_below(DECODER_COUNT), 1);
-    test_lanes(make_case(numel), random_below(4) == 0);
-    test_validate(make_case(numel));
+    for (int i = 0; i < TEST_COUNT; i++)
+        tests[i](make_case(numel));
 }
 
 int main(int argc, char **argv)
