@@ -385,6 +385,20 @@ def local_steps() -> Iterator[Figure]:
     yield "they are {:.3f} nats behind", (at(late, 200) - at(rows[0], 200),)
 
 
+def internet() -> Iterator[Figure]:
+    files = "gpt-1m-20ms", "gpt-1m-20ms-loss", "gpt-1m-20ms-loss-cubic"
+    for label, method in (
+        ("fp32", "fp32"),
+        ("bf16", "bf16"),
+        ('`"ternary"`', "ternary"),
+        ("`EntropyCoded(1.25)`", "entropy:bits=1.25"),
+    ):
+        found = tuple(ms(step(file, method)) for file in files)
+        yield f"| {label} | {{:.1f}} | {{:.1f}} | {{:,.1f}} |", found
+    rows = [step(file, "terngrad:every=30") for file in files[:2]]
+    yield "| `TernGrad()` every 30 steps | {:.1f} | {:.1f} |", tuple(map(ms, rows))
+
+
 TERNARY = "ternary:exempt=vectors,precondition,decay=0.25"
 BLOCK2 = "block2:exempt=vectors,precondition,decay="
 ONEBIT = "onebit:exempt=vectors,precondition,decay="
@@ -704,6 +718,7 @@ PAGES: dict[str, Callable[[], Iterator[Figure]]] = {
     "docs/howto/benchmarks.md": benchmarks,
     "docs/howto/from-powersgd.md": from_powersgd,
     "docs/howto/fsdp.md": fsdp,
+    "docs/howto/local-steps.md": internet,
     "docs/howto/lora.md": lora,
     "docs/howto/which-mode.md": which_mode,
     "docs/explanation/accuracy.md": accuracy,

@@ -2,18 +2,22 @@
 
 Every run creates its own namespaces, one of them for the bridge, and removes them at the end. Their
 names contain the id of the process that created them, so the next run can remove those of a killed
-process.
+process. Where a latency or losses are wanted and the kernel has no netem, a program in user space
+takes the place of the bridge (`gradcomp.bench.relay`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import re
 import shutil
 import subprocess
+import sys
 
+from gradcomp.bench import relay
 from gradcomp.plan.links import Link
 
 PREFIX = "gradcomp-bench"
@@ -46,16 +50,16 @@ def unavailable() -> str:
 
 class Hosts(contextlib.ExitStack):
     """`count` hosts that exist during a ``with`` block, each with a link; an infinite rate is not
-    shaped. `latency_s` is the emulated latency, 0 if the kernel cannot delay packets.
+    shaped. `loss` is the share of packets that are lost.
 
     Raises (on entry):
         NoHosts: hosts cannot be created here.
         ValueError: tc refuses the rate of the link.
     """
 
-    def __init__(self, count: int, link: Link) -> None:
+    def __init__(self, count: int, link: Link, loss: float = 0.0) -> None:
         super().__init__()
-        self.count, self.link, self.latency_s = count, link, 0.0
+        self.count, self.link, self.loss = count, link, loss
 
     def __enter__(self) -> Hosts:  # noqa: PYI034 - Self is of Python 3.11
         if why := unavailable():
@@ -65,8 +69,12 @@ class Hosts(contextlib.ExitStack):
             self._switch = self._add("switch")
             _run(f"ip -n {self._switch} link add bridge type bridge")
             _run(f"ip -n {self._switch} link set bridge up")
-            for number in range(self.count):
-                self._join(number)
+            delays = self.link.latency_s > 0 or self.loss > 0
+            if delays and not self._has_netem():
+                self._relay()
+            else:
+                for number in range(self.count):
+                    self._join(number)
         except BaseException:
             self.close()
             raise
@@ -90,13 +98,17 @@ class Hosts(contextlib.ExitStack):
         name, port, switch = self._add(f"host{number}"), f"port{number}", self._switch
         _run(f"ip link add {INTERFACE} netns {name} type veth peer name {port} netns {switch}")
         _run(f"ip -n {switch} link set {port} master bridge up")
+        self._bring_up(number)
+        self._shape(name, INTERFACE, self.loss)
+        self._shape(switch, port)
+
+    def _bring_up(self, number: int) -> None:
+        name = self.namespace(number)
         _run(f"ip -n {name} addr add {self.address(number)}/16 dev {INTERFACE}")
         _run(f"ip -n {name} link set {INTERFACE} up")
         _run(f"ip -n {name} link set lo up")
-        self._shape(name, INTERFACE)
-        self._shape(switch, port)
 
-    def _shape(self, namespace: str, interface: str) -> None:
+    def _shape(self, namespace: str, interface: str, loss: float = 0.0) -> None:
         """Limit the rate of packets that leave an interface, and delay them by half the latency,
         because a packet passes both ends of a link.
         """
@@ -110,11 +122,41 @@ class Hosts(contextlib.ExitStack):
             except NoHosts as error:
                 raise ValueError(f"tc refuses a link of {rate} bit/s: {error}") from None
             parent = "parent 1:1"
-        if self.link.latency_s:
-            delay = f"netem delay {self.link.latency_s * 5e5:.0f}us limit 100000"
-            with contextlib.suppress(NoHosts):  # this kernel may have no netem
-                _run(f"{add} {parent} {delay}")
-                self.latency_s = self.link.latency_s
+        if self.link.latency_s or loss:
+            delay = f"delay {self.link.latency_s * 5e5:.0f}us loss {100 * loss:g}%"
+            _run(f"{add} {parent} netem {delay} limit 100000")
+
+    def _has_netem(self) -> bool:
+        try:
+            _run(f"tc -n {self._switch} qdisc add dev bridge root netem")
+        except NoHosts:
+            return False
+        return True
+
+    def _relay(self) -> None:
+        """Connect the hosts by a program in user space."""
+        devices = {}
+        for number in range(self.count):
+            name, device = self._add(f"host{number}"), f"gc{os.getpid()}-{number}"
+            try:
+                devices[self.address(number)] = relay.open_tun(device)
+            except OSError as error:
+                raise NoHosts(
+                    "latency and losses need a kernel with netem, or /dev/net/tun"
+                    f" ({error}): allow one of them, or leave --latency and --loss out"
+                ) from None
+            self.callback(os.close, devices[self.address(number)])
+            _run(f"ip link set {device} netns {name}")
+            _run(f"ip -n {name} link set {device} name {INTERFACE} txqueuelen 10000")
+            self._bring_up(number)
+        given = {"hosts": devices, "bits_per_s": self.link.bits_per_s, "loss": self.loss}
+        given |= {"latency_s": self.link.latency_s, "queue_s": QUEUE_S}
+        program = subprocess.Popen(
+            [sys.executable, "-S", relay.__file__, json.dumps(given)],
+            stdin=subprocess.PIPE,
+            pass_fds=list(devices.values()),
+        )
+        self.callback(program.communicate)  # ends its standard input, and so the program
 
     def _add(self, what: str) -> str:
         name = f"{PREFIX}-{os.getpid()}-{what}"

@@ -174,6 +174,7 @@ def _train(found: dict[str, Any], case: dict[str, Any]) -> Section:
     machine, given, rows = found["machine"], found["arguments"], case["rows"]
     title = f"{given['workload']}, {given['steps']} steps, {case['ranks']} ranks, {case['link']}"
     title += f", {1e3 * case['latency_s']:g} ms" if case["latency_s"] else ""
+    title += f", {100 * case['loss']:g} % of packets lost" if case.get("loss") else ""
     title += ", over MPI" if case.get("over") == "mpi" else ""
     good = [row for row in rows if not row.get("failed")]
     panels: list[plots.Panel] = []

@@ -79,7 +79,8 @@ class Case:
 
     ranks: int
     link: str  # name of the link; "loopback" without hosts, "as it is" under a launcher
-    latency_s: float | None = None  # latency that the kernel could emulate; None without hosts
+    latency_s: float | None = None  # of the link between hosts; None without hosts
+    loss: float = 0.0  # share of packets that are lost
     over: str = "gloo"  # transport of compressed bytes
     rows: list[dict[str, Any]] = field(default_factory=list)
 
@@ -89,7 +90,8 @@ def read_options(argv: Sequence[str]) -> argparse.Namespace:
     hosts = "numbers of hosts to make on this machine, measured in turn; 0 stands for loopback"
     link = "rates of every host's link, measured in turn: 100mbit, 1gbit, or none for no limit"
     over = "transport of compressed bytes: gloo, or the MPI of mpi4py, whose mpiexec starts ranks"
-    latency = "latency of every link, such as 1ms, where the kernel has netem (default: none added)"
+    latency = "latency of every link, such as 20ms, by netem or in user space (default: none added)"
+    loss = "share of packets that are lost on the way, in percent"
     data = "folder with prose.txt.gz, fashion-mnist/ and cifar10_jpeg.npz"
     optimizer = "optimizer to train with (default: sgd for images and mlp, adamw for text)"
     points = "tests during a training with --curve or --target, the last one at the end"
@@ -101,6 +103,7 @@ def read_options(argv: Sequence[str]) -> argparse.Namespace:
         "link": (["1gbit"], "RATE", link),
         "over": ("gloo", ("gloo", "mpi"), over),
         "latency": (str, "TIME", latency),
+        "loss": (0.0, "PERCENT", loss),
         "workload": ("mlp", "NAME", "model and data to train, listed below"),
         "data": (Path(), "DIR", data),
         "optimizer": (str, OPTIMIZERS, optimizer),
@@ -138,10 +141,11 @@ def main(argv: list[str]) -> int:
             workload.check(args.optimizer, case.ranks)
             cases.append(case)
             with ExitStack() as made:
-                hosts = made.enter_context(Hosts(case.ranks, link)) if link is not None else None
+                hosts = None
+                if link is not None:
+                    hosts = made.enter_context(Hosts(case.ranks, link, args.loss / 100))
+                    case.latency_s, case.loss = link.latency_s, args.loss / 100
                 mpi = made.enter_context(Mpiexec(hosts)) if args.over == "mpi" else None
-                if hosts is not None:
-                    case.latency_s = hosts.latency_s
                 _run_case(args, workload, cases, Place(case.ranks, hosts, mpi, bool(launched)))
     except (NoHosts, ValueError, FileNotFoundError) as error:
         print(f"gradcomp.bench train: {error}", file=sys.stderr)
@@ -159,6 +163,8 @@ def _check(args: argparse.Namespace, launched: int) -> None:
     if args.hosts != [0] and min(args.hosts) < 2:
         given = " ".join(map(str, args.hosts))
         raise ValueError(f"--hosts takes 0 or numbers of at least 2, got {given}")
+    if not 0 <= args.loss < 100:
+        raise ValueError(f"--loss must be a percentage from 0 to less than 100, got {args.loss:g}")
     if not args.hang > 0:
         raise ValueError(f"--hang must be more than 0, got {args.hang:g}")
     if launched and args.over == "mpi":
@@ -186,7 +192,7 @@ def _run_case(
 ) -> None:
     """Run every method in one place; write the JSON file after each row."""
     ranks, rows, hosts = place.ranks, cases[-1].rows, place.hosts
-    link = Link(math.inf) if hosts is None else Link(hosts.link.bits_per_s, hosts.latency_s)
+    link = Link(math.inf) if hosts is None else hosts.link
     payload = replace(link, bits_per_s=link.bits_per_s * PAYLOAD_SHARE)
     common = Task(args.workload, args.optimizer, NONE, ranks, args.steps, seed=args.seed)
     common = replace(common, batch=args.batch or 0, data=str(args.data), over=args.over)
@@ -254,9 +260,8 @@ def _where(args: argparse.Namespace, case: Case) -> str:
     """Return the ranks and the link of a case as text."""
     hosts, have = case.latency_s is not None, len(all_cores())
     where = f"{case.ranks} {'hosts' if hosts else 'ranks'}, {case.link}"
-    if hosts and args.latency:
-        none = " (no latency: this kernel has no netem)"
-        where += f", {args.latency}" if case.latency_s else none
+    where += f", {args.latency}" if case.latency_s else ""
+    where += f", {100 * case.loss:g} % of packets lost" if case.loss else ""
     if case.over == "mpi":
         where += ", over MPI"
     if (hosts or case.link == "loopback") and case.ranks > have:

@@ -29,6 +29,7 @@ from gradcomp.version import __version__
 
 PROTOCOL = 2  # version of the messages between ranks; ranks with another version do not measure
 CGROUP = Path("/sys/fs/cgroup")
+CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 OVER_MPI_S = 300.0  # default of timeout_s without a process group
 STARTERS = {
     "TORCHELASTIC_RUN_ID": "torchrun",
@@ -70,6 +71,7 @@ def card(rank: int, options: Mapping[str, Any], mpi: str | None) -> dict[str, An
         "threads": torch.get_num_threads(),
         "interfaces": [one._asdict() for one in found],
         "gloo": gloo_takes(found)._asdict(),
+        "congestion": congestion_control(),
         "options": dict(options),
     }
 
@@ -90,6 +92,13 @@ def cpu_quota() -> float | None:
         except (OSError, ValueError, IndexError, ZeroDivisionError):  # none, "max", or -1: no limit
             continue
     return None
+
+
+def congestion_control() -> str:
+    """Return TCP's congestion control for new connections, "" if it is unknown."""
+    with contextlib.suppress(OSError):
+        return CONGESTION.read_text(encoding="ascii").strip()
+    return ""
 
 
 def start_lookup(host: str) -> Callable[[], float]:

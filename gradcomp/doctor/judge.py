@@ -25,6 +25,7 @@ from gradcomp.version import __version__
 FASTER = 2.0  # factor of speed from which another interface is recommended
 OUTLIER = 5.0  # a pair is slow if the median of its kind is faster by more than this factor
 SLOW_LINK = 0.1  # a link is slow below this share of its interface's reported speed
+FAR_S = 5e-3  # latency from which losses slow a connection down: from one city to another
 LOOKUP_S = 1.0  # a name server is slow if one look-up takes this long
 PATIENCE_S = 1.0  # timeout of the ranks that wait for a silent rank
 LATE_S = 3.0  # an error is late if it is raised more than this after the timeout
@@ -290,6 +291,16 @@ def _link(found: Found) -> Said:
                 " shows whether it is the network"
             )
             yield "note", f"pairs between hosts have {format_rate(rate)} {said}", remedy
+        latency = statistics.median(pair["latency_s"] for pair in some) if some else 0.0
+        others = by(cards, lambda card: card.get("congestion") or "bbr")
+        others.pop("bbr", None)
+        if kind == "between" and latency >= FAR_S and others:
+            text = f"messages between hosts take {format_seconds(latency)}, and TCP uses"
+            remedy = (
+                "if packets are lost on the way, sysctl net.ipv4.tcp_congestion_control=bbr on"
+                " every host makes a connection many times faster"
+            )
+            yield "note", f"{text} {_listed(others)}", remedy
 
 
 def _timeouts(found: Found) -> Said:

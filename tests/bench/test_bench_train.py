@@ -179,6 +179,64 @@ def test_hosts_come_and_go():
     assert not namespaces(f"-{os.getpid()}-")
 
 
+ECHO = """
+import socket
+own = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+own.bind(("", 7777))
+print("ready", flush=True)
+while True:
+    own.sendto(*own.recvfrom(2000))
+"""
+ASK = """
+import json, socket, sys, time
+own = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+own.settimeout(0.2)
+seconds = []
+for number in range(200):
+    begin = time.monotonic()
+    own.sendto(b"%d" % number, (sys.argv[1], 7777))
+    try:
+        while own.recv(100) != b"%d" % number:
+            pass
+        seconds.append(time.monotonic() - begin)
+    except TimeoutError:
+        pass
+print(json.dumps(seconds))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(WHY), reason=WHY)
+@pytest.mark.parametrize("by", ["this kernel's means", "a relay"])
+def test_packets_of_hosts_are_late_and_lost(by, monkeypatch):
+    if by == "a relay":
+        monkeypatch.setattr(hosts.Hosts, "_has_netem", lambda self: False)
+    with hosts.Hosts(2, Link(1e8, 5e-3), loss=0.05) as two:
+        echo = [*two.command(0), sys.executable, "-c", ECHO]
+        with subprocess.Popen(echo, stdout=subprocess.PIPE, text=True) as answering:
+            assert answering.stdout.readline() == "ready\n"
+            asked = output_of(*two.command(1), sys.executable, "-c", ASK, two.address(0))
+            answering.kill()
+        seconds = json.loads(asked.stdout)
+    assert min(seconds) > 0.01 and 150 < len(seconds) < 200  # 180 of 200 come back, on average
+    assert not namespaces(f"-{os.getpid()}-")
+
+
+def test_without_netem_or_tun_the_bench_says_what_to_do(monkeypatch, capsys):
+    def denied(name):
+        raise PermissionError("not permitted")
+
+    monkeypatch.setattr(hosts.Hosts, "_has_netem", lambda self: False)
+    monkeypatch.setattr(hosts.relay, "open_tun", denied)
+    if not WHY:
+        assert main(f"--latency 1ms --methods fp32 {RANDOM}".split()) == 2
+        said = "need a kernel with netem, or /dev/net/tun (not permitted): allow one of them, or"
+        assert said in capsys.readouterr().err
+        assert not namespaces(f"-{os.getpid()}-")
+    assert main(f"--loss 100 {RANDOM}".split()) == 2
+    assert "--loss must be a percentage from 0 to less than 100, got 100" in capsys.readouterr().err
+
+
 def test_where_there_can_be_no_hosts_the_bench_says_so(monkeypatch, capsys):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert main(["--methods", "fp32"]) == 2

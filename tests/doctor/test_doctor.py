@@ -501,6 +501,7 @@ BOUND = [rank(k, identity="n", threads=1, cores=c) for k, c in enumerate([[0], [
 FOUR = [rank(k) for k in range(4)]
 PAIRS = [pair(0, 1, 1e9), pair(0, 2, 1e9), pair(1, 2, 1e9), pair(0, 3, 1e8)]
 PAIRS += [pair(1, 3, 1e9, failed="rank 1: refused")]
+FAR = pair(0, 1, 1e9) | {"latency_s": 0.02}
 SLOW_PAIR = "wrong: ranks 0 and 3: 100 Mbit/s, where pairs between hosts have 1 Gbit/s -> *"
 NOT_NOTICED = "wrong: rank 0 did not get an error for a lost peer in time (silent: {} s) -> *"
 
@@ -555,6 +556,12 @@ FINDINGS = [
         ["wrong: rank 3 fell silent while measuring -> look at what the process does*", SLOW_PAIR],
     ),
     ({"pairs": [pair(0, 1, 9e7)]}, ["note: * have 90 Mbit/s * that say 1 Gbit/s -> *"]),
+    (
+        {"pairs": [FAR], "ranks": [rank(0, congestion="cubic"), rank(1, congestion="bbr")]},
+        ["note: messages between hosts take 20.0 ms, and TCP uses cubic on rank 0 -> if *=bbr on*"],
+    ),
+    ({"pairs": [FAR], "ranks": both(congestion="bbr")}, []),
+    ({"ranks": both(congestion="cubic")}, []),
     (on_one(2, threads=4), ["wrong: * on n: 8 threads of torch on 4 * -> OMP_NUM_THREADS=2, or *"]),
     ({"ranks": [rank(0, quota=1.0)], "pairs": []}, ["wrong: here: 4 threads of torch on 1 *"]),
     (on_one(5), ["note: ranks 0-4 on n: 5 ranks on 4 cores -> fewer ranks*"]),
