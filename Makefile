@@ -25,7 +25,7 @@ TORCH_TESTS := amp averager bench_measure codecs ddp double_buffer exchange fuse
 NATIVE := $(shell find native -type f \( -name '*.[ch]' -o -name '*.txt' -o -name '*.py' \))
 EXTENSION := gradcomp/_gc.abi3.so
 
-.PHONY: help demo docs figures test quick test-torch test-framework promises soak test-long test-triton test-cuda lint native-test native-test-aarch64 fuzz fuzz-kernels wheels build tools everything mpi test-together test-timed clean distclean
+.PHONY: help demo docs figures test quick test-torch test-framework promises soak test-long test-triton test-cuda lint native-test native-test-aarch64 fuzz fuzz-kernels wheels release build tools everything mpi test-together test-timed clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -43,6 +43,7 @@ help:
 	@echo 'make native-test-aarch64  the C tests for aarch64 under qemu (Debian: gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user)'
 	@echo 'make fuzz         kernels, payloads, messages and states under coverage-guided fuzzing: an hour each (FUZZ_SECONDS=60; Debian: clang, libclang-rt-dev)'
 	@echo 'make wheels       wheels for x86_64 and aarch64 in dist, checked       (WHEEL_PYTHONS="python3.10 python3.13", WHEEL_AARCH64=root)'
+	@echo 'make release      make wheels, the source archive, a list of all packages (SBOM), known vulnerabilities, checksums: all in dist'
 	@echo 'make docs         the documentation site, warnings are errors: build/docs/index.html'
 	@echo 'make figures      write the measured figures of README and docs from docs/results'
 	@echo 'make build        .venv with what the demo needs, and the extension (PYTHON=python3.12, VENV=elsewhere)'
@@ -164,6 +165,21 @@ wheels: build
 	$(VENV)-wheels/bin/python native/wheels.py build dist
 	$(VENV)-wheels/bin/python native/wheels.py check dist $(WHEEL_PYTHONS:%=--python %) \
 		$(WHEEL_AARCH64:%=--aarch64 %) --packages $$($(BIN)/python -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])')
+
+# The source archive is built and imported once; dist/sbom.json (CycloneDX) lists what the project is built and tested with,
+# and pip-audit asks PyPI about each of them. AUDIT=true leaves that out, without a network.
+AUDIT := $(VENV)-wheels/bin/pip-audit --strict --no-deps --disable-pip -r constraints.txt
+
+release: wheels
+	@test -z "$$(git status --porcelain)" || { echo 'commit or remove first what git status shows' >&2; exit 1; }
+	$(BIN)/python setup.py -q sdist
+	rm -rf build/release
+	$(BIN)/python -m pip install -q --no-deps --no-build-isolation --target build/release dist/gradcomp-*.tar.gz
+	cd build/release && $(abspath $(BIN))/python -c 'import gradcomp._gc; print("built from source:", gradcomp._gc.__file__)'
+	$(VENV)-wheels/bin/python -m pip install -q -c constraints.txt cyclonedx-bom pip-audit
+	$(VENV)-wheels/bin/cyclonedx-py requirements --pyproject pyproject.toml --mc-type library --output-reproducible -o dist/sbom.json constraints.txt
+	$(AUDIT)
+	cd dist && sha256sum *.whl *.tar.gz sbom.json >SHA256SUMS && cat SHA256SUMS
 
 build: $(BUILT)
 	@test -e $(EXTENSION) || { rm $(BUILT) && $(MAKE) --no-print-directory $(BUILT); }
