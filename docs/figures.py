@@ -718,7 +718,7 @@ PAGES: dict[str, Callable[[], Iterator[Figure]]] = {
     "docs/howto/benchmarks.md": benchmarks,
     "docs/howto/from-powersgd.md": from_powersgd,
     "docs/howto/fsdp.md": fsdp,
-    "docs/howto/local-steps.md": internet,
+    "docs/howto/internet.md": internet,
     "docs/howto/lora.md": lora,
     "docs/howto/which-mode.md": which_mode,
     "docs/explanation/accuracy.md": accuracy,
