@@ -182,15 +182,16 @@ class Model:
 
 
 def find_model(name: str) -> Model:
-    """Return a published model by its name or the beginning of it; only letters (in any case) and
-    digits are compared.
+    """Return a published model by its name or the beginning of it, which does not end within a
+    number; only letters (in any case) and digits are compared.
 
     Raises:
         ValueError: no model, or more than one, has this name.
     """
     plain = {re.sub(r"[^a-z0-9]", "", known.lower()): known for known in MODELS}
     wanted = re.sub(r"[^a-z0-9]", "", name.lower())
-    hits = [wanted] if wanted in plain else [k for k in plain if wanted and k.startswith(wanted)]
+    begins = re.compile(rf"{wanted}(?!(?<=\d)\d)").match if wanted else lambda _: None
+    hits = [wanted] if wanted in plain else [k for k in plain if begins(k)]
     if len(hits) != 1:
         names = f"{', '.join(MODELS)}{suggestion(name, MODELS)}"
         raise ValueError(f"unknown model {name!r}; there are {names}")

@@ -252,6 +252,7 @@ def test_a_bad_value_is_named(make, name, values):
             for d in ([], [["w"]], [[3, [3]]], ["ab"])
         ),
         (lambda: find_model("vgg19"), "unknown model 'vgg19'; there are LeNet.*mean VGG-16"),
+        (lambda: find_model("resnet5"), "unknown model 'resnet5'; .*mean ResNet-50"),
         (lambda: find_model(""), "unknown model ''; there are LeNet"),
         (lambda: find_method("zip"), "unknown method 'zip'; there are fp32"),
         (lambda: step(method="zip"), "unknown method 'zip'"),
