@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 from _cells import FAULTS, PLACES
@@ -87,19 +88,19 @@ def test_over_mpi(tmp_path, phase, fault, flavour):
         look_at(fault, line, done.stderr)
 
 
-@pytest.mark.parametrize("phase", ["forward", "encode", "reduce", "decode", "outer step"])
-def test_a_host_whose_link_is_cut(tmp_path, phase):
-    """The last of three hosts: it hears of it, too, but not of whom."""
-    with hosts.Hosts(WORLD, Link(math.inf)) as three, contextlib.ExitStack() as closing:
+@contextlib.contextmanager
+def on_hosts(count, link, *cell):
+    """Yield hosts and a rank on each of them, when the last one waits for a change of its link."""
+    with hosts.Hosts(count, link) as made, contextlib.ExitStack() as closing:
         environment = os.environ | {
-            "STORE_HOST": three.address(0),
+            "STORE_HOST": made.address(0),
             "GLOO_SOCKET_IFNAME": hosts.INTERFACE,
             "OMP_NUM_THREADS": "1",
         }
         ranks = []
-        for rank in range(WORLD):
-            words = [HERE / "_cells.py", 29555, rank, WORLD, phase, "cut off", TIMEOUT_S]
-            words = [*three.command(rank), sys.executable, *words, tmp_path / "saved"]
+        for rank in range(count):
+            words = [HERE / "_cells.py", 29555, rank, count, *cell]
+            words = [*made.command(rank), sys.executable, *words]
             ranks.append(
                 subprocess.Popen(
                     [str(word) for word in words],
@@ -110,7 +111,15 @@ def test_a_host_whose_link_is_cut(tmp_path, phase):
                 )
             )
             closing.callback(ranks[-1].kill)
-        assert ranks[LAST].stdout.readline() == "cut\n"
+        assert ranks[-1].stdout.readline() == "cut\n"
+        yield made, ranks
+
+
+@pytest.mark.parametrize("phase", ["forward", "encode", "reduce", "decode", "outer step"])
+def test_a_host_whose_link_is_cut(tmp_path, phase):
+    """The last of three hosts: it hears of it, too, but not of whom."""
+    cell = phase, "cut off", TIMEOUT_S, tmp_path / "saved"
+    with on_hosts(WORLD, Link(math.inf), *cell) as (three, ranks):
         name = three.namespace(LAST)
         subprocess.run(["ip", "-n", name, "link", "set", hosts.INTERFACE, "down"], check=True)
         for rank in (0, 1):
@@ -121,3 +130,21 @@ def test_a_host_whose_link_is_cut(tmp_path, phase):
             assert ranks[rank].returncode == 1
         out, errors = ranks[LAST].communicate(timeout=60)
         assert "PeerLost" in out, out + errors
+
+
+@pytest.mark.parametrize("phase", ["forward", "reduce", "outer step"])
+def test_a_link_that_slows_down_to_a_hundredth_slows_training_down(tmp_path, phase):
+    """Every message arrives in time, so nothing is said to be lost."""
+    with on_hosts(WORLD, Link(4e6), phase, "cut off", 60, tmp_path / "saved") as (three, ranks):
+        counter = f"/sys/class/net/{hosts.INTERFACE}/statistics/tx_bytes"
+        sent = [*three.command(LAST), "cat", counter]
+        before, begun = int(output_of(*sent).stdout), time.monotonic()
+        slow = (
+            f"tc -n {three.namespace(LAST)} qdisc change dev {hosts.INTERFACE} root handle 1: tbf"
+        )
+        subprocess.run(f"{slow} rate 40kbit burst 2kb latency 5s".split(), check=True)
+        for rank in ranks:
+            out, errors = rank.communicate(timeout=120)
+            assert rank.returncode == 0 and out.endswith("finished\n"), out + errors
+        seconds = 8 * (int(output_of(*sent).stdout) - before) / 40e3
+        assert time.monotonic() - begun > 0.8 * seconds > 2, seconds
