@@ -65,7 +65,7 @@ def relay(
         for number, _ in poll.poll(wait):
             if number == 0:
                 return
-            with contextlib.suppress(BlockingIOError):
+            with contextlib.suppress(OSError):  # no more packets, or a device that is down
                 for _ in range(_AT_A_TIME):
                     packet = os.read(number, 65535)
                     to = devices.get(packet[16:20])  # the destination of IPv4
@@ -81,7 +81,7 @@ def relay(
         now = time.monotonic()
         for to, queue in arriving.items():
             while queue and queue[0][0] <= now:
-                with contextlib.suppress(OSError):  # its queue is full, or the host has ended
+                with contextlib.suppress(OSError):  # the same of the receiver: the packet is lost
                     os.write(to, queue[0][1])
                 queue.popleft()
 
