@@ -389,14 +389,16 @@ def internet() -> Iterator[Figure]:
     files = "gpt-1m-20ms", "gpt-1m-20ms-loss", "gpt-1m-20ms-loss-cubic"
     for label, method in (
         ("fp32", "fp32"),
-        ("bf16", "bf16"),
         ('`"ternary"`', "ternary"),
         ("`EntropyCoded(1.25)`", "entropy:bits=1.25"),
     ):
-        found = tuple(ms(step(file, method)) for file in files)
-        yield f"| {label} | {{:.1f}} | {{:.1f}} | {{:,.1f}} |", found
+        found = [ms(step(file, method)) for file in (*files, "gpt-1m-200ms-loss")]
+        yield f"| {label} | {{:.1f}} | {{:.1f}} | {{:,.1f}} | {{:,.0f}} |", tuple(found)
+    yield "| bf16 | {:.1f} | {:.1f} | {:,.1f} |", tuple(ms(step(file, "bf16")) for file in files)
     rows = [step(file, "terngrad:every=30") for file in files[:2]]
     yield "| `TernGrad()` every 30 steps | {:.1f} | {:.1f} |", tuple(map(ms, rows))
+    late = ms(step("gpt-1m-200ms-loss", "terngrad:every=10"))
+    yield "| `TernGrad()` every 10 steps | | | | {:,.0f} |", (late,)
 
 
 TERNARY = "ternary:exempt=vectors,precondition,decay=0.25"
@@ -574,6 +576,16 @@ def scaled() -> Iterator[Figure]:
         base = GPT_2000 if settings == rare else statistics.fmean(plain)
         mean = statistics.fmean(found)
         yield row.format(label), (base, *found, mean, mean - base)
+    now, seeds = rare | {"batch": 4}, "{:.4f} / {:.4f} / {:.4f}: {:.4f} | {:+.3f} |"
+    for bits in ("1.25", "2.2"):
+        method_of = f"{usual.format(bits)},scale_lr"
+        found = losses(method_of, "entropy.jsonl", **now | {"factor": 2.0})
+        mean = statistics.fmean(found)
+        yield f"`EntropyCoded({bits})` at 4e-3 | {seeds}", (*found, mean, mean - 1.2942)
+    for bits in ("2.2", "3.2"):
+        (one,) = losses(f"{usual.format(bits)},scale_lr", "entropy.jsonl", **now)
+        text = f"`EntropyCoded({bits})` at 2e-3, seed 0 (fp32 1.3438) | {{:.4f}} | {{:+.3f}} |"
+        yield text, (one, one - 1.3438)
     found = losses(f"{ONEBIT}0.25,scale_lr", "entropy.jsonl", steps=400)
     yield (
         "{:.4f} / {:.4f} / {:.4f}: {:.4f}, {:+.3f} to fp32",
