@@ -93,13 +93,16 @@ soak: tools
 promises: tools
 	$(BIN)/python -m pytest -n $(WORKERS) tests/project/test_promises.py $(PYTEST_ARGS)
 
+# What .venv holds is found by that environment, too, after its own.
+on_top = for made in $(BIN) $(1); do $$made/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; done | \
+	{ read ours; read theirs; echo "import site; site.addsitedir('$$ours')" > $$theirs/gradcomp-development.pth; }
+
 # An environment of its own with that torch, on top of what .venv holds beside torch.
 test-torch: everything
 	@test -n "$(TORCH)" || { echo 'say which: make test-torch TORCH=2.15.0' >&2; exit 2; }
 	@test -x $(VENV)-torch-$(TORCH)/bin/python || $(PYTHON) -m venv $(VENV)-torch-$(TORCH)
 	$(VENV)-torch-$(TORCH)/bin/python -m pip install -q torch==$(TORCH) numpy
-	@for made in $(BIN) $(VENV)-torch-$(TORCH)/bin; do $$made/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; done | \
-		{ read ours; read theirs; echo "import site; site.addsitedir('$$ours')" > $$theirs/gradcomp-development.pth; }
+	@$(call on_top,$(VENV)-torch-$(TORCH)/bin)
 	$(VENV)-torch-$(TORCH)/bin/python -m pytest -q -m 'not long and not timed' -k 'not mpich and not openmpi' \
 		$(foreach name,$(TORCH_TESTS),$(wildcard tests/*/test_$(name).py)) $(PYTEST_ARGS)
 
@@ -117,8 +120,7 @@ test-framework: everything
 test-triton: tools
 	@test -x $(VENV)-triton/bin/python || $(PYTHON) -m venv $(VENV)-triton
 	$(VENV)-triton/bin/python -m pip install -q --no-deps -c constraints.txt triton
-	@for made in $(BIN) $(VENV)-triton/bin; do $$made/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; done | \
-		{ read ours; read theirs; echo "import site; site.addsitedir('$$ours')" > $$theirs/gradcomp-development.pth; }
+	@$(call on_top,$(VENV)-triton/bin)
 	$(VENV)-triton/bin/python -m pytest -q -W ignore::RuntimeWarning tests/kernels/test_cuda.py $(PYTEST_ARGS)
 	GRADCOMP_TRITON=interpreted $(VENV)-triton/bin/python -m pytest -q -W ignore::RuntimeWarning --hypothesis-profile few \
 		--timeout 1800 tests/kernels/test_kernel_sets.py $(PYTEST_ARGS)
@@ -154,8 +156,7 @@ fuzz-kernels:
 fuzz: tools fuzz-kernels
 	@test -x $(VENV)-fuzz/bin/python || $(PYTHON) -m venv $(VENV)-fuzz
 	$(VENV)-fuzz/bin/python -m pip install -q --no-deps -c constraints.txt atheris
-	@for made in $(BIN) $(VENV)-fuzz/bin; do $$made/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; done | \
-		{ read ours; read theirs; echo "import site; site.addsitedir('$$ours')" > $$theirs/gradcomp-development.pth; }
+	@$(call on_top,$(VENV)-fuzz/bin)
 	$(VENV)-fuzz/bin/python tests/support/_fuzz.py build/fuzz $(FUZZ_SECONDS) $(FUZZED:%=tests/%)
 
 wheels: build
