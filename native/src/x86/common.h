@@ -8,7 +8,7 @@
 #include "pieces.h"
 
 #define GC_AVX2 __attribute__((target("avx2,fma,f16c,sse4.2")))
-#define GC_AVX2_INLINE static inline __attribute__((always_inline)) GC_AVX2
+#define GC_AVX2_INLINE static inline GC_ALWAYS_INLINE GC_AVX2
 
 /* ---- sources --------------------------------------------------------------------------------- */
 GC_AVX2_INLINE __m256 gc_load8(const void *src, int dtype, uint64_t i)
