@@ -256,6 +256,9 @@ def pytest_collection_modifyitems(config, items):
             if kind != "gloo" and not item.get_closest_marker("xdist_group"):
                 # its jobs for one worker; each has its own gloo ranks
                 item.add_marker(pytest.mark.xdist_group(kind))
+            elif kind == "gloo" and item.get_closest_marker("extras"):
+                # one worker's ranks import all frameworks: 15 s of CPU
+                item.add_marker(pytest.mark.xdist_group("frameworks"))
     items.sort(key=order)
     if config.getoption("--every-row"):
         return
