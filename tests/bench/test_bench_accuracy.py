@@ -87,7 +87,7 @@ def test_an_epoch_takes_every_image_once_in_an_order_of_the_seed_alone():
         taken(0, batch=51)
 
 
-METHODS = ["fp32", "onebit", "powersgd1", "terngrad:every=3"]
+METHODS = ["fp32", "bf16", "onebit", "powersgd1", "terngrad:every=3"]
 
 
 @pytest.mark.slow
