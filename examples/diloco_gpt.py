@@ -1,8 +1,9 @@
-"""Train a byte GPT on ranks that exchange only now and then: local steps, packed pseudo-gradients
+r"""Train a byte GPT on ranks that exchange only now and then: local steps, packed pseudo-gradients
 (DiLoCo).
 
-    torchrun --nproc-per-node 2 examples/diloco_gpt.py torchrun --nproc-per-node 2
-    examples/diloco_gpt.py --text book.txt --codec ternary --sync-every 30 --fragments 3 --delay 5
+    torchrun --nproc-per-node 2 examples/diloco_gpt.py
+    torchrun --nproc-per-node 2 examples/diloco_gpt.py --text book.txt --codec ternary \
+        --sync-every 30 --fragments 3 --delay 5
 
 Two machines, one command on each (or `python -m gradcomp.launch -n 2 -H one,two
 examples/diloco_gpt.py --mpi` on the first):

@@ -1,8 +1,9 @@
-"""The 1-bit SGD system of 2014, put together: what each of its parts does to accuracy, bytes and
+r"""The 1-bit SGD system of 2014, put together: what each of its parts does to accuracy, bytes and
 time, in one table.
 
-    python -m gradcomp.launch -n 2 --torch examples/onebit_sgd.py torchrun --nproc-per-node 2
-    examples/onebit_sgd.py --data DIR --epochs 1 --link 1gbit --json table.json
+    python -m gradcomp.launch -n 2 --torch examples/onebit_sgd.py
+    torchrun --nproc-per-node 2 examples/onebit_sgd.py --data DIR --epochs 1 --link 1gbit \
+        --json table.json
 
 Rows: fp32; 1-bit gradients; double buffering on top; on top of both AdaGrad in each of its three
 places; and the whole system, where AdaGrad on the aggregate is joined by a search for the minibatch

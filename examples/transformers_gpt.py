@@ -1,7 +1,8 @@
-"""Train a small GPT-2 with Transformers' Trainer and compressed gradients.
+r"""Train a small GPT-2 with Transformers' Trainer and compressed gradients.
 
-    torchrun --nproc-per-node 2 examples/transformers_gpt.py torchrun --nproc-per-node 2
-    examples/transformers_gpt.py --model gpt2 --text notes.txt --output out --save-every 50
+    torchrun --nproc-per-node 2 examples/transformers_gpt.py
+    torchrun --nproc-per-node 2 examples/transformers_gpt.py --model gpt2 --text notes.txt \
+        --output out --save-every 50
 
 `CompressedTrainer` in place of `Trainer` is all that a script has to change. Without ``--model``
 weights are random, and tokens are bytes. The same command with more ``--steps`` goes on from the

@@ -30,6 +30,14 @@ def test_gradcomp_is_one_added_line():
     assert sum("gradcomp.ddp.register(" in line for line in lines) == 1
 
 
+def test_each_command_has_a_line_of_its_own():
+    flags = re.MULTILINE
+    for script in EXAMPLE.parent.glob("*.py"):
+        docstring = script.read_text(encoding="utf-8").split('"""')[1]
+        joined = re.search(r"^    .*\.py .*(torchrun|python -m|mpirun) .*$", docstring, flags)
+        assert joined is None, (script, joined)
+
+
 def under_torchrun(script, ranks, *options):
     torchrun = [*python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     command = [*torchrun, ranks, EXAMPLE.with_name(script), *options]
