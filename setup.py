@@ -1,6 +1,8 @@
 """Build the C backend; everything else about the package stands in pyproject.toml."""
 
+import os
 import shutil
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -9,7 +11,9 @@ from setuptools.errors import BaseError
 
 
 class BuildNative(build_ext):
-    """build_ext that says in one sentence what is missing when there is no C compiler."""
+    """build_ext that compiles on every core, and says in one sentence what is missing when there is
+    no C compiler.
+    """
 
     def build_extensions(self) -> None:
         # absent on Windows, where setuptools finds the compiler
@@ -20,6 +24,14 @@ class BuildNative(build_ext):
                 " PATH: install one (Debian/Ubuntu: apt install gcc libc6-dev python3-dev; Fedora:"
                 " dnf install gcc python3-devel; macOS: xcode-select --install) or set CC."
             )
+        compile_all = self.compiler.compile
+
+        def on_every_core(sources: list[str], **options: object) -> list[str]:
+            with ThreadPool(os.cpu_count()) as pool:
+                made = pool.map(lambda source: compile_all([source], **options), sources, 1)
+            return [file for files in made for file in files]
+
+        self.compiler.compile = on_every_core
         try:
             super().build_extensions()
         except BaseError as error:
