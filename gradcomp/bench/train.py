@@ -147,7 +147,7 @@ def main(argv: list[str]) -> int:
                     case.latency_s, case.loss = link.latency_s, args.loss / 100
                 mpi = made.enter_context(Mpiexec(hosts)) if args.over == "mpi" else None
                 _run_case(args, workload, cases, Place(case.ranks, hosts, mpi, bool(launched)))
-    except (NoHosts, ValueError, FileNotFoundError) as error:
+    except (NoHosts, ValueError, OSError) as error:
         print(f"gradcomp.bench train: {error}", file=sys.stderr)
         return 2
     finally:

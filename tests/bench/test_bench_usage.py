@@ -87,6 +87,14 @@ def test_a_damaged_data_file_is_named(command, file, said, tmp_path, capsys):
     assert f"{tmp_path / file}: {said}" in shown and shown.count("\n") == 1
 
 
+def test_a_file_that_cannot_be_opened_is_one_line(tmp_path, capsys):
+    (tmp_path / "prose.txt").mkdir()
+    command = "train --hosts 0 --workload gpt-1m --steps 5 --data"
+    assert dispatcher.main([*command.split(), str(tmp_path)]) == 2
+    shown = capsys.readouterr().err
+    assert "Is a directory" in shown and "prose.txt" in shown and shown.count("\n") == 1
+
+
 def test_help_teaches(capsys):
     assert dispatcher.main(["--help"]) == 0
     text = capsys.readouterr().out
