@@ -66,6 +66,7 @@ class CompressionState(Controls):
     """
 
     _detached = False
+    _handled: BaseException | None = None
     _task = -1  # number of the backward pass whose step has not finished; -1: none
 
     @takes(CommonOptions)
@@ -338,8 +339,7 @@ class CompressionState(Controls):
         if self._detached:
             return
         self._handled = sys.exc_info()[1]  # not None if the caller is in an except block
-        if self._engine.error is not None:
-            raise self._engine.error
+        self._engine.pipeline.check()
         if not torch.is_grad_enabled():
             return
         if self._engine.comm.world_size > 1 and torch_private.joins_by_active_ranks(module):
@@ -363,7 +363,8 @@ class CompressionState(Controls):
         lost a rank.
         """
         error = sys.exc_info()[1]
-        if output is not None or error is self._handled:  # forward has not failed
+        handled, self._handled = self._handled, None
+        if output is not None or error is handled:  # forward has not failed
             return
         if self._detached or not isinstance(error, RuntimeError) or self._engine.error is not None:
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 
 from gradcomp.waits import waiting
@@ -10,6 +11,19 @@ from gradcomp.waits import waiting
 
 class GradcompError(Exception):
     """Base class of gradcomp's exceptions."""
+
+
+def without_traceback(error: BaseException) -> BaseException:
+    """Return an equal exception to keep and to raise again, without traceback and cause.
+
+    A raised exception refers to the frames of its callers, so to the model. If the model refers to
+    what keeps the exception (over DDP's hook, which Python's garbage collector cannot see), neither
+    is ever freed, nor are the process groups.
+    """
+    try:
+        return copy.copy(error)
+    except Exception:  # noqa: BLE001 - a foreign class may refuse for any reason
+        return GradcompError(f"{type(error).__name__}: {error}")
 
 
 class CorruptPayload(GradcompError, ValueError):

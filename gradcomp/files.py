@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import zipfile
@@ -75,9 +76,10 @@ def read_saved(path: str | os.PathLike[str]) -> Any:
         if wrong is not None:
             raise ValueError(f"{wrong} in it does not fit its checksum")
         return torch.load(path, weights_only=True, map_location="cpu")
-    except OSError:
-        raise
     except Exception as error:
+        # a damaged archive may name a place before its own beginning
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            raise
         raise ValueError(f"{os.fspath(path)} is damaged, or no checkpoint: {error}") from error
 
 

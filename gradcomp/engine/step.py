@@ -297,8 +297,7 @@ class Engine:
             GradcompError: an earlier step failed, the loss scale is not a positive finite number,
                 or the step number is too large.
         """
-        if self.error is not None:
-            raise self.error
+        self.pipeline.check()
         if self.is_open:  # an exception in user code has abandoned the previous step
             self.wait()
         if self.step >= STEPS:

@@ -18,6 +18,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from gradcomp.errors import without_traceback
+
 logger = logging.getLogger("gradcomp")
 
 # longest wait for busy stages after a failure, in seconds: an abort ends their collectives within 1
@@ -69,7 +71,7 @@ class Pipeline:
             It should make the waits of other stages return soon.
 
     Attributes:
-        error: the first error, or None.
+        error: the first error without its traceback, or None; `wait` raises it.
         closed: whether `close` was called.
     """
 
@@ -86,6 +88,7 @@ class Pipeline:
         self._pending: list[Task] = []
         self._busy: set[int] = set()  # stages that are running a task
         self.error: BaseException | None = None
+        self._raised: BaseException | None = None  # the same with its traceback, for the first wait
         self.closed = False
 
     def submit(self, *tasks: Task) -> None:
@@ -114,7 +117,13 @@ class Pipeline:
                 self._changed.wait(LOOK_S)
             if self.error is not None:
                 self._changed.wait_for(lambda: not self._pending and not self._busy, QUIET_S)
-                raise self.error
+        self.check()
+
+    def check(self) -> None:
+        """Raise `error` if there is one, the first time with the traceback of the failure."""
+        if self.error is not None:
+            raised, self._raised = self._raised, None
+            raise raised or without_traceback(self.error)
 
     @property
     def is_empty(self) -> bool:
@@ -132,7 +141,7 @@ class Pipeline:
         """End every pending task, and all later ones, with `error` or with an earlier error."""
         with self._changed:
             if self.error is None:
-                self.error = error
+                self.error, self._raised = without_traceback(error), error
             self._changed.notify_all()
         try:
             self._on_failure(f"{type(self.error).__name__}: {self.error}")
@@ -154,7 +163,7 @@ class Pipeline:
             error: error of the pending tasks; by default a RuntimeError.
         """
         _running.discard(self)
-        self.closed = True
+        self.closed, self._raised = True, None
         closed = error or RuntimeError("gradcomp: this state is closed")
         if self._pending:
             self.fail(closed)

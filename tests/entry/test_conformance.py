@@ -3,7 +3,9 @@ promise. What is special to one of them is in its own file.
 """
 
 import copy
+import gc
 import time
+import weakref
 from functools import partial
 
 import pytest
@@ -22,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import gradcomp
 import gradcomp.ddp
 import gradcomp.fsdp
-from gradcomp import DiLoCo, GradientAverager, LocalSGD, NotFinite, OneBit, PeerLost
+from gradcomp import DiLoCo, GradientAverager, LocalSGD, NotFinite, OneBit, PeerLost, PeerMismatch
 from gradcomp.allreduce import Feedback
 from gradcomp.comm import TorchCommunicator
 from gradcomp.exchange.stats import Stats
@@ -408,3 +410,32 @@ def test_closing_twice_is_closing(name):
     run.close()
     run.close()
     assert repr(run.opened)
+
+
+@pytest.mark.parametrize("name", RESUME)
+@each_rank(2)
+def test_a_run_that_has_failed_is_freed(name):
+    """Each error that a program caught and went on from kept a model and its process groups."""
+    seen = []
+
+    class Watched(ENTRIES[name]):
+        def wrap(self, model):
+            seen.append(weakref.ref(model))
+            return super().wrap(model)
+
+    def fail():
+        with pytest.raises(PeerMismatch):
+            run = Watched(("onebit", "ternary")[dist.get_rank()])
+            try:
+                for step in range(2):
+                    run.step(step)
+            except PeerMismatch:
+                with pytest.raises(PeerMismatch):
+                    run.step(2)
+                raise
+
+    for _ in range(3):
+        fail()
+    gc.collect()
+    # torch keeps the last DDP model
+    assert [model() for model in seen[:-1]] == [None, None]

@@ -135,7 +135,8 @@ def mismatch(call):
 class Pool:
     """Processes that run one function after another; the subclass starts them."""
 
-    spoiled = False  # MPI collectives are under way that no peer will answer
+    # MPI collectives are under way that no peer will answer, or groups of earlier calls are left
+    spoiled = False
     cpu_s = 0.0  # of the ranks of every pool, while they ran functions
 
     def __init__(self):
@@ -185,7 +186,7 @@ class RankPool(Pool):
     many of them as it needs.
 
     A new group costs a rank 3 ms of CPU; what one test leaves behind in a group, the next one does
-    not meet.
+    not meet. Ranks that keep many groups of earlier calls are replaced.
 
     Args:
         imports: modules that the server imports, for later forks, too.
@@ -209,7 +210,7 @@ class RankPool(Pool):
 
     def alive(self):
         """Return whether the processes can run another function."""
-        return all(map(is_alive, self.processes))
+        return not self.spoiled and all(map(is_alive, self.processes))
 
     def close(self):
         for process in self.processes:
@@ -344,7 +345,25 @@ def serve(pipe, rank, directory, prepare=lambda world_size: None, backend="gloo"
         except BaseException:
             result = Failure(f"rank {rank}:\n{traceback.format_exc()}")
         mpi = sys.modules.get("gradcomp.comm.mpi_channels")
-        pipe.send((result, bool(mpi and mpi.unanswered), cpu_s() - began))
+        spoiled = mpi.unanswered if mpi else groups_left() > GROUPS_LEFT
+        pipe.send((result, bool(spoiled), cpu_s() - began))
+
+
+GROUPS_LEFT = 4  # each has a thread that wakes up 100 times a second
+
+
+def groups_left():
+    """Return how many gloo groups this process still has: torch's caches and cycles that torch's
+    C++ is part of keep some.
+    """
+    if threads_of_gloo() > GROUPS_LEFT:
+        gc.collect()
+    return threads_of_gloo()
+
+
+def threads_of_gloo():
+    names = [task / "comm" for task in Path("/proc/self/task").iterdir()]
+    return sum(name.read_text() == "gloo_tcp_loop\n" for name in names if name.exists())
 
 
 def program(path, *arguments):
