@@ -61,6 +61,7 @@ UNJUDGED = ("ternary sum to lanes 4", "lanes decode", "crc32c of a payload")
 # Least speedup with two threads: 1.7 was measured on two free cores, one thread alone gives 1.0.
 THREAD_GAIN = {"terngrad encode": 1.1, "terngrad decode 4 own": 1.1, "entropy encode": 1.1}
 FREE_CORES = 1.5  # with fewer, other programs delay a second thread
+ELEMENTS = 1 << 22  # short calls are repeated to so many, for the clock's resolution
 TORCH_GAIN = 10.0  # torch operations move about 60 bytes per element, terngrad encode 4.25
 
 
@@ -205,7 +206,7 @@ def measure(
     """Return the median ratio to `beside`, the median GB/s, and the seconds of the fastest
     repetition, which other programs on the machine affect least.
     """
-    calls = max(1, (1 << 22) // numel)  # short calls are repeated, for the clock's resolution
+    calls = max(1, ELEMENTS // numel)
     other, taken = turns([beside, case.run], repetitions, calls).T
     gb_per_s = numel * 4 / float(np.median(taken)) / 1e9
     ratio = float(np.median(taken / other))

@@ -92,12 +92,14 @@ def test_the_aggregate_is_transformed_before_it_is_encoded_again(comm, codec, wo
     """
     whole = run(comm, codec, AggregateAdagrad())
     cut = run(comm, codec, AggregateAdagrad(), bucket_cap_mb=0.004)
-    for step, wanted in enumerate(expected(codec, world, 3)):
-        assert same(whole.step(step), wanted), step
-        assert same(cut.step(step), wanted), "buckets change bits"
+    found = whole.steps(3)
+    assert all(map(same, found, cut.steps(3))), "buckets change bits"
+    for step, wanted in enumerate(expected(codec, world, 3) if comm.rank == 0 else ()):
+        assert same(found[step], wanted), step
     options = {"rank": comm.rank, "min_numel": MIN_NUMEL, "owner_transform": True}
     sent = predict_bytes(codec, list(SHAPES.items()), comm.world_size, **options).sent
     assert whole.averager.stats.bytes_sent == 3 * sent
+    return bits([average for averages in found for average in averages.values()])
 
 
 @pytest.mark.parametrize("transform", [AggregateAdagrad(), LocalAdagrad()], ids=repr)

@@ -17,6 +17,7 @@ from test_docs import FENCE, FRAMEWORKS, PAGES, PUBLIC, ROOT
 # one build for all of them, by one worker
 pytestmark = [pytest.mark.slow, pytest.mark.extras, pytest.mark.xdist_group("site")]
 NOTEBOOK = "examples/notebook.ipynb"
+EXTENSIONS = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 SHOWN = [page for page in PAGES if page.name != "index.md" and page != ROOT / "README.md"]
 
 
@@ -59,11 +60,13 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """Return the folder of the site, built as `make docs` builds it, in an environment that
-    finds no other machine.
+    """Return the folder of the site, in an environment that finds no other machine.
+
+    `make docs` builds it with a theme and pages of source code that take longer than all else.
     """
     folder = tmp_path_factory.mktemp("site")
     sphinx = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", "docs"]
+    sphinx += ["-D", "html_theme=basic", "-D", f"extensions={','.join(EXTENSIONS)}"]
     command = [*sphinx, "-d", folder / "doctrees", ".", folder / "html"]
     proxies = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
     nowhere = os.environ | dict.fromkeys(proxies, "http://127.0.0.1:9")
@@ -76,6 +79,12 @@ def site(tmp_path_factory):
 def pages(site):
     """Return {file: page} of everything but lists that Sphinx makes itself."""
     return {file: Page(file) for file in site.rglob("*.html")}
+
+
+def test_the_site_for_users_has_these_extensions():
+    text = (ROOT / "docs/conf.py").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^extensions = (\[.*\])$", text, re.MULTILINE)
+    assert json.loads(line) == [*EXTENSIONS, "sphinx.ext.viewcode"]
 
 
 def test_every_page_is_there(site, pages):
@@ -155,8 +164,8 @@ def test_marks_of_blocks_are_written_out(site, pages):
             blocks = FENCE.finditer(page.read_text(encoding="utf-8"))
             shown = pages[site / page.relative_to(ROOT).with_suffix(".html")].classes.count(name)
             assert shown == sum(block["info"] == mark for block in blocks), (page.name, mark)
-    # two tables and what scrolls them
-    assert pages[site / "docs/howto/which-mode.html"].classes.count("prose") == 4
+    # two tables; furo adds what scrolls them
+    assert pages[site / "docs/howto/which-mode.html"].classes.count("prose") == 2
     assert "div.on-two-ranks::before" in (site / "_static/site.css").read_text(encoding="utf-8")
 
 
