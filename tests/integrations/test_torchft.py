@@ -45,15 +45,21 @@ class Group:
                 self.lines.append(line.strip())
                 self._came.notify_all()
 
-    def said(self, pattern):
-        """Wait for a line that the pattern matches."""
+    def said(self, pattern, enough=bool):
+        """Wait for a line that the pattern matches, and whose match is enough."""
+
+        def found():
+            matches = (re.match(pattern, line) for line in self.lines)
+            return next((m for m in matches if m and enough(m)), None)
+
         with self._came:
-            found = self._came.wait_for(
-                lambda: next((m for l in self.lines if (m := re.match(pattern, l))), None),
-                PATIENCE_S,
-            )
-        assert found, (pattern, self.text())
-        return found
+            match = self._came.wait_for(found, PATIENCE_S)
+        assert match, (pattern, self.text())
+        return match
+
+    def made(self, step):
+        """Wait for this step, or a later one: a group that came late begins with that."""
+        self.said(r"step (\d+) ", lambda match: int(match[1]) >= step)
 
     def text(self):
         self.program._errors.seek(0)
@@ -165,7 +171,7 @@ def test_any_codec_goes_on(start, codec, optimizer):
 
 def test_a_group_that_comes_late_takes_part(start):
     groups = [start(g, **MORE) for g in range(2)]
-    groups[0].said("step 8 ")
+    groups[0].made(8)
     groups.append(start(2, **MORE))
     done = ended(groups)
     assert not any(one["lost"] for one in done)
@@ -178,7 +184,7 @@ def test_a_group_that_was_frozen_comes_back(start):
     more = {**MORE, "timeout_s": 3}
     groups = together(start, [{}, {}, {8: "freeze"}], **more)
     groups[2].said("freeze")
-    groups[0].said("step 14 ")
+    groups[0].made(14)
     groups[2].program.send_signal(signal.SIGCONT)
     assert ended(groups)[2]["groups"][-1] == 3
 
@@ -201,7 +207,7 @@ def test_a_group_with_other_settings_is_told_and_the_others_go_on(start, odd, wo
     """Also one that comes with it and has the right ones."""
     more = {**MORE, "steps": 100, "sync": sync}
     groups = [start(0, **more), start(1, **more)]
-    groups[0].said("step 8 ")
+    groups[0].made(8)
     wrong = start(3, **more | odd)
     groups.append(start(2, **more))
     assert wrong.program.wait(PATIENCE_S) == 1
@@ -219,7 +225,7 @@ def test_a_group_that_has_loaded_a_checkpoint_takes_part(start, sync):
         group.result()
     files = [f"{group.out}.state" for group in first]
     groups = [start(g, **more) for g in range(2)]
-    groups[0].said("step 8 ")
+    groups[0].made(8)
     groups.append(start(2, state=files, **more))
     assert not any(one["lost"] for one in ended(groups)[:2])
 
