@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from gradcomp.local.inner import Turns
 
 KEYS = ("sync_every", "round", "done", "fragments", "under_way", "gradients")
+FACTORED = ("row_var", "col_var")  # what Adafactor has of a matrix: a row's and a column's
 FRAGMENT_KEYS = ("anchors", "averages", "outer", "averager", "syncs")
 
 
@@ -154,10 +155,12 @@ def check_outer(state: Any, optimizer: torch.optim.Optimizer) -> None:
         check_mapping(values, f"the outer optimizer's state of parameter {index}", ())
         for name, value in values.items():
             _check_value(value, name, index, anchors[index], optimizer)
-    kept = [one for one in (*state["state"].values(), *optimizer.state.values()) if one]
-    for one in kept:
-        if one.keys() != kept[-1].keys():
-            odd = min(one.keys() ^ kept[-1].keys(), key=str)
+    saved = [(anchors[index], values) for index, values in state["state"].items()]
+    keys: dict[int, Any] = {}  # by number of dimensions: Adafactor factors moments of matrices
+    for anchor, values in (*saved, *optimizer.state.items()):
+        expected = keys.setdefault(anchor.dim(), values.keys()) if values else values.keys()
+        if values.keys() != expected:
+            odd = min(values.keys() ^ expected, key=str)
             raise ValueError(
                 f"the outer optimizer's state has {odd!r} of some parameters only, or of another"
                 " optimizer"
@@ -214,12 +217,14 @@ def _numbers(value: object) -> list[float] | None:
 
 
 def _check_value(
-    value: object, name: object, index: int, anchor: Tensor, optimizer: torch.optim.Optimizer
+    value: object, name: str, index: int, anchor: Tensor, optimizer: torch.optim.Optimizer
 ) -> None:
     where = f"the outer optimizer's {name} of parameter {index}"
     if isinstance(value, Tensor):
         own_value = optimizer.state.get(anchor, {}).get(name)
-        shapes = [anchor.shape] if type(optimizer).__module__.startswith("torch.optim") else []
+        is_known = type(optimizer).__module__.startswith("torch.optim")
+        is_known &= not name.endswith(FACTORED)
+        shapes = [anchor.shape] if is_known else []
         shapes = [own_value.shape] if isinstance(own_value, Tensor) else shapes
         if value.dim() and shapes and value.shape != shapes[0]:
             raise ValueError(f"{where} has shape {tuple(value.shape)}, {tuple(shapes[0])} expected")

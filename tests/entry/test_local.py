@@ -346,6 +346,8 @@ FRAGMENTS = {"fragments": 2, "fragment_sync_delay": 3, "fragment_update_alpha": 
         ("block2", {"sync_every": 5, "shard_outer": True}),
         # the delay is longer than later rounds: own states were refused
         ("onebit", {"sync_every": lambda n: 2 if n else 8, "fragment_sync_delay": 5}),
+        # keeps other moments of a matrix than of a bias: own states were refused
+        ("ternary", {"sync_every": 5, "outer_optimizer": torch.optim.Adafactor}),
     ],
 )
 def test_a_run_goes_on_bit_for_bit_wherever_it_was(codec, options):
