@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gradcomp.local.inner import Turns
 
 KEYS = ("sync_every", "round", "done", "fragments", "under_way", "gradients")
-FACTORED = ("row_var", "col_var")  # what Adafactor has of a matrix: a row's and a column's
+FACTORED = {"row_var", "col_var"}  # what Adafactor keeps of a matrix instead of its "variance"
 FRAGMENT_KEYS = ("anchors", "averages", "outer", "averager", "syncs")
 
 
@@ -156,11 +156,10 @@ def check_outer(state: Any, optimizer: torch.optim.Optimizer) -> None:
         for name, value in values.items():
             _check_value(value, name, index, anchors[index], optimizer)
     saved = [(anchors[index], values) for index, values in state["state"].items()]
-    keys: dict[int, Any] = {}  # by number of dimensions: Adafactor factors moments of matrices
-    for anchor, values in (*saved, *optimizer.state.items()):
-        expected = keys.setdefault(anchor.dim(), values.keys()) if values else values.keys()
-        if values.keys() != expected:
-            odd = min(values.keys() ^ expected, key=str)
+    kept = [_names(*one) for one in (*saved, *optimizer.state.items()) if one[1]]
+    for names in kept:
+        if names != kept[-1]:
+            odd = min(names ^ kept[-1], key=str)
             raise ValueError(
                 f"the outer optimizer's state has {odd!r} of some parameters only, or of another"
                 " optimizer"
@@ -216,18 +215,27 @@ def _numbers(value: object) -> list[float] | None:
     return [float(one) for one in values] if plain else None
 
 
+def _names(anchor: Tensor, values: Mapping[str, Any]) -> set[str]:
+    """Return the names of a parameter's values, which are the same for matrices and vectors."""
+    names = set(values)
+    return names - FACTORED | {"variance"} if FACTORED <= names and anchor.dim() > 1 else names
+
+
 def _check_value(
-    value: object, name: str, index: int, anchor: Tensor, optimizer: torch.optim.Optimizer
+    value: object, name: object, index: int, anchor: Tensor, optimizer: torch.optim.Optimizer
 ) -> None:
     where = f"the outer optimizer's {name} of parameter {index}"
     if isinstance(value, Tensor):
         own_value = optimizer.state.get(anchor, {}).get(name)
-        is_known = type(optimizer).__module__.startswith("torch.optim")
-        is_known &= not name.endswith(FACTORED)
-        shapes = [anchor.shape] if is_known else []
-        shapes = [own_value.shape] if isinstance(own_value, Tensor) else shapes
-        if value.dim() and shapes and value.shape != shapes[0]:
-            raise ValueError(f"{where} has shape {tuple(value.shape)}, {tuple(shapes[0])} expected")
+        shape = value.shape  # not known for an optimizer that is not torch's
+        if isinstance(own_value, Tensor):
+            shape = own_value.shape
+        elif type(optimizer).__module__.startswith("torch.optim"):
+            whole = anchor.shape
+            factors = {"row_var": (*whole[:-1], 1), "col_var": (*whole[:-2], 1, *whole[-1:])}
+            shape = torch.Size(factors.get(str(name), whole))
+        if value.dim() and value.shape != shape:
+            raise ValueError(f"{where} has shape {tuple(value.shape)}, {tuple(shape)} expected")
         if value.is_complex() or value.dtype == torch.bool or not _is_readable(value):
             raise ValueError(f"{where} is {value.dtype} ({_form(value)})")
     elif value is not None and _numbers(value) is None and not isinstance(value, bool):

@@ -618,6 +618,38 @@ def test_values_that_no_state_has_are_refused_before_anything_is_written(path, v
 
 
 @pytest.mark.parametrize(
+    ("outer", "where", "value", "said"),
+    [
+        (torch.optim.Adafactor, (0, "row_var"), torch.ones(1, 4), r"row_var .* \(3, 1\) expected"),
+        (torch.optim.Adafactor, (0, "col_var"), torch.ones(3, 1), r"col_var .* \(1, 4\) expected"),
+        (torch.optim.Adafactor, (0, "col_var"), LEFT_OUT, "'row_var' of some parameters only"),
+        (torch.optim.Adafactor, (1, "variance"), LEFT_OUT, "'variance' of some parameters only"),
+        (torch.optim.Adafactor, (0, 7), torch.ones(3), r"7 of parameter 0 has shape \(3,\)"),
+        (torch.optim.AdamW, (1, "exp_avg"), LEFT_OUT, "'exp_avg' of some parameters only"),
+    ],
+)
+def test_moments_that_an_outer_optimizer_cannot_have_are_refused(outer, where, value, said):
+    """Of one matrix and one bias, loaded where no step was made: only the state itself tells."""
+
+    def alone():
+        model = nn.Linear(4, 3)
+        optimizer = sgd(model)
+        options = {"sync_every": 1, "outer_optimizer": outer}
+        return model, optimizer, DiLoCo(model, optimizer, "identity", comm=one_rank(), **options)
+
+    (model, optimizer, local), (*_, new) = alone(), alone()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    local.step()
+    state = local.state_dict()
+    with pytest.raises(ValueError, match=said):
+        new.load_state_dict(with_value(state, (*OUTER, "state", *where), value))
+    new.load_state_dict(state)
+    local.close()
+    new.close()
+
+
+@pytest.mark.parametrize(
     "options",
     [
         {"fragments": 2},
