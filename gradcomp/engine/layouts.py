@@ -143,8 +143,12 @@ class Layouts:
 
         Residuals of the means that this rank owned are added to the residuals of its gradients,
         times `comm.world_size` because a mean divides by it. So no sum is lost. They are dropped if
-        the codec has no error feedback.
+        the codec has no error feedback. With the same rank and number of ranks, this rank owns the
+        same means as before, and nothing changes.
         """
+        if (comm.rank, comm.world_size) == (self.comm.rank, self.comm.world_size):
+            self.take(comm)
+            return
         store, before = self.store, ByElements(self.comm.world_size)
         rank, owned = self.comm.rank, store.owner_residuals
         self.take(comm)

@@ -105,6 +105,16 @@ class LocalOptions(ShardedOptions, total=False):
     precondition: Precondition | bool | None
 
 
+class SiteOptions(TypedDict, total=False):
+    """The common options of `gradcomp.local.ElasticDiLoCo`."""
+
+    min_numel: int | None
+    exclude: Exempts | Sequence[Exempts]
+    exchange: str
+    precondition: Precondition | bool | None
+    timeout_s: float | None
+
+
 class DelayedOptions(LocalOptions, total=False):
     """The common options of `gradcomp.onebit_sgd.DoubleBuffer`."""
 

@@ -51,6 +51,11 @@ class Replicas:
         """
         self._loaded = wanted
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the next exchange compares a digest of the replicated state."""
+        return self._loaded
+
     def first_bucket(self, step: int) -> tuple[dict[str, object], Named]:
         """Return the fields that the first bucket of a step compares, and the replicated state that
         field "state" is a digest of.

@@ -8,6 +8,8 @@ References:
     1805.09767).
 """
 
+from gradcomp.local.coordinator import Coordinator
+from gradcomp.local.elastic import ElasticDiLoCo
 from gradcomp.local.steps import DiLoCo, LocalSGD
 
-__all__ = ["DiLoCo", "LocalSGD"]
+__all__ = ["Coordinator", "DiLoCo", "ElasticDiLoCo", "LocalSGD"]

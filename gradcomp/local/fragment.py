@@ -21,6 +21,7 @@ from gradcomp.kernels import of
 from gradcomp.local.inner import Weights
 from gradcomp.local.outer import Outer
 from gradcomp.local.states import check_fragment, check_outer
+from gradcomp.memory.saved import check_mapping
 
 
 class Fragment:
@@ -80,12 +81,13 @@ class Fragment:
                 named.append((f"average of {name}", anchor.grad))
         return named
 
-    def send(self, *, wait: bool, progress: str) -> None:
+    def send(self, *, wait: bool, progress: str, share: float = 1.0) -> None:
         """Compute pseudo-gradients and average them, or start to.
 
         Args:
             wait: wait for the averages.
             progress: see the attribute.
+            share: factor of the pseudo-gradients.
 
         Raises:
             ValueError: a parameter has another shape than at the last sync, or is no longer
@@ -109,6 +111,8 @@ class Fragment:
                 anchor.grad = self._weights.written(
                     parameter, anchor.detach()
                 ) - self._weights.read(parameter)
+                if share != 1.0:
+                    anchor.grad.mul_(share)
         if wait:
             self.averager.average()
         else:
@@ -135,9 +139,8 @@ class Fragment:
             PeerMismatch, PeerLost, CorruptPayload: of the exchange.
         """
         self.arrive()
-        grads = [anchor.grad for _, anchor in self.anchors]
         self.sent = self.held = False
-        if not all(grad is not None and of(grad.device).are_finite(grad) for grad in grads):
+        if not self.is_finite():
             self.forget()
             here = [
                 name for name, p in self._named if not torch.isfinite(self._weights.read(p)).all()
@@ -150,6 +153,16 @@ class Fragment:
         if self.syncs & (self.syncs - 1) == 0:
             self.averager._engine.replicas.compare_next()
         self.restore(alpha)
+
+    def is_finite(self) -> bool:
+        """Whether all averages are there, and finite."""
+        grads = [anchor.grad for _, anchor in self.anchors]
+        return all(grad is not None and of(grad.device).are_finite(grad) for grad in grads)
+
+    def drop(self) -> None:
+        """Drop averages that were received."""
+        self.sent = self.held = False
+        self.forget()
 
     def forget(self) -> None:
         """Free the pseudo-gradients."""
@@ -167,9 +180,12 @@ class Fragment:
 
     @torch.no_grad()
     def is_at_anchors(self) -> bool:
-        """Whether the parameters are bitwise equal to the anchors."""
+        """Whether the parameters are bitwise equal to the anchors, in their dtype."""
         pairs = zip(self._named, self.anchors, strict=True)
-        return all(torch.equal(self._weights.read(p), anchor) for (_, p), (_, anchor) in pairs)
+        return all(
+            torch.equal(self._weights.read(p), self._weights.written(p, anchor))
+            for (_, p), (_, anchor) in pairs
+        )
 
     @torch.no_grad()
     def anchor_here(self) -> None:
@@ -184,16 +200,52 @@ class Fragment:
         progress.
         """
         return {
-            "anchors": {name: anchor.detach().clone() for name, anchor in self.anchors},
+            **self._replicated_state(),
             "averages": (
                 {name: a.grad.clone() for name, a in self.anchors if a.grad is not None}
                 if self.held
                 else {}
             ),
-            "outer": copy.deepcopy(self.optimizer.state_dict()),
             "averager": self.averager.state_dict(),
+        }
+
+    def _replicated_state(self) -> dict[str, Any]:
+        return {
+            "anchors": {name: anchor.detach().clone() for name, anchor in self.anchors},
+            "outer": copy.deepcopy(self.optimizer.state_dict()),
             "syncs": self.syncs,
         }
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return the state that is equal on all ranks, for a rank that comes or was away."""
+        return {**self._replicated_state(), "moments": self.averager._engine.shared_state()}
+
+    @torch.no_grad()
+    def take_shared(self, state: Any, *, keeps_change: bool) -> None:
+        """Load another rank's `shared_state`, and set the parameters to the new anchors.
+
+        Residuals of this rank stay.
+
+        Args:
+            keeps_change: add this rank's change since its last sync to the new anchors.
+
+        Raises:
+            ValueError: the state does not fit.
+        """
+        check_mapping(state, "another site's state", ("moments",))
+        whole = {**state, "averages": {}, "averager": None}
+        self.check(whole)
+        changes = [
+            self._weights.written(p, anchor.detach()) - self._weights.read(p)
+            for (_, p), (_, anchor) in zip(self._named, self.anchors, strict=True)
+        ]
+        self.averager._engine.take_shared(state["moments"], keeps_residuals=True)
+        self.load(whole)
+        for (_, parameter), (_, anchor), change in zip(
+            self._named, self.anchors, changes, strict=True
+        ):
+            weight = anchor.detach()
+            self._weights.write(parameter, weight - change if keeps_change else weight)
 
     def check(self, state: Any) -> None:
         """Raise ValueError unless a state fits these parameters and this outer optimizer, and is

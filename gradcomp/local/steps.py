@@ -262,15 +262,19 @@ class DiLoCo:
         if due:
             self._trained.check(type(self).__name__)
         for number in due:
-            fragment = self._fragments[number]
-            if fragment.sent:  # `sync_every` has become shorter than the delay
-                self._under_way = deque(one for one in self._under_way if one[0] != number)
-                self._apply(number)
-            fragment.send(wait=not self._delay, progress=self._progress())
-            if self._delay:
-                self._under_way.append((number, self.inner_steps + self._delay))
-            else:
-                self._apply(number)
+            self._sync(number)
+
+    def _sync(self, number: int) -> None:
+        """Average the changes of a fragment, and apply the averages unless they are delayed."""
+        fragment = self._fragments[number]
+        if fragment.sent:  # `sync_every` has become shorter than the delay
+            self._under_way = deque(one for one in self._under_way if one[0] != number)
+            self._apply(number)
+        fragment.send(wait=not self._delay, progress=self._progress())
+        if self._delay:
+            self._under_way.append((number, self.inner_steps + self._delay))
+        else:
+            self._apply(number)
 
     def _apply(self, number: int) -> None:
         # `sent` is False if the exchange has failed; the next one raises the error again

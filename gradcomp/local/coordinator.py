@@ -1,0 +1,565 @@
+"""The coordinator of `gradcomp.local.ElasticDiLoCo`: decides which sites take part in a sync, and
+whether the sync counts.
+
+A site connects for each of its syncs. Every message is one line of JSON::
+
+    site -> coordinator    arrive: id, name, syncs that its anchors have, settings
+    coordinator -> site    plan: which sites take part, which of them need newer anchors
+                           (now the sites exchange among themselves)
+    site -> coordinator    vote: whether this site has the averages
+    coordinator -> site    verdict: whether the sync counts
+
+A sync counts if every site that takes part votes for it. All decisions are made in one thread of
+one process, so sites cannot come to different ones. While a site waits, the coordinator sends it a
+sign of life every few seconds. A site whose connection breaks connects again and repeats its last
+message; recent verdicts are kept for that. The coordinator writes no file: when it is started
+again, it learns from the next arrivals how far the run is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import secrets
+import socket
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gradcomp.comm.base import first_line
+from gradcomp.errors import PeerLost, PeerMismatch
+from gradcomp.waits import waiting
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+logger = logging.getLogger("gradcomp")
+
+VERSION = 1  # of the messages
+PORT = 29400
+LINE_NBYTES = 16 << 20  # longest message
+ALIVE_S = 2.0  # from one sign of life to the next
+SILENT_S = 20.0  # a site connects again if it has heard nothing for so long
+LEAVE_S = 2.0  # longest wait for the coordinator in `Client.leave`
+NOTE_S = 10.0  # longer waits are logged
+TICK_S = 0.1
+KEPT = 64  # verdicts that are kept for sites that ask again
+TRIES = 3  # syncs in a row that fail because of one site, before it is sent away
+POLICIES = ("add", "drop")
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What a site says when it arrives.
+
+    Attributes:
+        site: random id of the site.
+        name: its name, for ranks and messages.
+        syncs: number of syncs in its anchors; -1: it has none yet and takes those of the others.
+        trained: whether it has trained since then.
+        late: what becomes of its change if the others have newer anchors: "add" or "drop".
+        compare: whether it wants replicated state to be compared in this sync.
+        settings: texts that must be equal on all sites.
+        at: `time.monotonic` of the coordinator, in seconds.
+    """
+
+    site: str
+    name: str
+    syncs: int
+    trained: bool
+    late: str
+    compare: bool
+    settings: dict[str, str]
+    at: float = field(default_factory=time.monotonic)
+
+    @classmethod
+    def read(cls, message: Mapping[str, Any]) -> Arrival:
+        """Return an arrival from a message; ValueError if it is not one."""
+        names = [name for name in cls.__dataclass_fields__ if name != "at"]
+        values: dict[str, Any] = {name: message.get(name) for name in names}
+        kinds = {"syncs": int, "trained": bool, "compare": bool, "settings": dict}
+        for name, value in values.items():
+            if type(value) is not kinds.get(name, str):
+                raise ValueError(f"an arrival with {name} {value!r:.80}")
+        settings = values["settings"]
+        if values["late"] not in POLICIES or not all(type(v) is str for v in settings.values()):
+            raise ValueError(f"an arrival with late {values['late']!r:.80}")
+        return cls(**values)
+
+
+class Vote(NamedTuple):
+    """A vote for a sync, or against it.
+
+    Attributes:
+        why: why this site does not have the averages; "": it has them.
+        lost: rank of the site that it lost, if it knows.
+        syncs: number of syncs that its anchors will have if the sync counts.
+        writer: its connection.
+    """
+
+    why: str
+    lost: int | None
+    syncs: int
+    writer: asyncio.StreamWriter
+
+
+class _Closed(Exception):
+    """The coordinator was closed."""
+
+
+class _Sync:
+    """A sync whose votes are being collected.
+
+    Attributes:
+        votes: votes of sites that have voted.
+        gone: sites that disconnected before they voted.
+    """
+
+    def __init__(self, key: str, members: list[tuple[asyncio.StreamWriter, Arrival]]) -> None:
+        self.key = key
+        self.sites = {arrival.site: arrival.name for _, arrival in members}
+        self.connections = {writer: arrival.site for writer, arrival in members}
+        self.votes: dict[str, Vote] = {}
+        self.gone: set[str] = set()
+
+
+class Coordinator:
+    """Serves sites of `gradcomp.local.ElasticDiLoCo`, in a thread, until `close`.
+
+    Use ``python -m gradcomp.local`` on a machine that stays up. A sync begins when the sites that
+    took part in the last one are there, or `patience_s` after the first of them has come.
+
+    Args:
+        host: address to listen at; "": all interfaces.
+        port: port to listen at; 0: a free one.
+        store_port: port of the store in which sites find each other's addresses, on all interfaces;
+            None: the next one after `port`; 0: a free one.
+        sites: number of sites for which the first sync waits, at most for `patience_s`.
+        min_sites: smallest number of sites for a sync.
+        patience_s: how long a sync waits for a silent site, in seconds.
+        give_up_s: how long it waits for `min_sites`, in seconds, before sites get PeerLost; and for
+            a site with the newest anchors, before the run continues from older ones.
+
+    Attributes:
+        port: the port that it listens at.
+
+    Raises:
+        ValueError: an option is out of its range.
+        OSError: a port is taken.
+    """
+
+    def __init__(
+        self,
+        host: str = "",
+        port: int = PORT,
+        *,
+        store_port: int | None = None,
+        sites: int = 1,
+        min_sites: int = 1,
+        patience_s: float = 60.0,
+        give_up_s: float = 3600.0,
+    ) -> None:
+        from gradcomp.comm.torchdist import open_store
+
+        for name, value in (("sites", sites), ("min_sites", min_sites)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        if not 0 < patience_s <= give_up_s:
+            raise ValueError(
+                f"patience_s must be positive and at most give_up_s ({give_up_s!r}), got"
+                f" {patience_s!r}"
+            )
+        self._state = _State(max(sites, min_sites), min_sites, patience_s, give_up_s)
+        family = socket.AF_INET if host else _family()
+        listener = socket.create_server(
+            (host, port), family=family, dualstack_ipv6=family == socket.AF_INET6
+        )
+        self.port = int(listener.getsockname()[1])
+        # sites find each other's addresses there, as ranks do in torchrun's store
+        if store_port is None:
+            store_port = port and port + 1
+        try:
+            self._store = open_store("localhost", store_port, serves=True, timeout_s=SILENT_S)
+        except ConnectionError as error:
+            listener.close()
+            raise OSError(f"the store cannot listen at port {store_port}: {error}") from error
+        self._state.store_port = self._store.port
+        loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=_run, args=(loop, self._state, listener), name="gradcomp-sites", daemon=True
+        )
+        self._thread.start()
+        self._end = weakref.finalize(self, _stop, loop, self._state, self._thread)
+
+    def wait(self) -> None:
+        """Wait until `close` is called in another thread, or a signal handler raises."""
+        while self._thread.is_alive():
+            self._thread.join(1.0)
+
+    def close(self) -> None:
+        """Stop; sites that are connected get an error. Closing twice is harmless."""
+        self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _family() -> socket.AddressFamily:
+    return socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+
+
+def _run(loop: asyncio.AbstractEventLoop, state: _State, listener: socket.socket) -> None:
+    with contextlib.closing(loop):
+        loop.run_until_complete(state.serve(listener))
+
+
+def _stop(loop: asyncio.AbstractEventLoop, state: _State, thread: threading.Thread) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed
+        loop.call_soon_threadsafe(state.close)
+    thread.join()
+
+
+class _State:
+    """What the coordinator knows; used in its thread only.
+
+    Attributes:
+        newest: number of syncs of the newest anchors; -1: unknown, or none yet.
+        holders: the sites that have them and have not left.
+        expected: the sites that the next sync waits for, and their names.
+        arrived: sites that wait for a sync, by connection.
+        blamed: number of syncs in a row that failed because of a site.
+    """
+
+    def __init__(self, sites: int, min_sites: int, patience_s: float, give_up_s: float) -> None:
+        self._sites, self._min_sites = sites, min_sites
+        self._patience_s, self._give_up_s = patience_s, give_up_s
+        self.store_port = 0
+        self.newest, self.holders, self.expected = -1, set[str](), dict[str, str]()
+        self.blamed = Counter[str]()
+        self.arrived: dict[asyncio.StreamWriter, Arrival] = {}
+        self._settings: dict[str, str] | None = None
+        self._run, self._count = secrets.token_hex(8), 0
+        self._sync: _Sync | None = None
+        self._verdicts: dict[str, dict[str, Any]] = {}
+        self._changed = asyncio.Event()
+        self._told, self._noted = 0.0, ""
+        self._is_closed = False
+
+    async def serve(self, listener: socket.socket) -> None:
+        server = await asyncio.start_server(self._talk, sock=listener, limit=LINE_NBYTES)
+        try:
+            with contextlib.suppress(_Closed):
+                while True:
+                    await self._vote_on(await self._gather())
+        finally:
+            server.close()
+            talks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in talks:
+                task.cancel()
+            await asyncio.gather(*talks, return_exceptions=True)
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._changed.set()
+
+    # ---- connections -----------------------------------------------------------------------------
+
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # a machine that has lost its power says nothing
+            end = writer.get_extra_info("socket")
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENT_S * 1000))
+        try:
+            while line := await reader.readline():
+                self._take(json.loads(line), writer)
+        except (OSError, asyncio.CancelledError):
+            pass
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            logger.warning("gradcomp: not a message of a site: %s", first_line(error)[:200])
+            _send(writer, kind="error", error="message", why=first_line(error)[:200])
+        finally:
+            self.arrived.pop(writer, None)
+            sync = self._sync
+            if sync is not None and (site := sync.connections.get(writer)) is not None:
+                sync.gone |= {site} - set(sync.votes)
+            self._changed.set()
+            writer.close()
+
+    def _take(self, message: Any, writer: asyncio.StreamWriter) -> None:
+        """Note what a site says; ValueError if it is not a message of this version."""
+        kind, version = message["kind"], message["version"]
+        if version != VERSION:
+            raise ValueError(f"messages of version {version!r:.20}; here {VERSION}")
+        if kind == "arrive":
+            self.arrived[writer] = Arrival.read(message)
+        elif kind == "leave":
+            self.expected.pop(message["site"], None)
+            self.holders.discard(message["site"])
+            if not self.holders:  # the run is over
+                self.newest, self._settings = -1, None
+        elif kind == "vote":
+            key, site = message["sync"], message["site"]
+            lost = message["lost"]
+            if type(lost) is not int:
+                lost = None
+            vote = Vote(str(message["why"]), lost, int(message["syncs"]), writer)
+            if self._sync is not None and key == self._sync.key and site in self._sync.sites:
+                self._sync.votes[site] = vote
+                self._sync.connections[writer] = site
+            else:
+                unknown = {"counts": False, "why": "the coordinator does not know this sync"}
+                _send(writer, kind="verdict", **self._verdicts.get(key, unknown))
+        else:
+            raise ValueError(f"a message of kind {kind!r:.40}")
+        self._changed.set()
+
+    async def _pause(self, *waiting: asyncio.StreamWriter) -> None:
+        """Wait until something changes, at most for TICK_S; show waiting sites a sign of life."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), TICK_S)
+        self._changed.clear()
+        if self._is_closed:
+            raise _Closed
+        if time.monotonic() - self._told > ALIVE_S:
+            self._told = time.monotonic()
+            for writer in (*self.arrived, *waiting):
+                _send(writer, kind="alive")
+
+    # ---- a sync ----------------------------------------------------------------------------------
+
+    async def _gather(self) -> list[tuple[asyncio.StreamWriter, Arrival]]:
+        """Wait for the sites of the next sync; return them in rank order, newest anchors first."""
+        while True:
+            self._refuse()
+            waits_for = self._missing()
+            begun = min((one.at for one in self.arrived.values()), default=math.inf)
+            if time.monotonic() - begun > NOTE_S and waits_for != self._noted:
+                self._noted = waits_for
+                logger.info("waiting for %s", waits_for)
+            if not waits_for:
+                self._noted = ""
+                members = sorted(
+                    self.arrived.items(), key=lambda one: (-one[1].syncs, one[1].name, one[1].site)
+                )
+                self.arrived.clear()
+                return members
+            await self._pause()
+
+    def _refuse(self) -> None:
+        """Send an error to sites with other settings than the run, or that have waited too long."""
+        newest = max(self.arrived.values(), key=lambda one: (one.syncs, -one.at), default=None)
+        if newest is None:
+            return
+        ours, now = self._settings or newest.settings, time.monotonic()
+        is_short = len(self.arrived) < self._min_sites
+        for writer, arrival in list(self.arrived.items()):
+            for name in [*ours, *arrival.settings]:
+                if ours.get(name) != arrival.settings.get(name):
+                    logger.warning("gradcomp: site %s has another %s", arrival.name, name)
+                    here, there = ours.get(name, ""), arrival.settings.get(name, "")
+                    _send(writer, kind="error", error="mismatch", field=name, run=here, site=there)
+                    del self.arrived[writer]
+                    break
+            else:
+                why = ""
+                if is_short and now - arrival.at > self._give_up_s:
+                    why = f"{len(self.arrived)} of at least {self._min_sites} sites have come"
+                elif self.blamed[arrival.site] >= TRIES:
+                    why = f"the other sites have lost this one in {TRIES} syncs in a row"
+                if why:
+                    logger.warning("gradcomp: site %s is sent away: %s", arrival.name, why)
+                    _send(writer, kind="error", error="lost", why=why)
+                    del self.arrived[writer]
+                    self.expected.pop(arrival.site, None)
+
+    def _missing(self) -> str:
+        """Return what the next sync waits for; "": nothing."""
+        arrivals, now = list(self.arrived.values()), time.monotonic()
+        if len(arrivals) < self._min_sites:
+            return f"{self._min_sites} sites"
+        current = [one.at for one in arrivals if one.syncs >= self.newest]
+        if not current:  # those with the newest anchors are still training, or gone
+            waits = now - min(one.at for one in arrivals) <= self._give_up_s
+            return f"a site with the anchors of sync {self.newest}" if waits else ""
+        if now - min(current) > self._patience_s:
+            return ""
+        missing = self.expected.keys() - {one.site for one in arrivals}
+        if missing:
+            return ", ".join(self.expected[site] for site in missing)
+        is_first = not self.expected and len(arrivals) < self._sites
+        return f"{self._sites} sites" if is_first else ""
+
+    async def _vote_on(self, members: list[tuple[asyncio.StreamWriter, Arrival]]) -> None:
+        """Send the sites their plan, collect their votes, and decide."""
+        self._count += 1
+        key, newest = f"{self._run}/{self._count}", members[0][1].syncs
+        sync = self._sync = _Sync(key, members)
+        # without any anchors yet, all take those of the first
+        behind = [r for r, (_, one) in enumerate(members) if one.syncs < max(newest, 0) and r]
+        takes_part = [
+            one.trained and (rank not in behind or one.late == "add")
+            for rank, (_, one) in enumerate(members)
+        ]
+        names = [one.name for _, one in members]
+        plan: dict[str, Any] = {
+            "sync": key,
+            "names": names,
+            "syncs": max(newest, 0),
+            "behind": behind,
+            "trained": sum(takes_part),
+            "compare": bool(behind) or any(one.compare for _, one in members),
+            "store_port": self.store_port,
+        }
+        late = ", ".join(names[rank] for rank in behind)
+        logger.info(
+            "%s: %s%s",
+            f"sync {plan['syncs'] + 1}" if plan["trained"] else "anchors",
+            ", ".join(names),
+            f" ({late}: takes the anchors of {names[0]})" if late else "",
+        )
+        for rank, (writer, _) in enumerate(members):
+            _send(writer, kind="plan", rank=rank, **plan)
+        counts, why = await self._decide(sync)
+        self._verdicts[key] = {"counts": counts, "why": why}
+        if len(self._verdicts) > KEPT:
+            del self._verdicts[next(iter(self._verdicts))]
+        self._sync = None
+        if counts:
+            self.newest = max(vote.syncs for vote in sync.votes.values())
+            self._settings, self.holders = members[0][1].settings, set(sync.sites)
+            self.blamed.clear()
+        else:
+            logger.warning("gradcomp: a sync does not count and is made again: %s", why)
+            sites = list(sync.sites)
+            lost = {vote.lost for vote in sync.votes.values()} & set(range(1, len(sites)))
+            self.blamed.update(sites[rank] for rank in (lost or behind) if rank is not None)
+        self.expected = {s: name for s, name in sync.sites.items() if s not in sync.gone}
+        for vote in sync.votes.values():
+            _send(vote.writer, kind="verdict", counts=counts, why=why)
+
+    async def _decide(self, sync: _Sync) -> tuple[bool, str]:
+        first = 0.0  # when the first vote came
+        while True:
+            lost = [sync.sites[site] for site in sync.gone if site not in sync.votes]
+            against = [f"{sync.sites[s]}: {vote.why}" for s, vote in sync.votes.items() if vote.why]
+            missing = [name for site, name in sync.sites.items() if site not in sync.votes]
+            if lost:
+                return False, f"lost {', '.join(lost)}"
+            if against:
+                return False, "; ".join(against)
+            if not missing:
+                return True, ""
+            first = first or (time.monotonic() if sync.votes else 0.0)
+            if first and time.monotonic() - first > self._patience_s:
+                sync.gone |= set(sync.sites) - set(sync.votes)
+                return False, f"no word from {', '.join(missing)}"
+            await self._pause(*(vote.writer for vote in sync.votes.values()))
+
+
+def _send(writer: asyncio.StreamWriter, **message: Any) -> None:
+    with contextlib.suppress(OSError, RuntimeError):
+        writer.write(json.dumps(message).encode() + b"\n")
+
+
+# ---- the site's side -----------------------------------------------------------------------------
+
+
+class Client:
+    """The connection of a site with the coordinator, during one sync.
+
+    Args:
+        address: "HOST:PORT" of the coordinator.
+        timeout_s: how long to try to reach it, in seconds.
+
+    Raises:
+        ValueError: `address` has another form.
+    """
+
+    def __init__(self, address: str, timeout_s: float) -> None:
+        host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+        if not host or not port.isdecimal():
+            raise ValueError(
+                f"coordinator must be 'HOST:PORT' of python -m gradcomp.local, got {address!r}"
+            )
+        self.host, self._port, self._address = host.strip("[]"), int(port), address
+        self._timeout_s = timeout_s
+        self._socket: socket.socket | None = None
+        self._lines: Any = None
+
+    def arrive(self, arrival: Mapping[str, object]) -> dict[str, Any]:
+        """Arrive for a sync; return the plan when it begins.
+
+        Raises:
+            PeerMismatch: this site has other settings than the run.
+            PeerLost: the coordinator does not answer, or too few sites came.
+        """
+        return self._ask({"kind": "arrive", **arrival}, "plan", "sites to sync")
+
+    def vote(
+        self, sync: str, site: str, syncs: int, why: str = "", lost: int | None = None
+    ) -> tuple[bool, str]:
+        """Vote for a sync, or against it if there is a reason `why`; return whether it counts, and
+        why not.
+
+        Args:
+            sync: key of the sync in its plan.
+            syncs: number of syncs that this site's anchors will have if it counts.
+            lost: rank of the site that was lost, if it is known.
+        """
+        vote = {"sync": sync, "site": site, "why": why[:500], "lost": lost, "syncs": syncs}
+        verdict = self._ask({"kind": "vote", **vote}, "verdict", "the other sites' votes")
+        return bool(verdict["counts"]), str(verdict["why"])
+
+    def leave(self, site: str) -> None:
+        """Tell the coordinator not to wait for this site any more, if it can be reached."""
+        with contextlib.suppress(OSError):
+            self._write({"kind": "leave", "site": site}, LEAVE_S)
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._socket is not None:
+            self._lines.close()
+            self._socket.close()
+            self._socket = None
+
+    def _ask(self, message: Mapping[str, object], wanted: str, what: str) -> dict[str, Any]:
+        with waiting("sync", f"the coordinator at {self._address} and {what}") as wait:
+            heard = time.monotonic()
+            while True:
+                try:
+                    self._write(message)
+                    while (reply := self._read())["kind"] == "alive":
+                        heard = time.monotonic()
+                    break
+                except (OSError, ValueError, KeyError, TypeError) as error:
+                    self.close()
+                    if time.monotonic() - heard > self._timeout_s:
+                        why = f"the coordinator at {self._address} does not answer: {error}"
+                        raise PeerLost("sync", -1, wait.seconds(), why) from error
+                    time.sleep(TICK_S)
+            if reply["kind"] == "error" and reply["error"] == "mismatch":
+                raise PeerMismatch(reply["field"], 0, reply["site"], reply["run"], first=None)
+            if reply["kind"] != wanted:
+                raise PeerLost("sync", -1, wait.seconds(), str(reply.get("why", reply))[:500])
+        return dict(reply)
+
+    def _write(self, message: Mapping[str, object], silent_s: float = SILENT_S) -> None:
+        if self._socket is None:
+            self._socket = socket.create_connection((self.host, self._port), silent_s)
+            self._lines = self._socket.makefile("rb")
+        self._socket.sendall(json.dumps({**message, "version": VERSION}).encode() + b"\n")
+
+    def _read(self) -> Any:
+        line = self._lines.readline(LINE_NBYTES)
+        if not line.endswith(b"\n"):
+            raise ConnectionError("it has closed the connection")
+        return json.loads(line)
