@@ -10,10 +10,14 @@ A site connects for each of its syncs. Every message is one line of JSON::
     coordinator -> site    verdict: whether the sync counts
 
 A sync counts if every site that takes part votes for it. All decisions are made in one thread of
-one process, so sites cannot come to different ones. While a site waits, the coordinator sends it a
-sign of life every few seconds. A site whose connection breaks connects again and repeats its last
-message; recent verdicts are kept for that. The coordinator writes no file: when it is started
-again, it learns from the next arrivals how far the run is.
+one process, so sites cannot come to different ones. Every sync has a random key; a site names those
+that are in its anchors when it arrives. So equal anchors are known by the key of their last sync,
+and a site that voted but never learned the verdict learns it from the others.
+
+While connected, both sides send a sign of life every few seconds; who is silent is lost. A site
+whose connection breaks connects again and repeats its last message; recent verdicts are kept for
+that. The coordinator writes no file: when it is started again, it learns from the next arrivals how
+far the run is.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradcomp.comm.base import first_line
 from gradcomp.errors import PeerLost, PeerMismatch
+from gradcomp.memory.saved import STEPS
 from gradcomp.waits import waiting
 
 if TYPE_CHECKING:
@@ -46,11 +51,12 @@ VERSION = 1  # of the messages
 PORT = 29400
 LINE_NBYTES = 16 << 20  # longest message
 ALIVE_S = 2.0  # from one sign of life to the next
-SILENT_S = 20.0  # a site connects again if it has heard nothing for so long
+SILENT_S = 20.0  # who says nothing for so long is lost
 LEAVE_S = 2.0  # longest wait for the coordinator in `Client.leave`
 NOTE_S = 10.0  # longer waits are logged
 TICK_S = 0.1
-KEPT = 64  # verdicts that are kept for sites that ask again
+KEPT = 64  # verdicts that are kept, and syncs that a site names
+KNOWN = 1000  # sites of which the coordinator knows how far they are
 TRIES = 3  # syncs in a row that fail because of one site, before it is sent away
 POLICIES = ("add", "drop")
 
@@ -62,9 +68,13 @@ class Arrival:
     Attributes:
         site: random id of the site.
         name: its name, for ranks and messages.
-        syncs: number of syncs in its anchors; -1: it has none yet and takes those of the others.
+        syncs: number of syncs in its anchors.
+        synced: keys of the latest of them; empty: it has no anchors yet.
+        pending: key of a sync that it voted for without learning the verdict; "": none.
+        size: number of sites of its last sync.
         trained: whether it has trained since then.
         late: what becomes of its change if the others have newer anchors: "add" or "drop".
+        heal: whether it distrusts its anchors and takes those of rank 0.
         compare: whether it wants replicated state to be compared in this sync.
         settings: texts that must be equal on all sites.
         at: `time.monotonic` of the coordinator, in seconds.
@@ -73,8 +83,12 @@ class Arrival:
     site: str
     name: str
     syncs: int
+    synced: list[str]
+    pending: str
+    size: int
     trained: bool
     late: str
+    heal: bool
     compare: bool
     settings: dict[str, str]
     at: float = field(default_factory=time.monotonic)
@@ -84,14 +98,25 @@ class Arrival:
         """Return an arrival from a message; ValueError if it is not one."""
         names = [name for name in cls.__dataclass_fields__ if name != "at"]
         values: dict[str, Any] = {name: message.get(name) for name in names}
-        kinds = {"syncs": int, "trained": bool, "compare": bool, "settings": dict}
+        kinds = {"syncs": int, "size": int, "synced": list, "settings": dict}
+        kinds |= dict.fromkeys(("trained", "heal", "compare"), bool)
         for name, value in values.items():
             if type(value) is not kinds.get(name, str):
                 raise ValueError(f"an arrival with {name} {value!r:.80}")
-        settings = values["settings"]
-        if values["late"] not in POLICIES or not all(type(v) is str for v in settings.values()):
-            raise ValueError(f"an arrival with late {values['late']!r:.80}")
+        texts = [*values["synced"], *values["settings"].values()]
+        if (
+            not all(type(text) is str for text in texts)
+            or values["late"] not in POLICIES
+            or len(values["synced"]) > KEPT
+            or not 0 <= values["syncs"] < STEPS
+            or not 0 <= values["size"] < STEPS
+        ):
+            raise ValueError("an arrival with values out of range")
         return cls(**values)
+
+    def lacks(self, first: Arrival) -> bool:
+        """Whether this site needs the anchors of rank 0."""
+        return self.heal or self.synced[-1:] != first.synced[-1:] or not first.synced
 
 
 class Vote(NamedTuple):
@@ -177,20 +202,18 @@ class Coordinator:
                 f" {patience_s!r}"
             )
         self._state = _State(max(sites, min_sites), min_sites, patience_s, give_up_s)
-        family = socket.AF_INET if host else _family()
-        listener = socket.create_server(
-            (host, port), family=family, dualstack_ipv6=family == socket.AF_INET6
-        )
+        both = not host and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family, dualstack_ipv6=both)
         self.port = int(listener.getsockname()[1])
         # sites find each other's addresses there, as ranks do in torchrun's store
         if store_port is None:
             store_port = port and port + 1
         try:
-            self._store = open_store("localhost", store_port, serves=True, timeout_s=SILENT_S)
+            self._state.store = open_store("localhost", store_port, serves=True, timeout_s=SILENT_S)
         except ConnectionError as error:
             listener.close()
             raise OSError(f"the store cannot listen at port {store_port}: {error}") from error
-        self._state.store_port = self._store.port
         loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=_run, args=(loop, self._state, listener), name="gradcomp-sites", daemon=True
@@ -214,10 +237,6 @@ class Coordinator:
         self.close()
 
 
-def _family() -> socket.AddressFamily:
-    return socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-
-
 def _run(loop: asyncio.AbstractEventLoop, state: _State, listener: socket.socket) -> None:
     with contextlib.closing(loop):
         loop.run_until_complete(state.serve(listener))
@@ -227,27 +246,33 @@ def _stop(loop: asyncio.AbstractEventLoop, state: _State, thread: threading.Thre
     with contextlib.suppress(RuntimeError):  # the loop is closed
         loop.call_soon_threadsafe(state.close)
     thread.join()
+    state.store = None
 
 
 class _State:
     """What the coordinator knows; used in its thread only.
 
     Attributes:
-        newest: number of syncs of the newest anchors; -1: unknown, or none yet.
-        holders: the sites that have them and have not left.
+        store: the store in which sites find each other's addresses.
+        known: number of syncs in the anchors of each site that has not left.
         expected: the sites that the next sync waits for, and their names.
         arrived: sites that wait for a sync, by connection.
+        heard: when each connection last said something.
         blamed: number of syncs in a row that failed because of a site.
     """
 
     def __init__(self, sites: int, min_sites: int, patience_s: float, give_up_s: float) -> None:
         self._sites, self._min_sites = sites, min_sites
         self._patience_s, self._give_up_s = patience_s, give_up_s
-        self.store_port = 0
-        self.newest, self.holders, self.expected = -1, set[str](), dict[str, str]()
-        self.blamed = Counter[str]()
+        self.store: Any = None
+        self.known: dict[str, int] = {}
+        self.expected: dict[str, str] = {}
         self.arrived: dict[asyncio.StreamWriter, Arrival] = {}
+        self.heard: dict[asyncio.StreamWriter, float] = {}
+        self.blamed = Counter[str]()
+        # settings of the run, and number of the last sync that was decided here
         self._settings: dict[str, str] | None = None
+        self._decided = -1
         self._run, self._count = secrets.token_hex(8), 0
         self._sync: _Sync | None = None
         self._verdicts: dict[str, dict[str, Any]] = {}
@@ -268,6 +293,11 @@ class _State:
                 task.cancel()
             await asyncio.gather(*talks, return_exceptions=True)
 
+    @property
+    def newest(self) -> int:
+        """Number of syncs of the newest anchors; -1: unknown, or none yet."""
+        return max(self.known.values(), default=-1)
+
     def close(self) -> None:
         self._is_closed = True
         self._changed.set()
@@ -275,19 +305,19 @@ class _State:
     # ---- connections -----------------------------------------------------------------------------
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # a machine that has lost its power says nothing
-            end = writer.get_extra_info("socket")
-            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENT_S * 1000))
+        self.heard[writer] = time.monotonic()
         try:
             while line := await reader.readline():
+                self.heard[writer] = time.monotonic()
                 self._take(json.loads(line), writer)
         except (OSError, asyncio.CancelledError):
             pass
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever was sent, the coordinator goes on
             logger.warning("gradcomp: not a message of a site: %s", first_line(error)[:200])
             _send(writer, kind="error", error="message", why=first_line(error)[:200])
         finally:
             self.arrived.pop(writer, None)
+            self.heard.pop(writer, None)
             sync = self._sync
             if sync is not None and (site := sync.connections.get(writer)) is not None:
                 sync.gone |= {site} - set(sync.votes)
@@ -299,19 +329,29 @@ class _State:
         kind, version = message["kind"], message["version"]
         if version != VERSION:
             raise ValueError(f"messages of version {version!r:.20}; here {VERSION}")
+        if kind == "alive":
+            return
+        site = message["site"]
+        if type(site) is not str:
+            raise ValueError(f"a message of site {site!r:.40}")
         if kind == "arrive":
-            self.arrived[writer] = Arrival.read(message)
+            for other, one in list(self.arrived.items()):
+                if one.site == site:  # its older connection is broken
+                    del self.arrived[other]
+            arrival = self.arrived[writer] = Arrival.read(message)
+            self.known.pop(site, None)
+            if arrival.synced:
+                self.known[site] = arrival.syncs
         elif kind == "leave":
-            self.expected.pop(message["site"], None)
-            self.holders.discard(message["site"])
-            if not self.holders:  # the run is over
-                self.newest, self._settings = -1, None
+            self.expected.pop(site, None)
+            self.known.pop(site, None)
+            if not self.known:  # the run is over
+                self._settings, self._decided = None, -1
         elif kind == "vote":
-            key, site = message["sync"], message["site"]
-            lost = message["lost"]
-            if type(lost) is not int:
-                lost = None
-            vote = Vote(str(message["why"]), lost, int(message["syncs"]), writer)
+            key, syncs, lost = str(message["sync"]), message["syncs"], message["lost"]
+            if type(syncs) is not int or not 0 <= syncs < STEPS:
+                raise ValueError(f"a vote with syncs {syncs!r:.40}")
+            vote = Vote(str(message["why"]), lost if type(lost) is int else None, syncs, writer)
             if self._sync is not None and key == self._sync.key and site in self._sync.sites:
                 self._sync.votes[site] = vote
                 self._sync.connections[writer] = site
@@ -329,8 +369,12 @@ class _State:
         self._changed.clear()
         if self._is_closed:
             raise _Closed
-        if time.monotonic() - self._told > ALIVE_S:
-            self._told = time.monotonic()
+        now = time.monotonic()
+        for writer, heard in self.heard.items():
+            if now - heard > SILENT_S:  # frozen, or its machine has lost its power
+                writer.transport.abort()
+        if now - self._told > ALIVE_S:
+            self._told = now
             for writer in (*self.arrived, *waiting):
                 _send(writer, kind="alive")
 
@@ -356,113 +400,134 @@ class _State:
 
     def _refuse(self) -> None:
         """Send an error to sites with other settings than the run, or that have waited too long."""
-        newest = max(self.arrived.values(), key=lambda one: (one.syncs, -one.at), default=None)
-        if newest is None:
+        first = max(self.arrived.values(), key=lambda one: (one.syncs, -one.at), default=None)
+        if first is None:
             return
-        ours, now = self._settings or newest.settings, time.monotonic()
+        ours, now = self._settings, time.monotonic()
+        if ours is None or first.syncs > self._decided:  # of a run from before this program
+            ours = first.settings
         is_short = len(self.arrived) < self._min_sites
         for writer, arrival in list(self.arrived.items()):
             for name in [*ours, *arrival.settings]:
                 if ours.get(name) != arrival.settings.get(name):
-                    logger.warning("gradcomp: site %s has another %s", arrival.name, name)
                     here, there = ours.get(name, ""), arrival.settings.get(name, "")
-                    _send(writer, kind="error", error="mismatch", field=name, run=here, site=there)
-                    del self.arrived[writer]
+                    answer = {"error": "mismatch", "field": name, "run": here, "site": there}
+                    self._send_away(writer, f"it has another {name}", answer)
                     break
             else:
-                why = ""
-                if is_short and now - arrival.at > self._give_up_s:
+                why, waited_s = "", now - arrival.at
+                if is_short and waited_s > self._give_up_s:
                     why = f"{len(self.arrived)} of at least {self._min_sites} sites have come"
+                elif not arrival.synced and self.known and waited_s > self._give_up_s:
+                    why = "no site with anchors has come"
                 elif self.blamed[arrival.site] >= TRIES:
                     why = f"the other sites have lost this one in {TRIES} syncs in a row"
                 if why:
-                    logger.warning("gradcomp: site %s is sent away: %s", arrival.name, why)
-                    _send(writer, kind="error", error="lost", why=why)
-                    del self.arrived[writer]
-                    self.expected.pop(arrival.site, None)
+                    self._send_away(writer, why, {"error": "lost", "why": why})
+
+    def _send_away(self, writer: asyncio.StreamWriter, why: str, answer: dict[str, str]) -> None:
+        arrival = self.arrived.pop(writer)
+        logger.warning("gradcomp: site %s is sent away: %s", arrival.name, why)
+        _send(writer, kind="error", **answer)
+        self.expected.pop(arrival.site, None)
+        self.known.pop(arrival.site, None)
 
     def _missing(self) -> str:
         """Return what the next sync waits for; "": nothing."""
         arrivals, now = list(self.arrived.values()), time.monotonic()
-        if len(arrivals) < self._min_sites:
+        if not arrivals or len(arrivals) < self._min_sites:
             return f"{self._min_sites} sites"
-        current = [one.at for one in arrivals if one.syncs >= self.newest]
-        if not current:  # those with the newest anchors are still training, or gone
-            waits = now - min(one.at for one in arrivals) <= self._give_up_s
-            return f"a site with the anchors of sync {self.newest}" if waits else ""
+        # if all with the newest anchors are gone, the run goes on from older ones in the end
+        patient = [one.at for one in arrivals if one.synced and now - one.at > self._give_up_s]
+        current = [one.at for one in arrivals if not self.known or one.syncs >= self.newest]
+        if not current:
+            return "" if patient else f"a site with the anchors of sync {self.newest}"
         if now - min(current) > self._patience_s:
             return ""
         missing = self.expected.keys() - {one.site for one in arrivals}
         if missing:
             return ", ".join(self.expected[site] for site in missing)
-        is_first = not self.expected and len(arrivals) < self._sites
-        return f"{self._sites} sites" if is_first else ""
+        size = max(self._sites, *(one.size for one in arrivals))  # after a restart of this program
+        return f"{size} sites" if not self.expected and len(arrivals) < size else ""
 
     async def _vote_on(self, members: list[tuple[asyncio.StreamWriter, Arrival]]) -> None:
         """Send the sites their plan, collect their votes, and decide."""
         self._count += 1
-        key, newest = f"{self._run}/{self._count}", members[0][1].syncs
+        key = f"{self._run}/{self._count}"
+        first, names = members[0][1], [one.name for _, one in members]
         sync = self._sync = _Sync(key, members)
-        # without any anchors yet, all take those of the first
-        behind = [r for r, (_, one) in enumerate(members) if one.syncs < max(newest, 0) and r]
+        behind = [rank for rank, (_, one) in enumerate(members) if rank and one.lacks(first)]
+        # what a site sent in a pending sync that counted must not be sent again
+        counted = [one.pending != "" and one.pending in first.synced for _, one in members]
         takes_part = [
-            one.trained and (rank not in behind or one.late == "add")
-            for rank, (_, one) in enumerate(members)
+            one.trained and not was_counted and (rank not in behind or one.late == "add")
+            for (rank, (_, one)), was_counted in zip(enumerate(members), counted, strict=True)
         ]
-        names = [one.name for _, one in members]
         plan: dict[str, Any] = {
             "sync": key,
             "names": names,
-            "syncs": max(newest, 0),
+            "syncs": first.syncs,
+            "synced": first.synced,
             "behind": behind,
             "trained": sum(takes_part),
             "compare": bool(behind) or any(one.compare for _, one in members),
-            "store_port": self.store_port,
+            "store_port": self.store.port,
         }
         late = ", ".join(names[rank] for rank in behind)
         logger.info(
             "%s: %s%s",
-            f"sync {plan['syncs'] + 1}" if plan["trained"] else "anchors",
+            f"sync {first.syncs + 1}" if plan["trained"] else "anchors",
             ", ".join(names),
             f" ({late}: takes the anchors of {names[0]})" if late else "",
         )
         for rank, (writer, _) in enumerate(members):
-            _send(writer, kind="plan", rank=rank, **plan)
-        counts, why = await self._decide(sync)
-        self._verdicts[key] = {"counts": counts, "why": why}
+            _send(writer, kind="plan", rank=rank, counted=counted[rank], **plan)
+        why = await self._collect(sync)
+        self._verdicts[key] = {"counts": not why, "why": why}
         if len(self._verdicts) > KEPT:
             del self._verdicts[next(iter(self._verdicts))]
         self._sync = None
-        if counts:
-            self.newest = max(vote.syncs for vote in sync.votes.values())
-            self._settings, self.holders = members[0][1].settings, set(sync.sites)
+        if not why:
+            newest = max(vote.syncs for vote in sync.votes.values())
+            # sites that have more are gone: this sync waited for them long enough
+            self.known = {site: n for site, n in self.known.items() if n < newest}
+            self.known |= dict.fromkeys(sync.sites, newest)
+            for site in list(self.known)[:-KNOWN]:
+                del self.known[site]
+            self._settings, self._decided = first.settings, newest
             self.blamed.clear()
         else:
             logger.warning("gradcomp: a sync does not count and is made again: %s", why)
-            sites = list(sync.sites)
-            lost = {vote.lost for vote in sync.votes.values()} & set(range(1, len(sites)))
-            self.blamed.update(sites[rank] for rank in (lost or behind) if rank is not None)
+            self._blame(sync, behind)
         self.expected = {s: name for s, name in sync.sites.items() if s not in sync.gone}
         for vote in sync.votes.values():
-            _send(vote.writer, kind="verdict", counts=counts, why=why)
+            _send(vote.writer, kind="verdict", counts=not why, why=why)
+        for name in self.store.list_keys():  # of earlier syncs; sites still close this one
+            if not name.startswith(key):
+                self.store.delete_key(name)
 
-    async def _decide(self, sync: _Sync) -> tuple[bool, str]:
-        first = 0.0  # when the first vote came
+    async def _collect(self, sync: _Sync) -> str:
+        """Wait until every site has voted or is gone; return why the sync does not count, or "".
+
+        Sites that fail do not come back before those that still wait for them.
+        """
         while True:
-            lost = [sync.sites[site] for site in sync.gone if site not in sync.votes]
-            against = [f"{sync.sites[s]}: {vote.why}" for s, vote in sync.votes.items() if vote.why]
-            missing = [name for site, name in sync.sites.items() if site not in sync.votes]
-            if lost:
-                return False, f"lost {', '.join(lost)}"
-            if against:
-                return False, "; ".join(against)
-            if not missing:
-                return True, ""
-            first = first or (time.monotonic() if sync.votes else 0.0)
-            if first and time.monotonic() - first > self._patience_s:
-                sync.gone |= set(sync.sites) - set(sync.votes)
-                return False, f"no word from {', '.join(missing)}"
+            absent = [site for site in sync.sites if site not in sync.votes]
+            if sync.gone >= set(absent):
+                break
             await self._pause(*(vote.writer for vote in sync.votes.values()))
+        against = [f"{sync.sites[s]}: {vote.why}" for s, vote in sync.votes.items() if vote.why]
+        lost = ", ".join(sync.sites[site] for site in absent)
+        return "; ".join([f"lost {lost}"] * bool(absent) + against)
+
+    def _blame(self, sync: _Sync, behind: list[int]) -> None:
+        """Note whose fault a failed sync was, unless that is rank 0: those that others have lost,
+        or else those that failed while they took anchors.
+        """
+        sites = list(sync.sites)
+        named = {vote.lost for vote in sync.votes.values()} & set(range(len(sites)))
+        failed = {rank for rank in behind if (vote := sync.votes.get(sites[rank])) and vote.why}
+        self.blamed.update(sites[rank] for rank in (named or failed) if rank)
 
 
 def _send(writer: asyncio.StreamWriter, **message: Any) -> None:
@@ -486,7 +551,7 @@ class Client:
 
     def __init__(self, address: str, timeout_s: float) -> None:
         host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
-        if not host or not port.isdecimal():
+        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
             raise ValueError(
                 f"coordinator must be 'HOST:PORT' of python -m gradcomp.local, got {address!r}"
             )
@@ -494,6 +559,8 @@ class Client:
         self._timeout_s = timeout_s
         self._socket: socket.socket | None = None
         self._lines: Any = None
+        self._sending = threading.Lock()
+        self._end = threading.Event()
 
     def arrive(self, arrival: Mapping[str, object]) -> dict[str, Any]:
         """Arrive for a sync; return the plan when it begins.
@@ -526,6 +593,7 @@ class Client:
 
     def close(self) -> None:
         """Close the connection."""
+        self._end.set()
         if self._socket is not None:
             self._lines.close()
             self._socket.close()
@@ -555,11 +623,26 @@ class Client:
     def _write(self, message: Mapping[str, object], silent_s: float = SILENT_S) -> None:
         if self._socket is None:
             self._socket = socket.create_connection((self.host, self._port), silent_s)
-            self._lines = self._socket.makefile("rb")
-        self._socket.sendall(json.dumps({**message, "version": VERSION}).encode() + b"\n")
+            self._lines, self._end = self._socket.makefile("rb"), threading.Event()
+            parts = self._socket, self._sending, self._end
+            threading.Thread(target=_show_life, args=parts, daemon=True).start()
+        with self._sending:
+            self._socket.sendall(_line(message))
 
     def _read(self) -> Any:
         line = self._lines.readline(LINE_NBYTES)
         if not line.endswith(b"\n"):
             raise ConnectionError("it has closed the connection")
         return json.loads(line)
+
+
+def _line(message: Mapping[str, object]) -> bytes:
+    return json.dumps({**message, "version": VERSION}).encode() + b"\n"
+
+
+def _show_life(connection: socket.socket, sending: threading.Lock, end: threading.Event) -> None:
+    """Send a sign of life every ALIVE_S, until the connection is closed."""
+    with contextlib.suppress(OSError):
+        while not end.wait(ALIVE_S):
+            with sending:
+                connection.sendall(_line({"kind": "alive"}))

@@ -18,12 +18,20 @@ from gradcomp.codecs import Codec
 from gradcomp.comm.base import Channel, Communicator
 from gradcomp.comm.local import LocalCommunicator
 from gradcomp.engine.options import Advanced, SiteOptions, takes
-from gradcomp.errors import CorruptPayload, GradcompError, PeerLost, PeerMismatch, peers_answer
-from gradcomp.local.coordinator import POLICIES, Client
+from gradcomp.errors import (
+    CorruptPayload,
+    GradcompError,
+    NotFinite,
+    PeerLost,
+    PeerMismatch,
+    peers_answer,
+)
+from gradcomp.local.coordinator import KEPT, POLICIES, Client
 from gradcomp.local.inner import SyncEvery
 from gradcomp.local.outer import Outer
 from gradcomp.local.steps import DiLoCo
 from gradcomp.memory.saved import Saved
+from gradcomp.payload.wire import VERSION as WIRE_VERSION
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -33,6 +41,7 @@ logger = logging.getLogger("gradcomp")
 TIMEOUT_S = 60.0
 RETRY_S = 900.0  # how long a site that has joined tries to reach the coordinator
 PART_NBYTES = 16 << 20  # of a state that is sent
+MOST_SITES = 4096  # of a state
 ATTEMPTS = 20  # failed attempts at one sync, after which a site raises the last error
 
 
@@ -94,14 +103,21 @@ class ElasticDiLoCo(DiLoCo):
             raise ValueError("a hierarchical exchange needs the same ranks in every sync")
         if common.get("timeout_s") is None:
             common["timeout_s"] = TIMEOUT_S
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"name must be a string, got {name!r}")
         self._settings: dict[str, str] = {}
         self._late = late
         self._site = secrets.token_hex(8)
         self._name = name if name is not None else f"{socket.gethostname()}:{os.getpid()}"
-        self._coordinator, self._has_anchors = coordinator, False
-        self._client().close()  # checks the address
+        self._coordinator = coordinator
+        self._is_closed = self._distrusts = False
+        self._synced: list[str] = []  # keys of the latest syncs in the anchors
+        # key of a sync that this site voted for, until it knows the verdict, and whether residuals
+        # can be rolled back to before it
+        self._pending, self._can_undo = "", False
         self.late_added = self.late_dropped = 0
         self.members: list[str] = []
+        self._client().close()  # checks the address
         super().__init__(
             model,
             inner_optimizer,
@@ -114,7 +130,7 @@ class ElasticDiLoCo(DiLoCo):
         )
         self._fragment = self._fragments[0]
         self._engine = self._fragment.averager._engine
-        self._settings["options"] = repr(sorted(self._engine.options.compared().items()))
+        self._settings |= self._compared()
         try:
             self._meet(trained=False)
         except BaseException:
@@ -126,6 +142,19 @@ class ElasticDiLoCo(DiLoCo):
         shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in self._trained.named]
         values = {**settings, "parameters": shapes, "timeout_s": self._timeout_s}
         self._settings = {name: str(value) for name, value in values.items()}
+
+    def _compared(self) -> dict[str, str]:
+        """Return what ranks compare before an exchange, so that a site that differs is refused
+        before it takes part in one.
+        """
+        options, orders = self._engine.options, self._engine.orders
+        values: dict[str, object] = {
+            "exchange": options.exchange,
+            "options": sorted(options.compared().items()),
+            "memory_order": {self._trained.named[i][0]: order for i, order in orders.items()},
+            "wire version": WIRE_VERSION,
+        }
+        return {name: str(value) for name, value in values.items()}
 
     # ---- a sync ----------------------------------------------------------------------------------
 
@@ -140,58 +169,83 @@ class ElasticDiLoCo(DiLoCo):
         Args:
             trained: whether this site has a change of the weights to send.
         """
+        if self._is_closed:
+            raise GradcompError(f"this {type(self).__name__} is closed")
         engine, fragment = self._engine, self._fragment
-        errors: list[GradcompError] = []
+        joins, errors = not self._synced, list[GradcompError]()
         with contextlib.closing(self._client()) as client:
-            while True:
-                if len(errors) == ATTEMPTS:
-                    raise errors[-1]
-                replicas = engine.replicas
-                plan = client.arrive(
-                    {
-                        "site": self._site,
-                        "name": self._name,
-                        "syncs": fragment.syncs if self._has_anchors else -1,
-                        "trained": trained,
-                        "late": self._late,
-                        "compare": replicas.is_due,
-                        "settings": self._settings,
-                    }
-                )
-                error, counts, is_sent = None, False, False
-                syncs = plan["syncs"] + bool(plan["trained"])
+            while len(errors) < ATTEMPTS:
+                plan = client.arrive(self._arrival(trained))
+                self._settle(counts=plan["counted"])
+                comm, error, why, is_sent = None, None, "", bool(plan["trained"])
+                syncs = plan["syncs"] + is_sent
                 try:
-                    engine.move(self._connect(client.host, plan))
-                    trained = self._take_anchors(plan, trained)
-                    is_sent = plan["trained"] > 0 and self._send(plan)
-                    why = ""
-                    if is_sent and not fragment.is_finite():
-                        syncs -= 1  # every site raises NotFinite
-                except (PeerLost, PeerMismatch, CorruptPayload) as failure:
-                    error, why = failure, str(failure)
-                    engine.comm.abort(why)  # so that nobody waits for this site
+                    comm = self._connect(client.host, plan)
+                    engine.move(comm)
+                    trained = self._take_anchors(plan, trained and not plan["counted"])
+                    if is_sent:
+                        self._pending, self._can_undo = plan["sync"], True
+                        self._send(plan)
+                        syncs -= not fragment.is_finite()  # every site raises NotFinite
                 except BaseException as failure:
-                    engine.comm.abort(type(failure).__name__)
-                    raise
+                    if comm is not None:
+                        comm.abort(str(failure) or type(failure).__name__)  # nobody waits for this
+                    if not isinstance(failure, (PeerLost, PeerMismatch, CorruptPayload)):
+                        raise
+                    error, why = failure, str(failure)
+                lost = getattr(error, "rank", None)
                 try:
-                    lost = getattr(error, "rank", None)
                     counts, why = client.vote(plan["sync"], self._site, syncs, why, lost)
                 finally:
-                    if not counts and is_sent:
-                        engine.discard_step()
-                        fragment.drop()
                     engine.comm.close()
-                if counts:
-                    break
-                logger.warning("gradcomp: %s: a sync does not count: %s", self._name, why)
-                errors.append(error or PeerLost("sync", -1, 0.0, why))
-                if isinstance(error, PeerMismatch):
-                    if sum(isinstance(one, PeerMismatch) for one in errors) > 1:
-                        raise error
-                    self._has_anchors &= plan["rank"] == 0  # else take those of rank 0
-        self.members, self._has_anchors = plan["names"], True
-        if is_sent:
-            fragment.apply(0.0)
+                if not counts:
+                    self._settle(counts=False)
+                    logger.warning("gradcomp: %s: a sync does not count: %s", self._name, why)
+                    errors.append(error or PeerLost("sync", -1, 0.0, why))
+                    if isinstance(error, PeerMismatch) and plan["rank"]:
+                        if self._distrusts and joins:
+                            raise error
+                        self._distrusts = True  # take the anchors of rank 0
+                    continue
+                self.members, self._distrusts = plan["names"], True
+                if syncs > plan["syncs"]:
+                    fragment.apply(
+                        0.0
+                    )  # an outer optimizer that raises leaves anchors as they come
+                self._synced = [*plan["synced"], plan["sync"]][-KEPT:]
+                self._distrusts = False
+                self._settle(counts=True)
+                if is_sent and syncs == plan["syncs"]:
+                    if joins:  # weights of others are not finite: wait for their next sync
+                        continue
+                    raise NotFinite(fragment.not_finite())
+                return
+        raise errors[-1]
+
+    def _arrival(self, trained: bool) -> dict[str, object]:
+        return {
+            "site": self._site,
+            "name": self._name,
+            "syncs": self._fragment.syncs,
+            "synced": self._synced,
+            "pending": self._pending,
+            "size": len(self.members),
+            "trained": trained,
+            "late": self._late,
+            "heal": self._distrusts,
+            "compare": self._engine.replicas.is_due,
+            "settings": self._settings,
+        }
+
+    def _settle(self, *, counts: bool) -> None:
+        """Keep or roll back the residuals of a sync whose verdict was not known, if there is one.
+
+        If that sync counted without this site's anchors, its change is in those of the others.
+        """
+        if self._can_undo and not counts:
+            self._engine.discard_step()
+        self._pending, self._can_undo = "", False
+        self._fragment.drop()
 
     def _connect(self, host: str, plan: Mapping[str, Any]) -> Communicator:
         """Return a communicator of the sites of a plan."""
@@ -224,17 +278,16 @@ class ElasticDiLoCo(DiLoCo):
         fragment.take_shared(_unpacked(data), keeps_change=keeps)
         self.late_added += keeps
         self.late_dropped += trained and not keeps
-        self._has_anchors, self._starts_at_anchors = True, False
+        self._synced, self._distrusts, self._starts_at_anchors = plan["synced"], False, False
         return keeps
 
-    def _send(self, plan: Mapping[str, Any]) -> bool:
+    def _send(self, plan: Mapping[str, Any]) -> None:
         """Average the changes of the weights of the sites that have trained."""
         share = len(plan["names"]) / plan["trained"]
         self._fragment.send(wait=True, progress="", share=share)
-        return True
 
     def _client(self) -> Client:
-        return Client(self._coordinator, RETRY_S if self._has_anchors else TIMEOUT_S)
+        return Client(self._coordinator, RETRY_S if self._synced else TIMEOUT_S)
 
     # ---- what ranks that stay do together --------------------------------------------------------
 
@@ -246,19 +299,37 @@ class ElasticDiLoCo(DiLoCo):
         for fragment in self._fragments:
             fragment.averager._engine.replicas.compare_next()
 
+    def state_dict(self) -> dict[str, Any]:
+        """See `gradcomp.DiLoCo.state_dict`."""
+        state = super().state_dict()
+        state["extra"] |= {"synced": list(self._synced), "pending": self._pending}
+        return state
+
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Load the `state_dict` of this site, to continue a run that has ended at all sites. If
         other sites are further, this site takes their anchors at its next sync. Raises ValueError
         as `gradcomp.DiLoCo.load_state_dict`.
         """
-        fragments = Saved.of(state).extra.get("fragments")
+        extra, engine = Saved.of(state).extra, self._engine
+        synced, pending = extra.get("synced"), extra.get("pending")
+        if not isinstance(synced, list) or not all(type(k) is str for k in [*synced, pending]):
+            raise ValueError(f"this state has synced {synced!r:.80} and pending {pending!r:.80}")
+        fragments = extra.get("fragments")
         saved = fragments[0] if isinstance(fragments, (list, tuple)) and fragments else {}
         inside = Saved.of(saved.get("averager") if isinstance(saved, Mapping) else None)
-        rank = int(next(iter(inside.ranks), 0))
         # residuals of means belong to the owner's rank in the last sync
-        self._engine.move(LocalCommunicator.group(inside.world_size)[rank])
-        super().load_state_dict(state)
-        self._has_anchors = True
+        rank, size = int(next(iter(inside.ranks), 0)), inside.world_size
+        if size > MOST_SITES:
+            raise ValueError(f"this state is of {size} sites, at most {MOST_SITES} expected")
+        before, old = engine.state_dict(), (engine.comm.rank, engine.comm.world_size)
+        engine.move(LocalCommunicator.group(size)[rank])
+        try:
+            super().load_state_dict(state)
+        except BaseException:
+            engine.move(LocalCommunicator.group(old[1])[old[0]])
+            engine.load_state_dict(before)
+            raise
+        self._synced, self._pending, self._can_undo = synced[-KEPT:], pending, False
 
     def describe(self) -> str:
         """Return one line of text: H, the sites of the last sync, and the exchange."""
@@ -266,10 +337,10 @@ class ElasticDiLoCo(DiLoCo):
 
     def close(self) -> None:
         """Leave: the others do not wait for this site any more. Closing twice is harmless."""
-        if self._has_anchors:
-            self._has_anchors = False
+        if self._synced and not self._is_closed:
             with contextlib.closing(self._client()) as client:
                 client.leave(self._site)
+        self._is_closed = True
         super().close()
 
 

@@ -142,10 +142,7 @@ class Fragment:
         self.sent = self.held = False
         if not self.is_finite():
             self.forget()
-            here = [
-                name for name, p in self._named if not torch.isfinite(self._weights.read(p)).all()
-            ]
-            raise NotFinite(here)
+            raise NotFinite(self.not_finite())
         self.optimizer.step()
         self.forget()
         self.syncs += 1
@@ -158,6 +155,10 @@ class Fragment:
         """Whether all averages are there, and finite."""
         grads = [anchor.grad for _, anchor in self.anchors]
         return all(grad is not None and of(grad.device).are_finite(grad) for grad in grads)
+
+    def not_finite(self) -> list[str]:
+        """Return the names of this rank's parameters that are not finite."""
+        return [name for name, p in self._named if not torch.isfinite(self._weights.read(p)).all()]
 
     def drop(self) -> None:
         """Drop averages that were received."""

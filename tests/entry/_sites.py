@@ -16,7 +16,7 @@ from torch import nn
 
 from gradcomp.comm.base import Channel
 from gradcomp.comm.torchdist import TorchCommunicator
-from gradcomp.local import ElasticDiLoCo
+from gradcomp.local import ElasticDiLoCo, coordinator
 from gradcomp.local.coordinator import Client
 
 SIGNALS = {"die": signal.SIGKILL, "freeze": signal.SIGSTOP}
@@ -55,6 +55,7 @@ class Fault:
 
 def main(name, *, address, out, syncs=6, until=3, fault=("", ""), at=2, late="add", pause_s=0.02):
     torch.set_num_threads(1)
+    coordinator.ALIVE_S = 0.2
     model = net()
     optimizer = sgd(model)
     happens = Fault(*fault)

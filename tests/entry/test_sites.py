@@ -83,6 +83,13 @@ class Run:
             raise errors[0]
         return found
 
+    def until_joined(self):
+        """Wait until the first sync has counted."""
+        end = time.monotonic() + WAIT_S
+        while self.coordinator._state.newest < 0:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
     def until_arrived(self, name):
         """Wait until a site waits for a sync."""
         arrived, end = self.coordinator._state.arrived, time.monotonic() + WAIT_S
@@ -556,6 +563,10 @@ OTHERS = {
     ),
     "options": ({"min_numel": 7}, "options: this rank has"),
     "timeout_s": ({"timeout_s": 11.0}, "timeout_s: this rank has 11.0, rank 0 has 10.0"),
+    "exchange": (
+        {"exchange": "all_gather"},
+        "exchange: this rank has all_gather, rank 0 has auto",
+    ),
 }
 
 
@@ -634,8 +645,12 @@ GOOD = {
     "site": "s",
     "name": "odd",
     "syncs": 0,
+    "synced": [],
+    "pending": "",
+    "size": 0,
     "trained": False,
     "late": "add",
+    "heal": False,
     "compare": False,
     "settings": {},
 }
@@ -654,9 +669,13 @@ FOREIGN = [
             {"version": 2},
             {"syncs": "7"},
             {"syncs": True},
+            {"syncs": 10**4000},
+            {"syncs": -1},
+            {"synced": [7]},
+            {"synced": ["x"] * 1000},
             {"late": "forget"},
             {"settings": {"codec": 5}},
-            {"kind": "vote", "sync": {}, "lost": None, "why": ""},
+            {"kind": "vote", "sync": "x", "lost": None, "why": "", "syncs": float("inf")},
             {"kind": "vote", "sync": "x", "lost": 0},
             {"kind": "leave", "site": {}},
         )
@@ -702,6 +721,128 @@ def test_a_verdict_that_is_lost_is_asked_for_again(run, monkeypatch):
 
     found = sites.each("ab", site)
     assert found["a"] == found["b"] and found["a"][0] == 2 and not due
+
+
+INTERRUPTED = [
+    pytest.param(KeyboardInterrupt, 1, id="when it reads the verdict"),
+    pytest.param(PeerLost("sync", -1, 0.0, "a test says"), 1, id="the coordinator is lost"),
+    pytest.param(RuntimeError("a test says"), 2, id="its outer optimizer raises"),
+]
+
+
+@pytest.mark.parametrize(("error", "step"), INTERRUPTED)
+@pytest.mark.parametrize("where", ["b", "ab"])
+def test_a_change_counts_once_wherever_a_sync_is_interrupted(run, error, step, where):
+    """If all are interrupted nobody has the new anchors: then the sync is made again."""
+    sites = run(sites=2)
+
+    def site(name):
+        model, _, local = sites.site(name, model=zeros(), **PLAIN)
+        with contextlib.closing(local):
+            if name in where:
+                interrupt(local, error, after_verdict=step == 2)
+                with pytest.raises(error if isinstance(error, type) else type(error)):
+                    changed(model, local, 1.0)
+            else:
+                changed(model, local, 1.0)
+            for _ in range(H):
+                local.step()
+            assert local.members == ["a", "b"] and everywhere(model, -1.0)
+            changed(model, local, 1.0)
+            assert everywhere(model, -2.0)
+            return outcome(local)[1:]
+
+    found = sites.each("ab", site)
+    assert found["a"] == found["b"]
+
+
+def interrupt(local, error, *, after_verdict):
+    """Raise an error when this site has voted in its next sync, once."""
+    if after_verdict:
+        optimizer = local._fragments[0].optimizer
+        step = optimizer.step
+
+        def broken():
+            optimizer.step = step
+            raise error
+
+        optimizer.step = broken
+        return
+
+    class Once(coordinator.Client):
+        def vote(self, *args, **more):
+            super().vote(*args, **more)
+            local._client = client
+            raise error
+
+    client, local._client = local._client, lambda: Once(local._coordinator, WAIT_S)
+
+
+def test_a_verdict_that_only_some_learned_before_the_coordinator_was_started_again(run):
+    sites = run(sites=2)
+    synced = threading.Barrier(2)
+
+    def site(name):
+        model, _, local = sites.site(name, model=zeros(), **PLAIN)
+        with contextlib.closing(local):
+            if name == "b":
+                interrupt(local, KeyboardInterrupt, after_verdict=False)
+                with pytest.raises(KeyboardInterrupt):
+                    changed(model, local, 1.0)
+                synced.wait(WAIT_S)
+                sites.restart()
+            else:
+                changed(model, local, 1.0)
+                synced.wait(WAIT_S)
+            for _ in range(H):
+                local.step()
+            assert everywhere(model, -1.0)
+            return outcome(local)
+
+    found = sites.each("ab", site)
+    assert found["a"] == found["b"]
+
+
+def test_after_a_restart_the_coordinator_waits_for_as_many_sites_as_before(run):
+    sites = run(sites=1, patience_s=20.0)
+    both = threading.Barrier(2)
+
+    def site(name):
+        if name == "b":
+            sites.until_joined()
+        model, _, local = sites.site(name, model=zeros(), **PLAIN)
+        with contextlib.closing(local):
+            if name == "a":
+                sites.until_arrived("b")
+                changed(model, local, 1.0)
+                sites.restart()
+            both.wait(WAIT_S)
+            time.sleep(name == "a")  # b comes first
+            changed(model, local, 1.0)
+            assert local.members == ["a", "b"] and everywhere(model, -2.0)
+            return outcome(local)
+
+    found = sites.each("ab", site)
+    assert found["a"] == found["b"]
+
+
+def test_a_site_that_was_alone_takes_the_others_anchors(run):
+    """Both have made sync 1, each without the other."""
+    sites, one = run(sites=2), {name: run(patience_s=0.2) for name in "ab"}
+
+    def alone(name):
+        model, _, local = sites.site(name, model=zeros(), **PLAIN)
+        local._coordinator = one[name].address
+        with contextlib.closing(local):
+            changed(model, local, 1.0 + (name == "b"))
+            assert local.members == [name] and local.syncs == 1
+            local._coordinator = sites.address
+            changed(model, local, 1.0)
+            assert local.members == ["a", "b"]
+            return outcome(local)
+
+    found = sites.each("ab", alone)
+    assert found["a"] == found["b"]
 
 
 def test_a_coordinator_that_is_started_again(run):
@@ -832,8 +973,9 @@ class Site:
 
 
 @pytest.fixture
-def start(run, tmp_path):
+def start(run, tmp_path, monkeypatch):
     """Return a function that starts a site in a process."""
+    monkeypatch.setattr(coordinator, "SILENT_S", 1.0)
     sites, started = run(sites=3, patience_s=2.0), []
 
     def one(name, **more):
