@@ -53,7 +53,7 @@ class Fault:
             os.kill(os.getpid(), SIGNALS[self._does])
 
 
-def main(name, *, address, out, syncs=6, until=3, fault=("", ""), at=2, late="add", pause_s=0.02):
+def main(name, *, address, out, syncs=6, until=3, fault=("", ""), at=2, late="add", pause_s=0.1):
     torch.set_num_threads(1)
     coordinator.ALIVE_S = 0.2
     model = net()
