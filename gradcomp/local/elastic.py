@@ -26,7 +26,8 @@ from gradcomp.errors import (
     PeerMismatch,
     peers_answer,
 )
-from gradcomp.local.coordinator import KEPT, POLICIES, Client
+from gradcomp.local.client import Client
+from gradcomp.local.coordinator import KEPT, POLICIES
 from gradcomp.local.inner import SyncEvery
 from gradcomp.local.outer import Outer
 from gradcomp.local.steps import DiLoCo

@@ -16,8 +16,7 @@ from torch import nn
 
 from gradcomp.comm.base import Channel
 from gradcomp.comm.torchdist import TorchCommunicator
-from gradcomp.local import ElasticDiLoCo, coordinator
-from gradcomp.local.coordinator import Client
+from gradcomp.local import ElasticDiLoCo, client
 
 SIGNALS = {"die": signal.SIGKILL, "freeze": signal.SIGSTOP}
 
@@ -34,7 +33,7 @@ class Fault:
         self._does, self._phase, self.is_due = does, phase, False
         self._wrap(TorchCommunicator, "_start_all_to_all", "first")
         self._wrap(TorchCommunicator, "_start_all_gather", "second")
-        self._wrap(Client, "vote", "vote")
+        self._wrap(client.Client, "vote", "vote")
 
     def _wrap(self, kind, name, phase):
         call = getattr(kind, name)
@@ -55,7 +54,7 @@ class Fault:
 
 def main(name, *, address, out, syncs=6, until=3, fault=("", ""), at=2, late="add", pause_s=0.1):
     torch.set_num_threads(1)
-    coordinator.ALIVE_S = 0.2
+    client.ALIVE_S = 0.2
     model = net()
     optimizer = sgd(model)
     happens = Fault(*fault)
