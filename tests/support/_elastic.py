@@ -15,7 +15,7 @@ torch.manual_seed(0)
 MODEL = nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 5))
 SIZES = {"features": 40, "classes": 5}
 H = 3
-WAIT_S = 60
+WAIT_S = 180
 
 
 def fresh(dtype=torch.float32):
