@@ -178,12 +178,13 @@ class ElasticDiLoCo(DiLoCo):
             while len(errors) < ATTEMPTS:
                 plan = client.arrive(self._arrival(trained))
                 self._settle(counts=plan["counted"])
+                trained = trained and not plan["counted"]
                 comm, error, why, is_sent = None, None, "", bool(plan["trained"])
                 syncs = plan["syncs"] + is_sent
                 try:
                     comm = self._connect(client.host, plan)
                     engine.move(comm)
-                    trained = self._take_anchors(plan, trained and not plan["counted"])
+                    trained = self._take_anchors(plan, trained)
                     if is_sent:
                         self._pending, self._can_undo = plan["sync"], True
                         self._send(plan)
@@ -208,11 +209,10 @@ class ElasticDiLoCo(DiLoCo):
                             raise error
                         self._distrusts = True  # take the anchors of rank 0
                     continue
+                # an outer optimizer that raises leaves anchors that nobody should take
                 self.members, self._distrusts = plan["names"], True
                 if syncs > plan["syncs"]:
-                    fragment.apply(
-                        0.0
-                    )  # an outer optimizer that raises leaves anchors as they come
+                    fragment.apply(0.0)
                 self._synced = [*plan["synced"], plan["sync"]][-KEPT:]
                 self._distrusts = False
                 self._settle(counts=True)

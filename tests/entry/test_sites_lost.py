@@ -32,6 +32,7 @@ from _models import bits, train
 from gradcomp import NotFinite, PeerLost
 from gradcomp.comm.base import Channel
 from gradcomp.comm.torchdist import TorchCommunicator
+from gradcomp.errors import peers_answer
 from gradcomp.local import ElasticDiLoCo, coordinator, elastic
 from gradcomp.local.client import Client
 
@@ -67,6 +68,8 @@ def break_next(local, phase):
             return super().vote(sync, site, syncs, "a test says")
 
     def connect(host, plan):
+        with peers_answer("setup"):
+            once("setup")
         comm = type(local)._connect(local, host, plan)
         comm.__class__ = Broken
         return comm
@@ -282,20 +285,22 @@ INTERRUPTED = [
 
 
 @pytest.mark.parametrize(("error", "step"), INTERRUPTED)
-@pytest.mark.parametrize("where", ["b", "ab"])
+@pytest.mark.parametrize("where", ["b", "ab", "b, which fails at the next sync, too"])
 def test_a_change_counts_once_wherever_a_sync_is_interrupted(run, error, step, where):
     """If all are interrupted nobody has the new anchors: then the sync is made again."""
     sites = run(sites=2)
 
     def site(name):
-        model, _, local = sites.site(name, model=zeros(), **PLAIN)
+        model, _, local = sites.site(name, model=zeros(), timeout_s=3.0, **PLAIN)
         with contextlib.closing(local):
-            if name in where:
+            if name in where.split(",")[0]:
                 interrupt(local, error, after_verdict=step == 2)
                 with pytest.raises(error if isinstance(error, type) else type(error)):
                     changed(model, local, 1.0)
             else:
                 changed(model, local, 1.0)
+            if name == "b" and "too" in where:
+                break_next(local, "setup")
             for _ in range(H):
                 local.step()
             assert local.members == ["a", "b"] and everywhere(model, -1.0)
