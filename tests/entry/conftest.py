@@ -1,3 +1,5 @@
+"""The coordinator of tests of sites."""
+
 import pytest
 from _elastic import Run
 
