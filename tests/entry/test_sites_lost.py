@@ -131,8 +131,8 @@ def test_anchors_that_do_not_arrive_are_sent_again(run, fails):
 
 
 def test_no_change_is_lost_or_counted_twice(run):
-    """Applied averages and residuals add up to the changes, but for rounding, though a sync fails in
-    each phase.
+    """Applied averages and residuals add up to the changes, but for rounding, though a sync fails
+    in each phase.
     """
     sites = run(sites=4)
 
