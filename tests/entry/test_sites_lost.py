@@ -3,15 +3,12 @@ all its sites or at none, and no change of the weights is lost or counted twice.
 """
 
 import contextlib
-import json
 import os
-import re
 import signal
 import threading
 import time
 from pathlib import Path
 
-import _forks
 import pytest
 import torch
 from _elastic import (
@@ -28,6 +25,7 @@ from _elastic import (
     zeros,
 )
 from _models import bits, train
+from _spoken import Spoken
 
 from gradcomp import NotFinite, PeerLost
 from gradcomp.comm.base import Channel
@@ -35,6 +33,8 @@ from gradcomp.comm.torchdist import TorchCommunicator
 from gradcomp.errors import peers_answer
 from gradcomp.local import ElasticDiLoCo, coordinator, elastic
 from gradcomp.local.client import Client
+
+SITE = Path(__file__).with_name("_sites.py")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -421,44 +421,6 @@ def test_a_coordinator_that_is_started_again(run):
 # ---- processes -----------------------------------------------------------------------------------
 
 
-class Site:
-    """A site that is a process; what it prints is read as it comes."""
-
-    def __init__(self, folder, address, name, **more):
-        self.out = Path(folder, name)
-        words = json.dumps({**more, "name": name, "address": address, "out": str(self.out)})
-        self.program = _forks.Program(Path(__file__).with_name("_sites.py"), words)
-        self.lines, self._came = [], threading.Condition()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self):
-        for line in self.program.stdout:
-            with self._came:
-                self.lines.append(line.strip())
-                self._came.notify_all()
-
-    def said(self, pattern):
-        """Wait for a line that matches."""
-
-        def found():
-            return next((m for m in (re.match(pattern, one) for one in self.lines) if m), None)
-
-        with self._came:
-            match = self._came.wait_for(found, WAIT_S)
-        assert match, (pattern, self.lines, self._errors())
-        return match
-
-    def _errors(self):
-        self.program._errors.seek(0)
-        return self.program._errors.read()[-4000:]
-
-    def result(self):
-        """Return its numbers of late changes, and the state that all sites share."""
-        late = json.loads(self.said(r"done (.*)")[1])
-        assert self.program.wait(WAIT_S) == 0, self._errors()
-        return late, torch.load(self.out, weights_only=True)
-
-
 @pytest.fixture
 def start(run, tmp_path, monkeypatch):
     """Return a function that starts a site in a process."""
@@ -466,7 +428,8 @@ def start(run, tmp_path, monkeypatch):
     sites, started = run(sites=3, patience_s=2.0), []
 
     def one(name, **more):
-        started.append(Site(tmp_path, sites.address, name, **more))
+        options = {**more, "name": name, "address": sites.address}
+        started.append(Spoken(SITE, tmp_path / name, **options))
         return started[-1]
 
     yield one

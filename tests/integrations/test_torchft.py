@@ -3,12 +3,10 @@ others one step at most, and all groups end with the same bits.
 """
 
 import gc
-import json
 import os
 import re
 import signal
 import subprocess
-import threading
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -17,6 +15,7 @@ import pytest
 import torch
 from _averaging import Run
 from _ranks import run_local
+from _spoken import PATIENCE_S, Spoken
 from gradcomp.launch.ports import free_port
 
 from gradcomp import Advanced, GradcompError, UnsupportedTensor
@@ -26,50 +25,18 @@ pytestmark = [pytest.mark.extras, pytest.mark.slow]
 
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parents[1] / "examples/torchft_digits.py"
-PATIENCE_S = 120
 
 
-class Group:
-    """A process of a replica group; what it prints is read as it comes."""
+class Group(Spoken):
+    """A process of a replica group."""
 
     def __init__(self, folder, address, **more):
-        self.out = Path(folder, f"{more['group']}-{more.get('rank', 0)}.pt")
-        words = json.dumps({**more, "lighthouse": address, "out": str(self.out)})
-        self.program = _forks.Program(HERE / "_replicas.py", words)
-        self.lines, self._came = [], threading.Condition()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self):
-        for line in self.program.stdout:
-            with self._came:
-                self.lines.append(line.strip())
-                self._came.notify_all()
-
-    def said(self, pattern, enough=bool):
-        """Wait for a line that the pattern matches, and whose match is enough."""
-
-        def found():
-            matches = (re.match(pattern, line) for line in self.lines)
-            return next((m for m in matches if m and enough(m)), None)
-
-        with self._came:
-            match = self._came.wait_for(found, PATIENCE_S)
-        assert match, (pattern, self.text())
-        return match
+        out = Path(folder, f"{more['group']}-{more.get('rank', 0)}.pt")
+        super().__init__(HERE / "_replicas.py", out, lighthouse=address, **more)
 
     def made(self, step):
         """Wait for this step, or a later one: a group that came late begins with that."""
         self.said(r"step (\d+) ", lambda match: int(match[1]) >= step)
-
-    def text(self):
-        self.program._errors.seek(0)
-        return "\n".join([*self.lines[-30:], self.program._errors.read()[-6000:]])
-
-    def result(self):
-        """Return what the program said at its end, and the bits that it has."""
-        done = json.loads(self.said(r"done (.*)")[1])
-        assert self.program.wait(PATIENCE_S) == 0, self.text()
-        return done, torch.load(self.out, weights_only=False)
 
 
 @pytest.fixture
