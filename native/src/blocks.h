@@ -3,7 +3,8 @@
  *
  * A group of at most GC_ONEBIT_STAGE_NUMEL elements is read from memory once: x = g + r is staged
  * in the first-level cache for the second pass. Larger groups are staged chunk by chunk and read
- * twice. A group with values that are not finite is left to the portable encoder before its
+ * twice. A staged chunk is encoded while the next one is staged, so that memory need not wait for
+ * arithmetic. A group with values that are not finite is left to the portable encoder before its
  * residual is touched.
  */
 #ifndef GC_BLOCKS_H
@@ -34,9 +35,17 @@ GC_INLINE float gc_block_zero(unsigned bits)
 /* What the first pass over a group finds. */
 typedef struct {
     double sum_squares;    /* of x, of the run under way (GC_RUN_NUMEL); for 2 bits alone */
-    uint32_t absmax_bits;  /* of x */
+    uint32_t absmax_bits;  /* of x; for 2 bits 0 where all are finite, GC_INF_BITS else */
     uint32_t any_gradient; /* 0 when every |g| is 0 */
 } gc_block_totals;
+
+/* Add the sum of a block's squares, which is finite where they all are. */
+GC_INLINE void gc_add_squares(gc_block_totals *totals, double sum)
+{
+    totals->sum_squares += sum;
+    if (!(sum <= DBL_MAX))
+        totals->absmax_bits = GC_INF_BITS;
+}
 
 GC_INLINE gc_block_levels gc_levels_of(const gc_block_totals *totals, uint32_t numel,
                                        const gc_encode_job *job)
@@ -80,7 +89,7 @@ GC_INLINE float gc_block_value(uint32_t code, const gc_block_levels *levels)
 /* ---- the walk of the vector tiers ------------------------------------------------------------ */
 /* One chunk of x and its codes; vectors may write 64 elements beyond its end within the arrays. */
 typedef struct {
-    float x[GC_ONEBIT_STAGE_NUMEL + 64];
+    _Alignas(64) float x[GC_ONEBIT_STAGE_NUMEL + 64];
     uint8_t codes[GC_ONEBIT_STAGE_NUMEL + 64];
 } gc_block_stage;
 
@@ -91,25 +100,39 @@ typedef struct {
     uint64_t data;
     const float *residual; /* NULL: none */
     unsigned bits;
-    float decay; /* of what codes leave out */
 } gc_block_view;
 
+/* Staged elements that wait for their codes. */
 typedef struct {
-    /* Stage `numel` elements from element `chunk` of the group on, with zeros up to a multiple of
-     * 64, and add them to the totals, block by block. */
-    void (*take)(gc_block_totals *totals, gc_block_stage *stage, const gc_block_view *view,
-                 uint32_t chunk, uint32_t numel);
-    /* Write the codes of the staged elements to stage->codes; with `out`, the decayed rest of x to
-     * it, and return the sum of what was left before the decay. `streams` writes past the caches,
-     * for a plane that is not read before the next step, which saves reading each line first. */
-    double (*emit)(gc_block_stage *stage, const gc_block_view *view, const gc_block_levels *levels,
-                   uint32_t numel, float *out, int streams);
+    const float *x;
+    uint8_t *codes;
+    gc_block_levels levels;
+    unsigned bits;
+    float *out;  /* the decayed rest of x is written to it; NULL: not kept */
+    float decay; /* of what codes leave out */
+    /* write `out` past the caches: it is a plane that is not read before the next step, and lines
+     * need not be read first */
+    int streams;
+} gc_block_staged;
+
+/* Stage x of a block, `numel` elements from element `first` of the group on, and add them to the
+ * totals. */
+typedef void gc_block_take(gc_block_totals *totals, float *x, const gc_block_view *view,
+                           uint32_t first, uint32_t numel);
+/* Write the codes of `numel` staged elements and their rest; return the sum of what was left before
+ * the decay. May read and encode 64 elements more. */
+typedef double gc_block_emit(const gc_block_staged *staged, uint32_t numel);
+/* Both, for a multiple of 64 elements each: ternary codes, with residuals before and after. */
+typedef double gc_block_both(gc_block_totals *totals, float *x, const gc_block_view *view,
+                             uint32_t first, uint32_t numel, const gc_block_staged *staged);
+typedef struct {
+    gc_block_take *take;
+    gc_block_emit *emit;
+    gc_block_both *both; /* NULL: no faster than one after the other */
 } gc_block_tier;
 
-/* gc_block_tier.take that always adds squares up. */
-typedef void gc_take_squares(gc_block_totals *totals, gc_block_stage *stage,
-                             const gc_block_view *view, uint32_t chunk, uint32_t numel);
-gc_take_squares gc_take_squares_avx2, gc_take_squares_avx512;
+/* gc_block_take that always adds squares up. */
+gc_block_take gc_take_squares_avx2, gc_take_squares_avx512;
 
 void gc_encode_blocks(gc_encode_job *job, const gc_segment *segment, const gc_block_tier *tier);
 

@@ -71,14 +71,12 @@ GC_INLINE uint32_t gc_front_pairs(uint32_t numel) { return ((numel + 1) / 2 + 1)
 typedef struct {
     gc_block_stage block; /* x, read by `take` */
     int16_t codes[GC_STREAM_NUMEL + 64];
-    uint8_t pairs[GC_PAIRS_NUMEL + 64];                  /* as indices of gc_entropy_table.symbols */
+    uint8_t pairs[GC_PAIRS_NUMEL + 64]; /* as indices of gc_entropy_table.symbols */
     uint16_t escapes[GC_PAIRS_NUMEL / GC_PUT_PAIRS + 2]; /* a bit for each pair that is escaped */
 } gc_entropy_stage;
 
 typedef struct {
-    /* as gc_block_tier.take, with the sum of squares */
-    void (*take)(gc_block_totals *totals, gc_block_stage *stage, const gc_block_view *view,
-                 uint32_t chunk, uint32_t numel);
+    gc_block_take *take;
     /* Count the codes that x * inverse rounds to, by |code|: of all elements, or of a whole stream's
      * the first `sampled` of every GC_SAMPLE_EVERY. */
     void (*count)(const gc_entropy_stage *stage, uint32_t numel, uint32_t sampled, float inverse,

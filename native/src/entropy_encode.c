@@ -204,15 +204,15 @@ static void encode_group(gc_encode_job *job, const gc_segment *segment, gc_run r
 {
     gc_block_totals totals = {0, 0, 0};
     uint64_t residual = segment->residual + run.first;
-    gc_block_view view = {job->src,
-                          job->dtype,
-                          segment->data + run.first,
-                          job->residual_in ? job->residual_in + residual : NULL,
-                          2,
-                          job->decay};
+    gc_block_view view = {job->src, job->dtype, segment->data + run.first,
+                          job->residual_in ? job->residual_in + residual : NULL, 2};
     stream of = {tier, stage,     gc_get_entropy_tables(),
                  0,    run.numel, (uint32_t)gc_stream_code_nbytes(run.numel, job->stream_nbytes)};
-    tier->take(&totals, &stage->block, &view, 0, run.numel);
+    for (uint32_t i = 0; i < run.numel; i += GC_BLOCK_NUMEL) {
+        uint32_t numel = run.numel - i < GC_BLOCK_NUMEL ? run.numel - i : GC_BLOCK_NUMEL;
+        tier->take(&totals, stage->block.x + i, &view, i, numel);
+    }
+    memset(stage->block.x + run.numel, 0, 64 * sizeof(float)); /* which `quantize` may read */
     gc_keep_residuals(job, segment, run.first, run.numel);
     of.rms = sqrt(totals.sum_squares / run.numel);
     float scale = 0;

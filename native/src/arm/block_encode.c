@@ -7,7 +7,7 @@
 
 enum { VECTORS_NUMEL = 16, EMIT_NUMEL = 32 };
 
-/* Bits of |g| seen, the largest |x|, and sixteen lanes of a block's sum of squares, lanes 2j and 2j
+/* Bits of |g| seen, and the largest |x| or sixteen lanes of a block's sum of squares, lanes 2j and 2j
  * + 1 in vector j. */
 typedef struct {
     uint32x4_t any_gradient, absmax;
@@ -25,8 +25,9 @@ GC_INLINE void take8(watch *seen, int j, float *stage, gc_eight g, gc_eight x, i
 {
     gc_put8(stage, x);
     seen->any_gradient = vorrq_u32(seen->any_gradient, vorrq_u32(gc_abs4(g.a), gc_abs4(g.b)));
-    seen->absmax = gc_abs_max8(seen->absmax, x);
-    if (squares) {
+    if (!squares) {
+        seen->absmax = gc_abs_max8(seen->absmax, x);
+    } else {
         add2(seen, j, vcvt_f64_f32(vget_low_f32(x.a)));
         add2(seen, j + 1, vcvt_high_f64_f32(x.a));
         add2(seen, j + 2, vcvt_f64_f32(vget_low_f32(x.b)));
@@ -47,45 +48,38 @@ GC_INLINE void take_rest(watch *seen, float *stage, const gc_block_view *view, u
     take8(seen, 4, stage + 8, gc_load8(g, GC_F32, 8), gc_load8(x, GC_F32, 8), squares);
 }
 
-GC_INLINE void take_body(gc_block_totals *totals, gc_block_stage *stage, const gc_block_view *view,
-                         uint32_t chunk, uint32_t numel, int dtype, int squares)
+GC_INLINE void take_body(gc_block_totals *totals, float *staged, const gc_block_view *view,
+                         uint32_t first, uint32_t numel, int dtype, int squares)
 {
     watch seen = {vdupq_n_u32(0), vdupq_n_u32(0), {vdupq_n_f64(0)}};
-    for (uint32_t block = 0; block < numel; block += GC_BLOCK_NUMEL) {
-        uint32_t end = numel - block < GC_BLOCK_NUMEL ? numel : block + GC_BLOCK_NUMEL, i = block;
-        for (int j = 0; j < 8; j++)
-            seen.lanes[j] = vdupq_n_f64(0);
-        for (; i + VECTORS_NUMEL <= end; i += VECTORS_NUMEL)
-            for (uint32_t h = 0; h < VECTORS_NUMEL; h += 8) {
-                gc_eight g = gc_load8(view->src, dtype, view->data + chunk + i + h), x = g;
-                if (view->residual)
-                    x = gc_plus8(g, gc_load8(view->residual, GC_F32, chunk + i + h));
-                take8(&seen, (int)h / 2, stage->x + i + h, g, x, squares);
-            }
-        if (i < end)
-            take_rest(&seen, stage->x + i, view, chunk + i, end - i, dtype, squares);
-        if (squares)
-            totals->sum_squares += gc_total16(seen.lanes);
-    }
-    uint32_t absmax = vmaxvq_u32(seen.absmax),
-             padded = (numel + VECTORS_NUMEL - 1) / VECTORS_NUMEL * VECTORS_NUMEL;
+    uint32_t i = 0;
+    for (; i + VECTORS_NUMEL <= numel; i += VECTORS_NUMEL)
+        for (uint32_t h = 0; h < VECTORS_NUMEL; h += 8) {
+            gc_eight g = gc_load8(view->src, dtype, view->data + first + i + h), x = g;
+            if (view->residual)
+                x = gc_plus8(g, gc_load8(view->residual, GC_F32, first + i + h));
+            take8(&seen, (int)h / 2, staged + i + h, g, x, squares);
+        }
+    if (i < numel)
+        take_rest(&seen, staged + i, view, first + i, numel - i, dtype, squares);
+    if (squares)
+        gc_add_squares(totals, gc_total16(seen.lanes));
+    uint32_t absmax = vmaxvq_u32(seen.absmax);
     totals->absmax_bits = absmax > totals->absmax_bits ? absmax : totals->absmax_bits;
     totals->any_gradient |= vmaxvq_u32(seen.any_gradient);
-    /* what `emit` reads of the last 64 elements */
-    memset(stage->x + padded, 0, 64 * sizeof(float));
 }
 
-static void take(gc_block_totals *totals, gc_block_stage *stage, const gc_block_view *view,
-                 uint32_t chunk, uint32_t numel)
+static void take(gc_block_totals *totals, float *staged, const gc_block_view *view, uint32_t first,
+                 uint32_t numel)
 {
     if (view->bits == 2)
-        GC_BY_DTYPE(view->dtype, take_body(totals, stage, view, chunk, numel, GC_F32, 1),
-                    take_body(totals, stage, view, chunk, numel, GC_BF16, 1),
-                    take_body(totals, stage, view, chunk, numel, GC_F16, 1));
+        GC_BY_DTYPE(view->dtype, take_body(totals, staged, view, first, numel, GC_F32, 1),
+                    take_body(totals, staged, view, first, numel, GC_BF16, 1),
+                    take_body(totals, staged, view, first, numel, GC_F16, 1));
     else
-        GC_BY_DTYPE(view->dtype, take_body(totals, stage, view, chunk, numel, GC_F32, 0),
-                    take_body(totals, stage, view, chunk, numel, GC_BF16, 0),
-                    take_body(totals, stage, view, chunk, numel, GC_F16, 0));
+        GC_BY_DTYPE(view->dtype, take_body(totals, staged, view, first, numel, GC_F32, 0),
+                    take_body(totals, staged, view, first, numel, GC_BF16, 0),
+                    take_body(totals, staged, view, first, numel, GC_F16, 0));
 }
 
 /* ---- codes ----------------------------------------------------------------------------------- */
@@ -154,19 +148,22 @@ GC_INLINE void emit_block(const float *x, uint8_t *codes, const gc_block_levels 
         vst1_u8(codes, pairs(packed, 4));
 }
 
-GC_INLINE double emit_body(gc_block_stage *stage, const gc_block_levels *levels, uint32_t numel,
-                           float decay, float *out, unsigned bits, int ternary)
+GC_INLINE double emit_body(const gc_block_staged *staged, uint32_t numel, unsigned bits,
+                           int ternary)
 {
+    const float *x = staged->x;
+    uint8_t *codes = staged->codes;
+    const gc_block_levels *levels = &staged->levels;
+    float *out = staged->out, decay = staged->decay;
     float32x4_t all = vdupq_n_f32(0);
     uint32_t i = 0;
     for (; i + EMIT_NUMEL <= numel; i += EMIT_NUMEL)
-        emit_block(stage->x + i, stage->codes + (size_t)i * bits / 8, levels, decay,
-                   out ? out + i : NULL, &all, bits, ternary);
+        emit_block(x + i, codes + (size_t)i * bits / 8, levels, decay, out ? out + i : NULL, &all,
+                   bits, ternary);
     double sum = vaddvq_f32(all);
     if (i < numel) {
         float rest[EMIT_NUMEL];
-        emit_block(stage->x + i, stage->codes + (size_t)i * bits / 8, levels, 1.0f, rest, &all,
-                   bits, ternary);
+        emit_block(x + i, codes + (size_t)i * bits / 8, levels, 1.0f, rest, &all, bits, ternary);
         for (uint32_t j = 0; out && j < numel - i; j++) {
             out[i + j] = decay * rest[j];
             sum += rest[j] < 0 ? -rest[j] : rest[j];
@@ -175,22 +172,20 @@ GC_INLINE double emit_body(gc_block_stage *stage, const gc_block_levels *levels,
     return sum;
 }
 
-static double emit(gc_block_stage *stage, const gc_block_view *view, const gc_block_levels *levels,
-                   uint32_t numel, float *out, int streams)
+static double emit(const gc_block_staged *staged, uint32_t numel)
 {
-    (void)streams;
-    if (levels->ternary)
-        return emit_body(stage, levels, numel, view->decay, out, 2, 1);
-    if (view->bits == 2)
-        return emit_body(stage, levels, numel, view->decay, out, 2, 0);
-    if (view->bits == 4)
-        return emit_body(stage, levels, numel, view->decay, out, 4, 0);
-    return emit_body(stage, levels, numel, view->decay, out, 8, 0);
+    if (staged->levels.ternary)
+        return emit_body(staged, numel, 2, 1);
+    if (staged->bits == 2)
+        return emit_body(staged, numel, 2, 0);
+    if (staged->bits == 4)
+        return emit_body(staged, numel, 4, 0);
+    return emit_body(staged, numel, 8, 0);
 }
 
 void gc_block_encode_neon(gc_encode_job *job, const gc_segment *segment)
 {
-    static const gc_block_tier tier = {take, emit};
+    static const gc_block_tier tier = {take, emit, NULL};
     gc_encode_blocks(job, segment, &tier);
 }
 #endif

@@ -25,7 +25,7 @@ GC_INLINE void add_block(gc_encode_job *job, int dtype, const gc_segment *segmen
         totals->absmax_bits = magnitude > totals->absmax_bits ? magnitude : totals->absmax_bits;
         totals->any_gradient |= gc_abs_bits(gc_load(job->src, dtype, segment->data + first + i));
     }
-    totals->sum_squares += gc_lanes_total(lanes);
+    gc_add_squares(totals, gc_lanes_total(lanes));
 }
 
 GC_INLINE void group_body(gc_encode_job *job, int dtype, const gc_segment *segment, gc_run run)

@@ -3,32 +3,26 @@
 #include "entropy_write.h"
 
 /* ---- encoding -------------------------------------------------------------------------------- */
-GC_INLINE void take_body(gc_block_totals *totals, gc_block_stage *stage, const gc_block_view *view,
-                         uint32_t chunk, uint32_t numel, int dtype)
+GC_INLINE void take_body(gc_block_totals *totals, float *staged, const gc_block_view *view,
+                         uint32_t first, uint32_t numel, int dtype)
 {
-    for (uint32_t block = 0; block < numel; block += GC_BLOCK_NUMEL) {
-        uint32_t end = numel - block < GC_BLOCK_NUMEL ? numel : block + GC_BLOCK_NUMEL;
-        double lanes[GC_SUM_LANES] = {0};
-        for (uint32_t i = block; i < end; i++) {
-            float g = gc_load(view->src, dtype, view->data + chunk + i);
-            float x = view->residual ? g + view->residual[chunk + i] : g;
-            uint32_t magnitude = gc_abs_bits(x);
-            lanes[(i - block) % GC_SUM_LANES] += (double)x * x;
-            totals->absmax_bits = magnitude > totals->absmax_bits ? magnitude : totals->absmax_bits;
-            totals->any_gradient |= gc_abs_bits(g);
-            stage->x[i] = x;
-        }
-        totals->sum_squares += gc_lanes_total(lanes);
+    double lanes[GC_SUM_LANES] = {0};
+    for (uint32_t i = 0; i < numel; i++) {
+        float g = gc_load(view->src, dtype, view->data + first + i);
+        float x = view->residual ? g + view->residual[first + i] : g;
+        lanes[i % GC_SUM_LANES] += (double)x * x;
+        totals->any_gradient |= gc_abs_bits(g);
+        staged[i] = x;
     }
-    memset(stage->x + numel, 0, 64 * sizeof(float));
+    gc_add_squares(totals, gc_lanes_total(lanes));
 }
 
-static void take(gc_block_totals *totals, gc_block_stage *stage, const gc_block_view *view,
-                 uint32_t chunk, uint32_t numel)
+static void take(gc_block_totals *totals, float *staged, const gc_block_view *view, uint32_t first,
+                 uint32_t numel)
 {
-    GC_BY_DTYPE(view->dtype, take_body(totals, stage, view, chunk, numel, GC_F32),
-                take_body(totals, stage, view, chunk, numel, GC_BF16),
-                take_body(totals, stage, view, chunk, numel, GC_F16));
+    GC_BY_DTYPE(view->dtype, take_body(totals, staged, view, first, numel, GC_F32),
+                take_body(totals, staged, view, first, numel, GC_BF16),
+                take_body(totals, staged, view, first, numel, GC_F16));
 }
 
 static void count(const gc_entropy_stage *stage, uint32_t numel, uint32_t sampled, float inverse,

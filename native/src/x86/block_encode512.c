@@ -6,9 +6,9 @@
 #include "blocks.h"
 #include "common512.h"
 
-/* Bits of |g| seen, the largest |x|, and sixteen lanes of a block's sum of squares. */
+/* Bits of |g| seen, and sixteen lanes of a block's sum of squares. */
 typedef struct {
-    __m512i any_gradient, absmax;
+    __m512i any_gradient;
     __m512d lanes[2];
 } watch;
 
@@ -16,7 +16,6 @@ GC_AVX512_INLINE void take16(watch *seen, float *stage, __m512 g, __m512 x)
 {
     _mm512_storeu_ps(stage, x);
     seen->any_gradient = _mm512_or_si512(seen->any_gradient, gc_abs16(g));
-    seen->absmax = _mm512_max_epu32(seen->absmax, gc_abs16(x));
     __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(x)),
             high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1));
     /* squares of fp32 are exact in float64, so that one rounding is as good as two */
@@ -37,36 +36,27 @@ GC_AVX512_INLINE void take_rest(watch *seen, float *stage, const gc_block_view *
     take16(seen, stage, x, view->residual ? _mm512_add_ps(x, _mm512_loadu_ps(r)) : x);
 }
 
-GC_AVX512_INLINE void take_body(gc_block_totals *totals, gc_block_stage *stage,
-                                const gc_block_view *view, uint32_t chunk, uint32_t numel,
-                                int dtype)
+GC_AVX512_INLINE void take_body(gc_block_totals *totals, float *x, const gc_block_view *view,
+                                uint32_t first, uint32_t numel, int dtype)
 {
-    watch seen = {_mm512_setzero_si512(), _mm512_setzero_si512(), {_mm512_setzero_pd()}};
-    for (uint32_t block = 0; block < numel; block += GC_BLOCK_NUMEL) {
-        uint32_t end = numel - block < GC_BLOCK_NUMEL ? numel : block + GC_BLOCK_NUMEL, i = block;
-        seen.lanes[0] = seen.lanes[1] = _mm512_setzero_pd();
-        for (; i + 16 <= end; i += 16) {
-            __m512 g;
-            __m512 x = gc_take16(view->src, dtype, view->data, view->residual, chunk + i, &g);
-            take16(&seen, stage->x + i, g, x);
-        }
-        if (i < end)
-            take_rest(&seen, stage->x + i, view, chunk + i, end - i, dtype);
-        totals->sum_squares += gc_total16_avx512(seen.lanes);
+    watch seen = {_mm512_setzero_si512(), {_mm512_setzero_pd(), _mm512_setzero_pd()}};
+    uint32_t i = 0;
+    for (; i + 16 <= numel; i += 16) {
+        __m512 g, sum = gc_take16(view->src, dtype, view->data, view->residual, first + i, &g);
+        take16(&seen, x + i, g, sum);
     }
-    uint32_t absmax = _mm512_reduce_max_epu32(seen.absmax);
-    totals->absmax_bits = absmax > totals->absmax_bits ? absmax : totals->absmax_bits;
+    if (i < numel)
+        take_rest(&seen, x + i, view, first + i, numel - i, dtype);
+    gc_add_squares(totals, gc_total16_avx512(seen.lanes));
     totals->any_gradient |= _mm512_test_epi32_mask(seen.any_gradient, seen.any_gradient);
-    /* what `emit` reads of the last 64 elements */
-    memset(stage->x + (numel + 15) / 16 * 16, 0, 64 * sizeof(float));
 }
 
-GC_AVX512 void gc_take_squares_avx512(gc_block_totals *totals, gc_block_stage *stage,
-                                      const gc_block_view *view, uint32_t chunk, uint32_t numel)
+GC_AVX512 void gc_take_squares_avx512(gc_block_totals *totals, float *x, const gc_block_view *view,
+                                      uint32_t first, uint32_t numel)
 {
-    GC_BY_DTYPE(view->dtype, take_body(totals, stage, view, chunk, numel, GC_F32),
-                take_body(totals, stage, view, chunk, numel, GC_BF16),
-                take_body(totals, stage, view, chunk, numel, GC_F16));
+    GC_BY_DTYPE(view->dtype, take_body(totals, x, view, first, numel, GC_F32),
+                take_body(totals, x, view, first, numel, GC_BF16),
+                take_body(totals, x, view, first, numel, GC_F16));
 }
 
 /* ---- codes ----------------------------------------------------------------------------------- */
@@ -85,7 +75,7 @@ GC_AVX512_INLINE uint32_t emit16(__m512 x, emitter *with, __mmask16 counted, __m
         __m512 minus_half = _mm512_xor_ps(with->half, _mm512_set1_ps(-0.0f));
         __mmask16 below = _mm512_cmp_ps_mask(x, minus_half, _CMP_LT_OQ);
         high = _mm512_cmp_ps_mask(x, with->half, _CMP_GT_OQ);
-        low = (__mmask16)~(high | below);
+        low = (__mmask16) ~(high | below);
         rest = _mm512_mask_sub_ps(x, high, x, with->scale);
         rest = _mm512_mask_add_ps(rest, below, x, with->scale);
     } else {
@@ -103,14 +93,14 @@ GC_AVX512_INLINE uint32_t emit16(__m512 x, emitter *with, __mmask16 counted, __m
     return _pdep_u32(low, 0x55555555u) | _pdep_u32(high, 0xAAAAAAAAu);
 }
 
-GC_AVX512_INLINE double emit_body(gc_block_stage *stage, emitter with, uint32_t numel, float *out,
-                                  int streams)
+GC_AVX512_INLINE double emit_body(const float *x, uint8_t *codes, emitter with, uint32_t numel,
+                                  float *out, int streams)
 {
-    uint32_t i = 0, codes;
+    uint32_t i = 0, sixteen;
     __m512 left;
     for (; i + 16 <= numel; i += 16) {
-        codes = emit16(_mm512_loadu_ps(stage->x + i), &with, 0xFFFF, &left);
-        memcpy(stage->codes + i / 4, &codes, 4);
+        sixteen = emit16(_mm512_loadu_ps(x + i), &with, 0xFFFF, &left);
+        memcpy(codes + i / 4, &sixteen, 4);
         if (streams)
             _mm512_stream_ps(out + i, left);
         else if (out)
@@ -118,39 +108,36 @@ GC_AVX512_INLINE double emit_body(gc_block_stage *stage, emitter with, uint32_t 
     }
     if (i < numel) {
         __mmask16 rest = (__mmask16)((1u << (numel - i)) - 1);
-        codes = emit16(_mm512_loadu_ps(stage->x + i), &with, rest, &left);
-        memcpy(stage->codes + i / 4, &codes, 4);
+        sixteen = emit16(_mm512_loadu_ps(x + i), &with, rest, &left);
+        memcpy(codes + i / 4, &sixteen, 4);
         if (out)
             _mm512_mask_storeu_ps(out + i, rest, left);
     }
     return _mm512_reduce_add_ps(with.all);
 }
 
-GC_AVX512_INLINE double emit_levels(gc_block_stage *stage, emitter with, uint32_t numel, float *out,
-                                    int streams)
+GC_AVX512_INLINE double emit_levels(const gc_block_staged *staged, uint32_t numel, int ternary)
 {
+    const gc_block_levels *levels = &staged->levels;
+    float *out = staged->out;
+    emitter with = {_mm512_set1_ps(levels->scale), _mm512_set1_ps(levels->inverse),
+                    _mm512_set1_ps(levels->half),  _mm512_set1_ps(staged->decay),
+                    _mm512_setzero_ps(),           ternary};
     if (!out)
-        return emit_body(stage, with, numel, NULL, 0);
-    if (streams && (uintptr_t)out % 64 == 0)
-        return emit_body(stage, with, numel, out, 1);
-    return emit_body(stage, with, numel, out, 0);
+        return emit_body(staged->x, staged->codes, with, numel, NULL, 0);
+    if (staged->streams && (uintptr_t)out % 64 == 0)
+        return emit_body(staged->x, staged->codes, with, numel, out, 1);
+    return emit_body(staged->x, staged->codes, with, numel, out, 0);
 }
 
-GC_AVX512 static double emit(gc_block_stage *stage, const gc_block_view *view,
-                             const gc_block_levels *levels, uint32_t numel, float *out, int streams)
+GC_AVX512 static double emit(const gc_block_staged *staged, uint32_t numel)
 {
-    emitter with = {_mm512_set1_ps(levels->scale), _mm512_set1_ps(levels->inverse),
-                    _mm512_set1_ps(levels->half),  _mm512_set1_ps(view->decay),
-                    _mm512_setzero_ps(),           1};
-    if (levels->ternary)
-        return emit_levels(stage, with, numel, out, streams);
-    with.ternary = 0;
-    return emit_levels(stage, with, numel, out, streams);
+    return staged->levels.ternary ? emit_levels(staged, numel, 1) : emit_levels(staged, numel, 0);
 }
 
 void gc_block_encode_avx512(gc_encode_job *job, const gc_segment *segment)
 {
-    static const gc_block_tier tier = {gc_take_squares_avx512, emit};
+    static const gc_block_tier tier = {gc_take_squares_avx512, emit, NULL};
     if (job->code_bits == 2)
         gc_encode_blocks(job, segment, &tier);
     else
