@@ -129,9 +129,9 @@ def main(port, rank, world, phase, fault, timeout_s, folder):
                 state.step()
             elif phase == "checkpoint":
                 checkpoints.save(step)
-        except gradcomp.PeerLost as error:
+        except (gradcomp.PeerLost, OSError) as error:  # OSError: a rank could not save
             took = f"{time.monotonic() - begun:.1f}"
-            print(f"PeerLost step={step} seconds={took} {error}", flush=True)
+            print(f"{type(error).__name__} step={step} seconds={took} {error}", flush=True)
             raise
     print("finished", flush=True)
 

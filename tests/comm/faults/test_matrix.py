@@ -1,5 +1,5 @@
-"""Every fault in every phase of a step, over every transport: each survivor ends by PeerLost, soon,
-and it names the rank that was lost and no survivor.
+"""Every fault in every phase of a step, over every transport: each survivor ends by PeerLost, or in
+a save that failed by OSError, soon, and it names the rank that was lost and no survivor.
 
 docs/explanation/reliability.md says what comes of it.
 """
@@ -27,19 +27,20 @@ WORLD, LAST = 3, 2
 SAID = {
     "killed": r"rank 2 \(pid \d+ on \S+\) has ended",
     "frozen": r"rank 2 \(pid \d+ on \S+\) is stopped",
-    "raises": r"rank 2 (gave up because of LookupError: no more data|{ended})",
+    "raises": r"rank 2 (gave up because of LookupError: no more data|{ended})|{unsaved}",
     "exits": r"rank 2 (gave up because of SystemExit|{ended})",
     "interrupted": r"rank 2 (gave up because of KeyboardInterrupt|{ended})",
-    "out of memory": r"rank 2 (gave up because of \w+Error.*memory|{ended})",
+    "out of memory": r"rank 2 (gave up because of \w+Error.*memory|{ended})|{unsaved}",
 }
 
 
 def look_at(fault, out, errors):
     """Raise unless a survivor has said who was lost, soon; return its words."""
-    found = re.search(r"PeerLost step=[34] seconds=([\d.]+) (.*)", out)
+    found = re.search(r"(?:PeerLost|OSError) step=[34] seconds=([\d.]+) (.*)", out)
     assert found, out + errors
     assert float(found[1]) < TIMEOUT_S + 5, out
     said = SAID[fault].replace("{ended}", r"closed|\(pid \d+ on \S+\) has ended")
+    said = said.replace("{unsaved}", r"ranks \[2\] could not write their files of step 3")
     assert re.search(said, found[2]), found[2]
     assert not re.search(r"rank [01] (?!waits)", found[2]), found[2]
     return found[2]
@@ -81,7 +82,7 @@ def test_over_mpi(tmp_path, phase, fault, flavour):
     assert done.returncode not in (0, 124), done
     if fault != "frozen" and re.search(FIRST + LAST_LINE[fault], done.stderr):
         return  # in a checkpoint, where ranks meet over gloo, survivors may be the first to say it
-    said = [line for line in done.stdout.splitlines() if line.startswith("PeerLost")]
+    said = [line for line in done.stdout.splitlines() if line.startswith(("PeerLost", "OSError"))]
     said = [line for line in said if ": no answer from a peer" not in line]  # of the one that woke
     assert said, done
     for line in said:
