@@ -33,7 +33,7 @@ def train(config: dict) -> None:
     optimizer = torch.optim.SGD(
         model.parameters(), lr=config["lr"], momentum=0.9, weight_decay=5e-4
     )
-    state = packed.register(model, config["codec"])  # <- the added line
+    state = packed.register(model, config["codec"], optimizer=optimizer)  # <- the added line
     samples = TensorDataset(data.train_images, data.train_labels)
     workers = ray.train.get_context().get_world_size()
     loader = ray.train.torch.prepare_data_loader(

@@ -31,7 +31,12 @@ def main() -> None:
         default="localhost:29400",
         help="address of python -m gradcomp.local (%(default)s)",
     )
-    parser.add_argument("--codec", default="terngrad", help="terngrad, bf16 ... (terngrad)")
+    parser.add_argument(
+        "--codec",
+        default="terngrad",
+        help="terngrad, ternary, bf16 ...; terngrad needs a smaller learning rate than the others"
+        " if gradients are averaged every step (%(default)s)",
+    )
     parser.add_argument(
         "--data",
         type=pathlib.Path,

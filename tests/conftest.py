@@ -37,7 +37,7 @@ if os.environ.get("GRADCOMP_TRITON") != "cuda":
 collect_ignore = [] if importlib.util.find_spec("triton") else ["kernels/test_cuda.py"]
 
 # make test-long takes --hypothesis-profile long, and few under Triton's interpreter
-for name, examples in (("few", 20), ("short", 30), ("long", 400)):
+for name, examples in (("few", 20), ("short", 50), ("long", 400)):
     hypothesis.settings.register_profile(name, max_examples=examples, deadline=None)
 hypothesis.settings.load_profile("short")
 

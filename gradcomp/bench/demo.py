@@ -48,7 +48,7 @@ PHASES = {
     "decode": ("decode",),
 }
 SHORT_STEPS = 40
-CODECS = ("fp32", "ternary", "onebit", "terngrad")
+CODECS = ("fp32", "ternary", "onebit", "terngrad", "entropy:bits=1.25")
 LR = 0.03
 ALONE_STEPS = 20  # steps of the model without an exchange, for the prediction
 CURVE_POINTS = 5

@@ -87,16 +87,13 @@ class Codec(ABC):
         group_numel: int,
         *,
         shares_scale: bool = False,
-        error_feedback: bool = True,
-        seed: int = 0,
     ) -> Codec:
-        """Return the codec of this form that decodes payloads with groups of `group_numel` elements
-        and encodes their averages again, without clipping.
+        """Return this codec with groups of `group_numel` elements, to decode payloads with such
+        groups and to encode their averages again, without clipping.
 
         Args:
             group_numel: elements of a scale group.
             shares_scale: whether all payloads have the same scales.
-            error_feedback, seed: as in the codec, if it has them.
         """
         return self
 

@@ -12,6 +12,7 @@ import copy
 from numbers import Real
 from typing import TypeVar
 
+import numpy as np
 from typing_extensions import Self
 
 from gradcomp.codecs.base import Codec
@@ -59,6 +60,8 @@ class FeedbackCodec(Codec):
             raise ValueError(
                 f"residual_decay must be None or a number from 0 to 1, got {residual_decay!r}"
             )
+        if residual_decay is not None and not np.float32(float(residual_decay)):
+            residual_decay = 0.0  # too small for float32, in which kernels take it
         self.group = group
         self.error_feedback = bool(error_feedback) and residual_decay != 0
         self.second_phase = second_phase
@@ -80,12 +83,9 @@ class FeedbackCodec(Codec):
         group_numel: int,
         *,
         shares_scale: bool = False,
-        error_feedback: bool = True,
-        seed: int = 0,
     ) -> Codec:
         out = copy.copy(self)
         out.group, out.second_phase = group_numel, None
-        out.error_feedback = error_feedback and self.residual_decay != 0
         return out
 
     def options(self) -> dict[str, object]:

@@ -11,7 +11,6 @@ paper's first example of a quantizer, instead of class means.
 
 from __future__ import annotations
 
-from gradcomp.codecs.base import Codec
 from gradcomp.codecs.feedback import FeedbackCodec
 from gradcomp.kernels import Code
 from gradcomp.payload.form import ONEBIT
@@ -70,18 +69,6 @@ class OneBit(FeedbackCodec):
             raise ValueError(f'values must be "means" or "sign", got {values!r}')
         self.values = values
         self._means = (-1.0, 1.0) if values == "sign" else None
-
-    def of_groups(
-        self,
-        group_numel: int,
-        *,
-        shares_scale: bool = False,
-        error_feedback: bool = True,
-        seed: int = 0,
-    ) -> Codec:
-        return type(self)(
-            group=group_numel, error_feedback=error_feedback, residual_decay=self.residual_decay
-        )
 
     def options(self) -> dict[str, object]:
         options = super().options()

@@ -96,12 +96,9 @@ class TernGrad(Codec):
         group_numel: int,
         *,
         shares_scale: bool = False,
-        error_feedback: bool = True,
-        seed: int = 0,
     ) -> Codec:
-        return type(self)(
-            clip_sigma=None, scale="shared" if shares_scale else "own", group=group_numel, seed=seed
-        )
+        scale = "shared" if shares_scale else "own"
+        return type(self)(clip_sigma=None, scale=scale, group=group_numel, seed=self.seed)
 
     def options(self) -> dict[str, object]:
         return {

@@ -47,9 +47,10 @@ class Stats:
         inside_nodes: (hierarchical) `Stats` of the fp32 exchange inside nodes, whose bytes are not
             in `bytes_sent`.
         nonfinite_buckets: buckets with NaN or Inf on some rank, or whose average overflowed.
-        dropped_residual: sum of the magnitudes that a ``residual_decay`` below 1 has removed from
-            this rank's residuals and from those that it has as an owner. In units of the encoded
-            values (with ``precondition``, units of second moments).
+        dropped_residual: sum of the magnitudes that a ``residual_decay`` between 0 and 1 has
+            removed from this rank's residuals and from those that it has as an owner. In units of
+            the encoded values (with ``precondition``, units of second moments). 0 without error
+            feedback, which keeps no residuals.
         seconds: seconds per phase, summed over buckets. "statistics": measuring scales;
             "scale_round", "first_phase", "second_phase": waiting for ranks; "encode": encoding,
             cutting messages, checksums; "owner": checking received payloads, and in a

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from gradcomp.codecs import Codec, Ternary, resolve
+from gradcomp.engine.buckets import check_layers
 from gradcomp.engine.options import Options, ShardedOptions, takes
 from gradcomp.fsdp.state import FsdpState
 from gradcomp.fsdp.weights import weights_codec
@@ -70,11 +71,13 @@ def register(
             exchanges.
         ValueError: an unknown codec; an option out of its range; several meshes in a
             module; `keep_weights` without `weights`; the model is registered already.
-        UnsupportedTensor: parameters on an unsupported device.
+        UnsupportedTensor: parameters on an unsupported device, or with sparse gradients.
         PeerMismatch: a rank has other parameters, another codec or other options.
         PeerLost: a rank did not answer.
     """
     packed = None if weights is None else weights_codec(weights)
+    if isinstance(model, nn.Module):
+        check_layers(model)
     return FsdpState(
         model,
         Ternary(error_feedback=False) if codec is None else resolve(codec),

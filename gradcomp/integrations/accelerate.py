@@ -113,7 +113,7 @@ def local_steps(
         accelerator: an ``accelerate.Accelerator``.
         model: a plain module, not prepared.
         optimizer: the optimizer of its parameters, or a sequence of them; prepared or not.
-        codec: codec or name.
+        codec: codec or name, as in `gradcomp.DiLoCo`.
         sync_every: H; see `gradcomp.DiLoCo`.
         method: `gradcomp.DiLoCo` or `gradcomp.LocalSGD`.
         arguments: other arguments of `method`.

@@ -60,7 +60,9 @@ class DiLoCo:
         inner_optimizer: the optimizer of its parameters, or several for different parameters (Muon
             and AdamW), which must all step to make one inner step. Split optimizers keep trails.
         codec: codec or name. With 1 bit a small GPT lost 0.25 nats where ternary lost 0.03 (H = 30
-            after a tenth of the steps averaged in fp32; docs/explanation/accuracy.md).
+            after a tenth of the steps averaged in fp32; docs/explanation/accuracy.md). "terngrad"
+            needs a smaller learning rate than fp32 when gradients are averaged every step; with
+            local steps this was not measured.
         sync_every: H, inner steps from one sync of a parameter to the next; or a function of the
             round's number that returns H. It is called for the first 64 rounds at construction, so
             that ranks can compare the results.

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Generic, TypeVar
 
 from gradcomp.comm.base import Communicator, RankGone, Work
-from gradcomp.errors import CorruptPayload, PeerLost
+from gradcomp.errors import CorruptPayload, PeerLost, PeerMismatch
 from gradcomp.server.messages import EMPTY, Kind, Message, pack, parse, parse_error, servers_digest
 
 T = TypeVar("T")
@@ -199,7 +199,11 @@ class Requests:
             return None
         if reply.kind == Kind.OK:
             return request.set_result(reply)
-        return request.set_exception(parse_error(reply.body, request.lost))
+        failure = parse_error(reply.body, request.lost)
+        if isinstance(failure, PeerMismatch) and failure.field == "servers":
+            mine = list(self._servers)
+            failure = PeerMismatch("servers", failure.rank, mine, failure.got, first=None)
+        return request.set_exception(failure)
 
     def _fail(self, error: Exception | str, requests: Sequence[Request]) -> None:
         """Complete open requests with an error; a string is the detail of a PeerLost."""

@@ -113,7 +113,12 @@ class ClientKey:
         numel = most if self.shape is None else math.prod(self.shape)
         if numel > shard_numel and (value is None or is_float or codec is not None):
             start = b"" if value is None else value.reshape(-1).view(torch.uint8).numpy().data
-            self.spec = replace(spec, shard_numel=shard_numel, value_crc=zlib.crc32(start))
+            self.spec = replace(
+                spec,
+                shard_numel=shard_numel,
+                value_crc=zlib.crc32(start),
+                value_text="" if value is None else _summary(value),
+            )
             if is_float:
                 self._shards = Shards.of(numel, shard_numel, PLAIN)
             elif value is not None and codec is not None:
@@ -245,6 +250,12 @@ class ClientKey:
             text = f"key {self.key!r} is cut by its first payload"
             raise ValueError(f"{text}: push one before the first pull")
         return self._shards
+
+
+def _summary(value: Tensor) -> str:
+    flat = value.reshape(-1)
+    first = ", ".join(f"{x:.6g}" for x in flat[:3].tolist())
+    return f"{flat.numel()} values from {first} on with a sum of {float(flat.double().sum()):.9g}"
 
 
 def _check_initial(spec: Spec, value: Tensor | None) -> None:

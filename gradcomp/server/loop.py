@@ -196,8 +196,8 @@ class _Server:
         if rank not in self._open:
             raise ValueError(f"the client of rank {rank} is closed")
         if message.servers != self._digest:
-            mine, theirs = self._digest, message.servers
-            raise PeerMismatch("servers", self._comm.rank, theirs, mine, first=None)
+            mine = list(self._servers)  # the client knows its own
+            raise PeerMismatch("servers", self._comm.rank, "other ranks", mine, first=None)
         if kind in (Kind.OK, Kind.ERROR):
             raise CorruptPayload("message", f"not a request: {kind.name}")
         if kind == Kind.CLOSE:

@@ -27,7 +27,7 @@ from torch import Tensor
 from gradcomp.errors import CorruptPayload, GradcompError, NativeError, PeerLost, PeerMismatch
 from gradcomp.payload.pieces import round_up
 
-MAGIC, VERSION = 0x53504347, 2  # "GCPS"
+MAGIC, VERSION = 0x53504347, 3  # "GCPS"
 METHODS = ("max", "sum", "mean", "decode_average")
 MAX_KEY_NBYTES = 255
 MAX_MESSAGE_NBYTES = 2**31 - 1  # the largest count of an MPI call

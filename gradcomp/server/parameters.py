@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,7 +69,7 @@ class Parameter:
         """Add another client; PeerMismatch if it uses the key with different settings."""
         if self._restored:  # values come from the checkpoint; clients need only agree
             self._restored = False
-            self.spec = replace(self.spec, value_crc=spec.value_crc)
+            self.spec = replace(self.spec, value_crc=spec.value_crc, value_text=spec.value_text)
         theirs = spec.settings()
         for name, mine in self.spec.settings().items():
             self._compare(name, self._first_rank, mine, rank, theirs[name])
@@ -176,7 +177,9 @@ class Parameter:
         `check` raises the error.
         """
         if mine != theirs and not self._broken:
-            here, there = (v[:16].hex() if isinstance(v, bytes) else v for v in (mine, theirs))
+            here, there = mine, theirs
+            if isinstance(mine, bytes) and isinstance(theirs, bytes):
+                here, there = _first_unlike(mine, theirs)
             self._broken = {
                 rank: PeerMismatch(name, first, there, here, first=None),
                 None: PeerMismatch(name, rank, here, there, first=None),
@@ -244,6 +247,16 @@ class Parameter:
         if self._residual is None and codec_of(self.spec, header, len(pushes[0])).error_feedback:
             self._residual = torch.zeros_like(mean)
         return encode_average(self.spec, self.key, mean, pushes[0], self._residual)
+
+
+def _first_unlike(*scales: bytes) -> list[str]:
+    """Return the first scale that differs between two payloads, in words."""
+    values = [np.frombuffer(part, "<u4") for part in scales]
+    count = min(map(len, values))
+    unlike = np.flatnonzero(values[0][:count] != values[1][:count])
+    at = int(unlike[0]) if unlike.size else count
+    shown = (part.view("<f4")[at : at + 1].tolist() for part in values)
+    return [f"{x[0]!r} as scale {at}" if x else f"{at} scales" for x in shown]
 
 
 class AsynchronousParameter(Parameter):

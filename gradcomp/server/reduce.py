@@ -55,7 +55,11 @@ def average_payloads(spec: Spec, payloads: Sequence[Tensor]) -> Tensor:
     if any(header.nonfinite for header in headers):
         return out.fill_(float("nan"))
     if codec.can_share_scale:
-        shared = spec.shares_scale if spec.codec else len(set(map(scale_bytes, payloads))) == 1
+        shared = (
+            spec.shares_scale
+            if spec.codec is not None
+            else len(set(map(scale_bytes, payloads))) == 1
+        )
         codec = codec_of(spec, headers[0], nbytes, shares_scale=shared)
     codec.decode_body(of(CPU), payloads, layout, out)
     return out
@@ -75,7 +79,7 @@ def encode_average(
     """
     header, parameter = wire.parse(payload.numpy()), zlib.crc32(key.encode())
     codec = codec_of(spec, header, payload.numel())
-    draws = RngKey(spec.seed, 0, header.step, parameter, STREAM_SERVER, spec.first)
+    draws = RngKey(codec.seed, 0, header.step, parameter, STREAM_SERVER, spec.first)
     return codec.encode(mean, residual=residual, key=draws)
 
 

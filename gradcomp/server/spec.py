@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-import hashlib
+import json
 import math
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gradcomp.codecs import KINDS, Codec
+from gradcomp.codecs.checks import check_alone
 from gradcomp.errors import CorruptPayload
 from gradcomp.payload import wire
 from gradcomp.payload.form import HEADER_NBYTES, form_name
 from gradcomp.payload.layout import PayloadLayout
+from gradcomp.payload.pieces import round_up
 from gradcomp.server.messages import MAX_MESSAGE_NBYTES, METHODS, as_bytes
 
 CODECS = {kind.form.code: kind for kind in reversed(KINDS)}  # the first one of each form
+CLASSES = {type(kind).__name__: type(kind) for kind in KINDS}
 DTYPES = {"float32": torch.float32, "uint8": torch.uint8}
 MAX_NDIM = 8
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 MAX_NBYTES = MAX_MESSAGE_NBYTES - 4096  # of one value; leaves room for header, key and settings
-_FIXED = struct.Struct("<BBBBIIQdQQQ")
-_FLAGS = ("shares_scale", "error_feedback", "asynchronous")  # from bit 0
+MAX_TEXT_NBYTES = 1024  # of codec and initial values, in words
+_FIXED = struct.Struct("<BBBxIIIdQQQ")
 
 
 @dataclass(frozen=True)
@@ -33,17 +37,22 @@ class Spec:
 
     dtype: str  # "float32", or "uint8" for payloads
     shape: tuple[int, ...]  # of pushed values
-    codec: int = 0  # its number in payload headers; 0: any codec, as in the headers
-    shares_scale: bool = False
-    error_feedback: bool = True
-    seed: int = 0
-    codec_options: int = 0  # 64-bit hash of all options of the codec
+    codec_text: str = ""  # JSON of the codec's class and options; "": any, as in payload headers
     asynchronous: bool = False
     learning_rate: float = 0.0
     shard_numel: int = 0  # most elements of a shard; 0 for a key that is not cut
     value_crc: int = 0  # CRC-32 of the initial values of a cut key
+    value_text: str = ""  # some of these values, for people
     first: int = 0  # first element of a shard
     part_nbytes: int = 0  # bytes of a push to a shard; 0 for the settings of a cut key
+
+    @property
+    def codec(self) -> Codec | None:
+        return _parse_codec(self.codec_text) if self.codec_text else None
+
+    @property
+    def shares_scale(self) -> bool:
+        return self.codec is not None and self.codec.shares_scale
 
     @property
     def numel(self) -> int:
@@ -64,12 +73,11 @@ class Spec:
         return {
             "dtype": self.dtype,
             "shape": str(self.shape),
-            "codec": form_name(self.codec) if self.codec else "as the payloads say",
-            "codec_options": self.codec_options,
+            "codec": repr(self.codec) if self.codec else "as the payloads say",
             "asynchronous": self.asynchronous,
             "learning_rate": self.learning_rate,
             "shard_numel": self.shard_numel,
-            "value": self.value_crc,
+            "value": f"{self.value_text or 'none'}, CRC-32 {self.value_crc:#010x}",
             "shard": f"{self.part_nbytes} bytes from element {self.first}",
         }
 
@@ -111,28 +119,33 @@ def make_spec(
     ):
         if not is_right:
             raise ValueError(f"{rule}, got {got!r}")
-    spec = Spec(dtype, shape, asynchronous=asynchronous, learning_rate=float(rate))
-    if codec is None:
-        return spec
-    digest = hashlib.blake2b(repr(codec.options()).encode(), digest_size=8).digest()
-    return replace(
-        spec,
-        codec=codec.form.code,
-        shares_scale=codec.shares_scale,
-        error_feedback=codec.error_feedback,
-        seed=codec.seed,
-        codec_options=int.from_bytes(digest, "little"),
-    )
+    text = "" if codec is None else json.dumps([type(codec).__name__, codec.options()])
+    if codec is not None and type(codec) is not CLASSES.get(type(codec).__name__):
+        raise ValueError(f"the server has the codecs {', '.join(CLASSES)}, not {codec!r}")
+    return Spec(dtype, shape, text, asynchronous, float(rate))
+
+
+@lru_cache
+def _parse_codec(text: str) -> Codec:
+    """Return the codec of a `Spec.codec_text`; CorruptPayload "message" if there is none."""
+    try:
+        name, options = json.loads(text)
+        codec = CLASSES[name](**options)
+        check_alone(codec)
+    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
+        raise CorruptPayload("message", f"settings with codec {text!r:.100}: {error}") from error
+    return codec
 
 
 def pack_spec(spec: Spec, value: Tensor | None = None) -> Tensor:
     """Return the body of an INIT request: settings, shape, and initial values, if any."""
     dtype, ndim = list(DTYPES).index(spec.dtype), len(spec.shape)
-    flags = sum(getattr(spec, name) << bit for bit, name in enumerate(_FLAGS))
-    settings = (spec.seed, spec.value_crc, spec.codec_options, spec.learning_rate)
+    texts = [text.encode() for text in (spec.codec_text, spec.value_text)]
+    settings = (spec.asynchronous, spec.value_crc, *map(len, texts), spec.learning_rate)
     shard = (spec.shard_numel, spec.first, spec.part_nbytes)
-    fixed = _FIXED.pack(dtype, ndim, spec.codec, flags, *settings, *shard)
-    head = as_bytes(fixed + struct.pack(f"<{ndim}Q", *spec.shape))
+    fixed = _FIXED.pack(dtype, ndim, *settings, *shard) + struct.pack(f"<{ndim}Q", *spec.shape)
+    words = b"".join(texts)
+    head = as_bytes(fixed + words.ljust(round_up(len(words), 4), b"\0"))
     return head if value is None else torch.cat([head, value.reshape(-1).view(torch.uint8)])
 
 
@@ -141,22 +154,29 @@ def parse_spec(body: Tensor) -> tuple[Spec, Tensor | None]:
     head = body[: _FIXED.size].numpy().tobytes()
     if len(head) < _FIXED.size:
         raise CorruptPayload("message", f"settings of {len(head)} bytes")
-    dtype, ndim, code, flags, seed, crc, options, rate, *shard = _FIXED.unpack(head)
+    dtype, ndim, at_once, crc, codec_nbytes, value_nbytes, rate, *shard = _FIXED.unpack(head)
     shard_numel, first, part_nbytes = shard
-    start = _FIXED.size + 8 * ndim
-    if ndim > MAX_NDIM or body.numel() < start:
+    words, end = _FIXED.size + 8 * ndim, codec_nbytes + value_nbytes
+    start = words + round_up(end, 4)
+    if ndim > MAX_NDIM or end > MAX_TEXT_NBYTES or body.numel() < start:
         raise CorruptPayload("message", f"settings of {body.numel()} bytes, {ndim} dimensions")
-    if dtype >= len(DTYPES) or flags >> len(_FLAGS) or code not in (0, *CODECS):
-        raise CorruptPayload("message", f"settings with {dtype=}, {flags=}, {code=}")
-    name = list(DTYPES)[dtype]
-    shares, feedback, at_once = (bool(flags & bit) for bit in (1, 2, 4))
-    if not abs(rate) <= FLOAT32_MAX or (rate and not at_once) or (code and name != "uint8"):
-        raise CorruptPayload("message", f"settings with {rate=}, {code=}, {name=}")
-    if not shard_numel and (crc or first or part_nbytes):
+    if dtype >= len(DTYPES) or at_once > 1:
+        raise CorruptPayload("message", f"settings with {dtype=}, asynchronous={at_once}")
+    name, text = list(DTYPES)[dtype], body[words:start].numpy().tobytes()
+    if not abs(rate) <= FLOAT32_MAX or (rate and not at_once) or (codec_nbytes and name != "uint8"):
+        raise CorruptPayload("message", f"settings with {rate=}, {name=}, {text=}")
+    if not shard_numel and (crc or value_nbytes or first or part_nbytes):
         raise CorruptPayload("message", "settings of a shard of a key that is not cut")
-    shape = struct.unpack(f"<{ndim}Q", body[_FIXED.size : start].numpy().tobytes())
-    codec = (code, shares, feedback, seed, options)
-    spec = Spec(name, shape, *codec, at_once, rate, shard_numel, crc, first, part_nbytes)
+    shape = struct.unpack(f"<{ndim}Q", body[_FIXED.size : words].numpy().tobytes())
+    try:
+        codec, value = text[:codec_nbytes].decode(), text[codec_nbytes:end].decode()
+    except UnicodeDecodeError as error:
+        raise CorruptPayload("message", f"settings with {text=}: {error}") from None
+    if codec:
+        _parse_codec(codec)
+    spec = Spec(
+        name, shape, codec, bool(at_once), rate, shard_numel, crc, value, first, part_nbytes
+    )
     rest, has_value = body[start:], at_once and not spec.agrees_only
     wanted = spec.nbytes if has_value else 0
     fits = rest.numel() == wanted or (has_value and name == "uint8")
@@ -179,16 +199,11 @@ def codec_of(spec: Spec, header: wire.Header, nbytes: int, *, shares_scale: bool
     Raises:
         CorruptPayload: check "codec"; `Codec.encode` does not produce such payloads.
     """
-    code, feedback = spec.codec or header.codec, spec.error_feedback
-    if code not in CODECS:
-        text = f"a {form_name(code)} payload; the server takes those of Codec.encode"
+    if spec.codec is None and header.codec not in CODECS:
+        text = f"a {form_name(header.codec)} payload; the server takes those of Codec.encode"
         raise CorruptPayload("codec", text)
-    alike = [k for k in KINDS if k.form.code == spec.codec and k.error_feedback == feedback]
-    codec = (alike or [CODECS[code]])[0].of_groups(
-        max(1, header.group_numel),
-        shares_scale=shares_scale,
-        error_feedback=feedback,
-        seed=spec.seed,
+    codec = (spec.codec or CODECS[header.codec]).of_groups(
+        max(1, header.group_numel), shares_scale=shares_scale
     )
     code_nbytes = nbytes - HEADER_NBYTES - 4 * header.scale_count
     return codec.with_form(codec.form.of_payload(header.numel, code_nbytes))
@@ -200,8 +215,8 @@ def parse_payload(spec: Spec, payload: Tensor) -> tuple[wire.Header, Codec, Payl
     header = wire.parse(view)
     if header.segmented:
         raise CorruptPayload("segmented", "a server takes payloads of one tensor")
-    if spec.codec not in (0, header.codec):
-        got, wanted = form_name(header.codec), form_name(spec.codec)
+    if spec.codec is not None and spec.codec.form.code != header.codec:
+        got, wanted = form_name(header.codec), form_name(spec.codec.form.code)
         raise CorruptPayload("codec", f"a {got} payload, the key takes {wanted}")
     codec = codec_of(spec, header, view.size)
     layout = codec._layout_of(header, view.size)

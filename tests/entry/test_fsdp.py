@@ -826,6 +826,9 @@ def test_what_is_refused():
         loss_of(model, 0, 0).backward()
         assert first.stats.steps > 0, "the first one goes on"
     gradcomp.fsdp.register(model, "terngrad").close()
+    model = fully_shard(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4)))
+    with pytest.raises(gradcomp.errors.UnsupportedTensor, match="'0.weight' of an Embedding"):
+        gradcomp.fsdp.register(model, "terngrad")
 
 
 @each_rank(2)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from _ranks import run_local
+from _ranks import each_rank, run_local
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -434,27 +434,53 @@ def test_no_warning_where_the_table_knows_no_better(codec, table, warns):
     assert (warning_of(codec, Options(), ADAM, 4, table) is not None) is warns
 
 
-def perceptron(comm, codec, lr, steps):
-    """Train 128-256-10 on labels of a linear teacher; return the mean loss of the last 20 steps."""
+def perceptron(rank, register, lr, steps, dtype=torch.float32):
+    """Train 128-256-10 on labels of a linear teacher; return the mean loss of the last 20 steps.
+
+    `register(net, lr)` returns model, optimizer, what averages after backward, and what closes.
+    """
     net = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 10))
-    made, drawn = torch.Generator().manual_seed(1), torch.Generator().manual_seed(7 + comm.rank)
+    made, drawn = torch.Generator().manual_seed(1), torch.Generator().manual_seed(7 + rank)
     with torch.no_grad():
         for p in net.parameters():
             scale = (p.shape[-1] if p.ndim > 1 else 256) ** 0.5
             p.copy_(torch.empty_like(p).uniform_(-1, 1, generator=made) / scale)
     teacher, losses = torch.randn(128, 10, generator=made), []
-    optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
-    averager = GradientAverager(net, codec, comm=comm, optimizer=optimizer)
+    model, optimizer, average, close = register(net, lr)
     for _ in range(steps):
         x = torch.randn(32, 128, generator=drawn)
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(net(x), (x @ teacher).argmax(1))
+        loss = nn.functional.cross_entropy(model(x.to(dtype)).float(), (x @ teacher).argmax(1))
         loss.backward()
-        averager.average()
+        average()
         optimizer.step()
         losses.append(float(loss.detach()))
-    averager.close()
+    close()
     return sum(losses[-20:]) / 20
+
+
+def averaged(comm, codec, lr, steps):
+    def register(net, lr):
+        optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
+        averager = GradientAverager(net, codec, comm=comm, optimizer=optimizer)
+        return net, optimizer, averager.average, averager.close
+
+    return perceptron(comm.rank, register, lr, steps)
+
+
+@each_rank(2)
+def test_a_diverging_terngrad_warns_with_fused_updates():
+    def register(net, lr):
+        optimizer = SplitSGD(split_parameters(net), lr=lr, momentum=0.9)
+        model = DDP(net)
+        state = gradcomp.ddp.register(model, "terngrad", optimizer=optimizer)
+        return model, optimizer, lambda: None, state.close
+
+    rank = torch.distributed.get_rank()
+    with Listener() as said:
+        loss = perceptron(rank, register, 0.1, 200, torch.bfloat16)
+    warned = sum(level == "WARNING" and "weights have grown" in text for level, text in said)
+    assert loss > 3 and warned == (rank == 0)
 
 
 @pytest.mark.parametrize(
@@ -463,13 +489,13 @@ def perceptron(comm, codec, lr, steps):
 def test_ternary_trains_where_fp32_does_and_a_diverging_terngrad_warns(rate):
     """At 0.1 the stochastic codec came to 9 where fp32 came to 1, without a word."""
     losses, warned = {}, {}
-    for codec in ("identity", "ternary", "terngrad", "onebit"):
+    for codec in ("identity", "auto", "ternary", "terngrad", "onebit"):
         with Listener() as said:
-            losses[codec] = sum(run_local(2, perceptron, codec, rate, 200)) / 2
+            losses[codec] = sum(run_local(2, averaged, codec, rate, 200)) / 2
         warned[codec] = sum(
             level == "WARNING" and "weights have grown" in text for level, text in said
         )
     diverges = rate == 0.1
-    assert losses["ternary"] < 1.05 * losses["identity"]
+    assert max(losses["auto"], losses["ternary"]) < 1.05 * losses["identity"]
     assert (losses["terngrad"] > 3 * losses["identity"]) is diverges
     assert warned == dict.fromkeys(losses, 0) | {"terngrad": int(diverges)}

@@ -166,6 +166,10 @@ def test_every_page_is_linked():
 def test_the_readme_is_read_in_two_minutes():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 80 and "docs/README.md" in text
+    prose = re.sub(
+        r"```.*?```|\]\([^)]*\)", " ", text.partition("## Documentation")[0], flags=re.DOTALL
+    )
+    assert len(prose.split()) <= 500  # at 250 words a minute
 
 
 # ---- the page that decides -----------------------------------------------------------------------

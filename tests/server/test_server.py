@@ -182,6 +182,9 @@ def test_equal_scales_count_as_shared_only_without_a_codec():
 
 
 IN_GROUPS = [OneBit(group=50), Ternary(group=50), OneBit(group=50, error_feedback=False)]
+IN_GROUPS += [Ternary(group=50, step=2.5), Ternary(group=50, error_feedback=False)]
+IN_GROUPS += [Ternary(group=50, residual_decay=0.25), OneBit(group=50, residual_decay=0.5)]
+IN_GROUPS += [gradcomp.Block(4, group=50, residual_decay=0.25), OneBit(group=50, values="sign")]
 IN_GROUPS += [TernGrad(scale="own", seed=4, group=20), gradcomp.Identity()]
 ENCODED_AGAIN = [(codec, size) for codec in IN_GROUPS for size in (WHOLE, CUT)]
 ENCODED_AGAIN += [(EntropyCoded(bits), CUT) for bits in (1, 2.2, 4)]
@@ -193,13 +196,14 @@ ENCODED_AGAIN += [(TernGrad(scale="own", seed=4), WHOLE)]
 @pytest.mark.parametrize(("codec", "size"), ENCODED_AGAIN)
 def test_averages_are_encoded_again_and_nothing_is_lost(over, codec, size, servers):
     """The same bytes on every worker, with any number of servers, in one piece or in shards (whose
-    draws and residuals are those of their elements), drawn from stream 2. With error feedback
-    mean + old residual = decoded + new residual, and a NaN leaves no trace.
+    draws and residuals are those of their elements), drawn from stream 2. The new residual is
+    decay * (mean + old residual - decoded), and a NaN leaves no trace.
     """
     numel, rounds = 333 if codec.form.cuts else 5_000, 5
     payloads = encode_rounds(codec, numel, 2, rounds)
     got, _ = run(push_payloads, codec, payloads, True, servers=servers, over=over, **size)
     residual = torch.zeros(numel) if codec.error_feedback else None
+    decay = codec.options().get("residual_decay", 1.0)
     for r in range(rounds):
         assert same_bits(got[0][r], got[1][r])
         decoded = codec.decode(got[0][r])
@@ -213,7 +217,7 @@ def test_averages_are_encoded_again_and_nothing_is_lost(over, codec, size, serve
         key = RngKey(codec.seed, 0, r, zlib.crc32(b"p"), 2)
         wanted = codec.requantizer().encode(mean, residual=residual, key=key)
         assert same_bits(got[0][r], wanted) and wire.parse(wanted.numpy()).stream == 2
-        assert residual is None or torch.equal(residual, (mean + before) - decoded)
+        assert residual is None or torch.equal(residual, decay * ((mean + before) - decoded))
     assert residual is None or bool(residual.any())
 
 

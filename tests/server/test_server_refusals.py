@@ -2,6 +2,7 @@
 damaged, wrong arguments.
 """
 
+import re
 import struct
 import threading
 
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference import payload as ref_payload
 
-from gradcomp import OneBit, TernGrad
+from gradcomp import OneBit, Ternary, TernGrad
 from gradcomp.codecs import EntropyCoded, RngKey
 from gradcomp.comm import LocalCommunicator
 from gradcomp.comm.local import Sent
@@ -34,6 +35,8 @@ CODEC = TernGrad(clip_sigma=None)
 ASYNCHRONOUS = {"asynchronous": True, "learning_rate": 0.5, "value": torch.zeros(64)}
 TERNGRADS = [{"codec": TernGrad(seed=seed)} for seed in (1, 2)]
 ENTROPIES = [{"codec": EntropyCoded(bits)} for bits in (2.2, 2.3)]
+STEPS = [{"codec": Ternary(step=step)} for step in (1.8, 2.0)]
+DECAYS = [{"codec": OneBit(residual_decay=decay)} for decay in (1, 0.25)]
 RATES = [ASYNCHRONOUS, {**ASYNCHRONOUS, "learning_rate": 0.25}]
 VALUES = [ASYNCHRONOUS, {**ASYNCHRONOUS, "value": torch.ones(64)}]
 IN_SHARDS = {"shard_nbytes": 128}  # of 32 elements
@@ -43,8 +46,10 @@ DIFFERENCES = [  # the field, what two clients ask for, and the options of both
     ("dtype", ([64], "float32", {}), ([64], "uint8", {}), {}),
     ("codec", ([64], "uint8", {"codec": "onebit"}), ([64], "uint8", {"codec": "terngrad"}), {}),
     ("codec", ([64], "uint8", {}), ([64], "uint8", {"codec": "terngrad"}), {}),
-    ("codec_options", *(([64], "uint8", codec) for codec in TERNGRADS), {}),
-    ("codec_options", *(([64], "uint8", codec) for codec in ENTROPIES), {}),
+    ("codec", *(([64], "uint8", codec) for codec in TERNGRADS), {}),
+    ("codec", *(([64], "uint8", codec) for codec in ENTROPIES), {}),
+    ("codec", *(([64], "uint8", codec) for codec in STEPS), {}),
+    ("codec", *(([64], "uint8", codec) for codec in DECAYS), {}),
     ("asynchronous", ([64], "float32", ASYNCHRONOUS), ([64], "float32", {}), {}),
     ("learning_rate", *(([64], "float32", rate) for rate in RATES), {}),
     # of a key that is cut the weights might be a mixture; else the first client's values count
@@ -77,6 +82,10 @@ def test_different_settings_are_a_mismatch_at_both_sides(field, here, there, siz
     for error in (first[1], second[0], second[1]):
         assert isinstance(error, PeerMismatch) and error.field == field
     assert second[0].rank == 0 and second[0].expected == first[2].got
+    shown = [str(options.get("codec", "as the payloads say")) for _, _, options in (here, there)]
+    if field == "codec" and "Ternary" in shown[0]:
+        assert all(text in str(first[2]) for text in shown)
+    assert not re.search(r"\b\d{9,}\b", str(first[2]))  # a hash
     assert isinstance(second[2], ValueError)  # it never had the key
     assert first[3] == second[3] == 2.0
 
@@ -502,7 +511,7 @@ def test_a_client_that_takes_no_replies_is_ended_and_costs_no_more_memory(monkey
 @pytest.mark.parametrize("shape", [(2**63, 2**63), (2**32,), (2**31,)])
 def test_no_memory_is_taken_by_a_number_that_was_read(shape):
     body = pack_spec(make_spec((1,), "float32", None)).numpy().tobytes()
-    body = body[:1] + bytes([len(shape)]) + body[2:52] + struct.pack(f"<{len(shape)}Q", *shape)
+    body = body[:1] + bytes([len(shape)]) + body[2:48] + struct.pack(f"<{len(shape)}Q", *shape)
     with pytest.raises(CorruptPayload):
         parse_spec(as_tensor(body))
 

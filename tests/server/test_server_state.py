@@ -157,7 +157,7 @@ def damaged(data):
     yield "foreign", bytes(200)
     yield "foreign archive", archive(b"", {"0/x": b""})
     yield "longer", data + bytes(4)
-    yield "version", data.replace(b"version 2", b"version 3")
+    yield "version", data.replace(b"version 3", b"version 4")
     yield "other records", archive(FORMAT % 1, {"0/wort": b"", "0/last": b""})
     for at in (1, 16, 60, len(data) // 2, len(data) - 1):
         yield f"cut at {at}", data[:at]
