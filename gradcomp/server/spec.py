@@ -119,9 +119,9 @@ def make_spec(
     ):
         if not is_right:
             raise ValueError(f"{rule}, got {got!r}")
-    text = "" if codec is None else json.dumps([type(codec).__name__, codec.options()])
     if codec is not None and type(codec) is not CLASSES.get(type(codec).__name__):
         raise ValueError(f"the server has the codecs {', '.join(CLASSES)}, not {codec!r}")
+    text = "" if codec is None else json.dumps([type(codec).__name__, codec.options()])
     return Spec(dtype, shape, text, asynchronous, float(rate))
 
 

@@ -216,6 +216,7 @@ WRONG = [  # the call, and what its error says
     ("init_parameter", ("k", [1]), {"codec": "terngrad"}, "uint8"),
     ("init_parameter", ("k", [1], "uint8"), {"codec": "zip"}, "zip"),
     ("init_parameter", ("k", [99], "uint8"), {"codec": OneBit(rotate=True)}, "cannot be used"),
+    ("init_parameter", ("k", [99], "uint8"), {"codec": type("Own", (OneBit,), {})()}, "not Own"),
     ("init_parameter", ("k", [1]), {"asynchronous": True}, "learning_rate"),
     ("init_parameter", ("k", [1]), {"learning_rate": 0.5}, "0.5"),
     ("init_parameter", ("k", [1]), {"asynchronous": True, "learning_rate": float("nan")}, "nan"),

@@ -213,6 +213,11 @@ def test_damaged_files_are_refused_whole(tmp_path):
 
 REFUSED = [  # bytes of the file, None for no file; the error and what it says
     (b"GCPSTATE" + bytes(100), ValueError, ("format 1", "with the gradcomp that wrote it")),
+    (
+        archive(b"gradcomp parameter server, version 2, 1 records", {"0/x": RECORD}),
+        ValueError,
+        ("format 2", "with the gradcomp that wrote it"),
+    ),
     (b"PK", ValueError, ("checkpoint",)),
     (None, FileNotFoundError, ()),
 ]
