@@ -551,7 +551,31 @@ def scaled() -> Iterator[Figure]:
             f"| {label} | {{:.4f}} | {{:.4f}} / {{:.4f}} / {{:.4f}}: {{:.4f}} | {{:+.3f}} |",
             (base, *found, statistics.fmean(found), statistics.fmean(found) - base),
         )
+    again = "repeated-gpt-1m.jsonl"
+    long = {"steps": 2000, "batch": 4}
     short_fp32 = losses("fp32", steps=400)
+    onebit = "onebit:exempt=vectors,precondition,decay=0.25"
+    for label, method_again, settings in (
+        ("`Ternary()`, 600 steps", ternary, {}),
+        ("`Ternary()`, N = 2", ternary, {"workers": 2}),
+        ("`Ternary()`, N = 8", ternary, {"workers": 8}),
+        ("`Ternary()`, 2,000 steps of 4 sequences", ternary, long),
+        ('`EntropyCoded(1.25)`, which is `"auto"`, 600 steps', method, {}),
+        ("`EntropyCoded(1.25)`, N = 2", method, {"workers": 2}),
+        ("`EntropyCoded(1.25)`, source code", method, code),
+        ("`EntropyCoded(1.25)`, source code, N = 2", method, two_code),
+    ):
+        base_of, found = (losses(m, again, **settings) for m in ("fp32", method_again))
+        base, mean = statistics.fmean(base_of), statistics.fmean(found)
+        three = "{:.4f} / {:.4f} / {:.4f}: {:.4f}"
+        values = (*base_of, base, *found, mean, mean - base)
+        yield f"| {label} | {three} | {three} | {{:+.3f}} |", values
+    found, base = losses(onebit, again, steps=400), statistics.fmean(short_fp32)
+    mean = statistics.fmean(found)
+    yield (
+        f"| `OneBit()`, 400 steps (fp32: above) | {{:.4f}} | {three} | {{:+.3f}} |",
+        (base, *found, mean, mean - base),
+    )
     rare = {"steps": 2000, "batch": 0}
     local = "entropy:bits=1.25,every=30,warmup_steps=200,exempt=vectors"
     for label, one in (
