@@ -223,7 +223,9 @@ REFUSED = [  # bytes of the file, None for no file; the error and what it says
 ]
 
 
-@pytest.mark.parametrize(("data", "kind", "words"), REFUSED)
+@pytest.mark.parametrize(
+    ("data", "kind", "words"), REFUSED, ids=["format 1", "format 2", "no archive", "no file"]
+)
 def test_a_file_that_is_refused_ends_the_server(tmp_path, data, kind, words):
     path, here = tmp_path / "state", LocalCommunicator.group(2)[1]
     if data is not None:
