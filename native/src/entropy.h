@@ -73,7 +73,24 @@ typedef struct {
     int16_t codes[GC_STREAM_NUMEL + 64];
     uint8_t pairs[GC_PAIRS_NUMEL + 64]; /* as indices of gc_entropy_table.symbols */
     uint16_t escapes[GC_PAIRS_NUMEL / GC_PUT_PAIRS + 2]; /* a bit for each pair that is escaped */
+    uintptr_t next_src, next_residual;                   /* of the next stream; no residual: 0 */
+    uint32_t src_size;
 } gc_entropy_stage;
+
+/* Ask for elements [i, i + 32) of the next stream, which need not exist. */
+GC_INLINE void gc_fetch_next(const gc_entropy_stage *stage, uint32_t i)
+{
+    enum { L2 = 2 };
+    uintptr_t src = stage->next_src + (uintptr_t)i * stage->src_size,
+              residual = stage->next_residual + (uintptr_t)i * sizeof(float);
+    __builtin_prefetch((const char *)src, 0, L2);
+    if (stage->src_size == sizeof(float))
+        __builtin_prefetch((const char *)src + 64, 0, L2);
+    if (stage->next_residual) {
+        __builtin_prefetch((const char *)residual, 0, L2);
+        __builtin_prefetch((const char *)residual + 64, 0, L2);
+    }
+}
 
 typedef struct {
     gc_block_take *take;

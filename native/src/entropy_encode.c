@@ -95,6 +95,13 @@ static choice choice_at(const stream *of, int j, uint32_t sampled)
     return out;
 }
 
+/* What a step more takes off a size (1/64 bit): 7/8 bit an octave, more where most pairs are
+ * escaped. */
+static int32_t slope_of(const stream *of)
+{
+    return (int32_t)(of->code_nbytes * 16 < of->numel * 7 ? of->numel * 7 / 4 : of->numel * 3);
+}
+
 /* Search for the smallest step whose codes are expected to need at most `limit` (1/64 bit), from
  * step j on: return one that wastes less than `waste` steps, or the best of those that were looked
  * at. */
@@ -102,8 +109,7 @@ static int search(const stream *of, int32_t limit, int waste, int j, uint32_t sa
                   choice *found)
 {
     int32_t share = GC_SAMPLE_EVERY / (int32_t)sampled;
-    /* of the size, a step: 0.75 bit an octave */
-    int32_t slope = (int32_t)of->numel / share * 3 / 2;
+    int32_t slope = slope_of(of) / share;
     limit /= share;
     int64_t excess = 0, spare = 0; /* at low and high */
     int low = -1, high = GC_STEP_COUNT;
@@ -145,12 +151,26 @@ static int first_step(uint32_t numel, uint32_t code_nbytes)
     return j < 0 ? 0 : j > LAST_STEP ? LAST_STEP : (int)j;
 }
 
+/* The smallest step that takes `excess` (1/64 bit; negative: to spare) off the size at step j. */
+static int moved(const stream *of, int j, int64_t excess)
+{
+    int64_t slope = slope_of(of);
+    int64_t to = j + (excess > 0 ? (excess + slope - 1) / slope : excess / slope);
+    return to < 0 ? 0 : to > LAST_STEP ? LAST_STEP : (int)to;
+}
+
+/* A whole stream's step is found by a sample, and moved by what all of its codes are expected to
+ * need. */
 static int find_step(const stream *of, int32_t limit, choice *found)
 {
     int j = first_step(of->numel, of->code_nbytes);
-    if (of->numel == GC_STREAM_NUMEL)
-        j = search(of, limit, 2, j, GC_SAMPLE_NUMEL, found);
-    return search(of, limit, 1, j, GC_SAMPLE_EVERY, found);
+    if (of->numel < GC_STREAM_NUMEL)
+        return search(of, limit, 1, j, GC_SAMPLE_EVERY, found);
+    j = search(of, limit, 2, j, GC_SAMPLE_NUMEL, found);
+    *found = choice_at(of, j, GC_SAMPLE_EVERY);
+    j = moved(of, j, (int64_t)found->size - limit);
+    found->scale = step_of(of->rms, j);
+    return j;
 }
 
 /* ---- a stream -------------------------------------------------------------------------------- */
@@ -183,9 +203,10 @@ static float encode_stream(const stream *of, uint8_t *codes)
      * how much more or less it needs. */
     int32_t spare = ((int32_t)of->code_nbytes - (int32_t)needed) * 8 * 64;
     if (!fits || spare > (int32_t)of->numel * 4) {
-        int again = find_step(of, limit + now.size - (int32_t)(needed - 1) * 8 * 64, &now);
+        int again = moved(of, j, -(int64_t)spare);
         if (again != j) {
             j = again;
+            now = choice_at(of, j, GC_SAMPLE_EVERY);
             quantize(of, &now);
             fits = put(of, &now, codes, &needed);
         }
@@ -206,6 +227,9 @@ static void encode_group(gc_encode_job *job, const gc_segment *segment, gc_run r
     uint64_t residual = segment->residual + run.first;
     gc_block_view view = {job->src, job->dtype, segment->data + run.first,
                           job->residual_in ? job->residual_in + residual : NULL, 2};
+    stage->src_size = job->dtype == GC_F32 ? 4 : 2;
+    stage->next_src = (uintptr_t)job->src + (view.data + run.numel) * stage->src_size;
+    stage->next_residual = view.residual ? (uintptr_t)(view.residual + run.numel) : 0;
     stream of = {tier, stage,     gc_get_entropy_tables(),
                  0,    run.numel, (uint32_t)gc_stream_code_nbytes(run.numel, job->stream_nbytes)};
     for (uint32_t i = 0; i < run.numel; i += GC_BLOCK_NUMEL) {

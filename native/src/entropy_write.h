@@ -72,7 +72,7 @@ GC_INLINE void gc_put_escaping(gc_writer *to, const gc_entropy_table *table, con
     }
 }
 
-/* Write pairs [first, end). */
+/* Write pairs [first, end); memory, idle meanwhile, fetches as much of the next stream. */
 GC_INLINE void gc_put_pairs(gc_writer *to, const gc_entropy_table *table,
                             const gc_entropy_stage *stage, uint32_t first, uint32_t end)
 {
@@ -80,6 +80,7 @@ GC_INLINE void gc_put_pairs(gc_writer *to, const gc_entropy_table *table,
         uint32_t escapes = (uint32_t)stage->escapes[i / GC_PUT_PAIRS] >> i % GC_PUT_PAIRS;
         count = GC_PUT_PAIRS - i % GC_PUT_PAIRS;
         count = end - i < count ? end - i : count;
+        gc_fetch_next(stage, 2 * i);
         if (escapes || count < GC_PUT_PAIRS) {
             gc_put_escaping(to, table, stage->pairs + i, stage->codes + 2 * i, count, escapes);
             continue;

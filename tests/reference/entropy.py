@@ -194,13 +194,13 @@ class Stream:
         size = int(counts @ table(best).pair_costs @ counts) // (2 * len(x))
         return Choice(j, step, best, size)
 
-    def search(self, limit: int, waste: int, j: int, x: Floats) -> Choice:
+    def search(self, limit: int, waste: int, slope: int, j: int, x: Floats) -> Choice:
         """Return the smallest step that is found in 8 tries whose codes take at most `limit`.
 
-        It begins at step `j` and ends where one leaves less than `waste`; the next one to try lies
-        where a line through what is known says that the limit is. All sizes in 1/64 bit.
+        It begins at step `j` and ends where one leaves less than `waste` times `slope`, a step's
+        share of the size; the next one to try lies where a line through what is known says that
+        the limit is. All sizes in 1/64 bit.
         """
-        slope = len(x) * 3 // 2
         low, high, excess, spare = -1, STEPS, 0, 0
         found: Choice | None = None
         for _ in range(8):
@@ -209,7 +209,7 @@ class Stream:
                 low, excess = j, now.size - limit
             else:
                 high, spare, found = j, limit - now.size, now
-                if spare < waste:
+                if spare < waste * slope:
                     break
             if found is None:
                 j = low + 1 + excess // slope
@@ -226,14 +226,26 @@ class Stream:
                 break
         return found if found is not None else self.choice(min(low + 16, STEPS - 1), x)
 
+    @property
+    def slope(self) -> int:
+        """What a step more takes off a size."""
+        return self.numel * 7 // 4 if self.code_nbytes * 16 < self.numel * 7 else self.numel * 3
+
+    def moved(self, j: int, excess: int) -> int:
+        """Return the smallest step that takes `excess` off the size at step `j`; may be below 0."""
+        by = -(-excess // self.slope) if excess > 0 else divided(excess, self.slope)
+        return min(max(j + by, 0), STEPS - 1)
+
     def find(self, limit: int) -> Choice:
-        """Search on a sample of a whole stream, then on all of it."""
+        """Search; the step of a whole stream by a sample, and then by all of it."""
         centibits = self.code_nbytes * 800 // self.numel
         j = min(max(143 - divided((centibits - 160) * 35, 100), 0), STEPS - 1)
-        waste = self.numel * 3 // 2
-        if self.sample is not None:
-            j = self.search(divided(limit, 4), 2 * waste // 4, j, self.sample).j
-        return self.search(limit, waste, j, self.x)
+        if self.sample is None:
+            return self.search(limit, 1, self.slope, j, self.x)
+        now = self.search(divided(limit, 4), 2, self.slope // 4, j, self.sample)
+        now = self.choice(now.j, self.x)
+        j = self.moved(now.j, now.size - limit)
+        return now._replace(j=j, step=step_of(self.rms, j))
 
     def encode(self) -> tuple[np.float32, Ints, Bytes]:
         """Return the step, the codes and their bytes; step 0 where no step's codes fit."""
@@ -242,9 +254,10 @@ class Stream:
         halves = self.halves(now)
         spare = (self.code_nbytes - self.needed(halves)) * 8 * 64
         if spare < 0 or spare > 4 * self.numel:
-            again = self.find(limit + now.size - (self.needed(halves) - 1) * 8 * 64)
-            if again.j != now.j:
-                now, halves = again, self.halves(again)
+            j = self.moved(now.j, -spare)
+            if j != now.j:
+                now = self.choice(j, self.x)
+                halves = self.halves(now)
         while self.needed(halves) > self.code_nbytes and now.j < STEPS - 1:
             now = self.choice(now.j + 1, self.x)
             halves = self.halves(now)

@@ -77,13 +77,37 @@ def divided(a, b):
 
 
 @triton.jit
+def slope_of(numel, nbytes):
+    """Return what a step more takes off a size (slope_of in entropy_encode.c)."""
+    return tl.where(nbytes * 16 < numel * 7, numel * 7 // 4, numel * 3)
+
+
+@triton.jit
+def moved_step(j, excess, slope):
+    """Return the smallest step that takes `excess` off the size at step j; negative: to spare."""
+    to = j + (tl.maximum(excess, 0) + slope - 1) // slope - tl.maximum(-excess, 0) // slope
+    return tl.minimum(tl.maximum(to, 0), STEPS - 1)
+
+
+@triton.jit
 def search(
-    x, i, numel, rms, limit, j, octave, costs, pair_costs, WASTE: tl.constexpr, PART: tl.constexpr
+    x,
+    i,
+    numel,
+    rms,
+    limit,
+    slope,
+    j,
+    octave,
+    costs,
+    pair_costs,
+    WASTE: tl.constexpr,
+    PART: tl.constexpr,
 ):
     """Search from step j for the smallest step whose codes are expected to need at most `limit`, or
     a slightly larger one (search in entropy_encode.c). Return step, scale, table, size.
     """
-    slope = numel // (SAMPLE_EVERY // PART) * 3 // 2
+    slope = slope // (SAMPLE_EVERY // PART)
     limit = divided(limit, SAMPLE_EVERY // PART)
     low, high = j * 0 - 1, j * 0 + STEPS
     excess, spare = limit * 0, limit * 0
@@ -125,10 +149,22 @@ def search(
 
 
 @triton.jit
-def find_step(x, i, numel, rms, limit, j, octave, costs, pair_costs):
+def find_step(x, i, numel, rms, limit, slope, j, octave, costs, pair_costs):
     if numel == STREAM:
-        j, _, _, _ = search(x, i, numel, rms, limit, j, octave, costs, pair_costs, 2, SAMPLED)
-    return search(x, i, numel, rms, limit, j, octave, costs, pair_costs, 1, SAMPLE_EVERY)
+        j, scale, table, size = search(
+            x, i, numel, rms, limit, slope, j, octave, costs, pair_costs, 2, SAMPLED
+        )
+        scale, chosen, size = choice_at(
+            x, i, numel, rms, j, octave, costs, pair_costs, SAMPLE_EVERY
+        )
+        table = chosen.to(tl.int32)
+        j = moved_step(j, size - limit, slope)
+        scale = step_of(rms, j, octave)
+    else:
+        j, scale, table, size = search(
+            x, i, numel, rms, limit, slope, j, octave, costs, pair_costs, 1, SAMPLE_EVERY
+        )
+    return j, scale, table
 
 
 # ---- pairs ---------------------------------------------------------------------------------------
@@ -260,21 +296,25 @@ def encode_streams(
     if used:
         # rounding to whole bytes wastes at most seven bits, in each half
         limit = (8 * (nbytes - 1) - 8) * 64
-        j, scale, table, size = find_step(
-            x, i, numel, rms, limit, tl.load(row + 6), octave, costs, pair_costs
+        slope = slope_of(numel, nbytes)
+        j, scale, table = find_step(
+            x, i, numel, rms, limit, slope, tl.load(row + 6), octave, costs, pair_costs
         )
         bits, length = pairs_of(x, i, numel, scale, table, symbols, tops)
         needed = nbytes_of(length, numel).to(tl.int64)
         if (needed > nbytes) | ((nbytes - needed) * 512 > numel * 4):
-            limit = limit + size - (needed - 1) * 512
-            j, scale, table, size = find_step(
-                x, i, numel, rms, limit, tl.load(row + 6), octave, costs, pair_costs
-            )
+            again = moved_step(j, (needed - nbytes) * 512, slope)
+            if again != j:
+                scale, chosen, _ = choice_at(
+                    x, i, numel, rms, again, octave, costs, pair_costs, SAMPLE_EVERY
+                )
+                table = chosen.to(tl.int32)
+            j = again
             bits, length = pairs_of(x, i, numel, scale, table, symbols, tops)
             needed = nbytes_of(length, numel).to(tl.int64)
         while (needed > nbytes) & (j < STEPS - 1):
             j += 1
-            scale, chosen, size = choice_at(
+            scale, chosen, _ = choice_at(
                 x, i, numel, rms, j, octave, costs, pair_costs, SAMPLE_EVERY
             )
             table = chosen.to(tl.int32)

@@ -142,6 +142,8 @@ GC_AVX512 static size_t write_pairs(const gc_entropy_table *table, const gc_entr
             to = put_escaping32(to, table, stage, first);
             continue;
         }
+        gc_fetch_next(stage, 2 * first);
+        gc_fetch_next(stage, 2 * first + 32);
         uint64_t bits[8], lengths[8];
         __m256i pairs = _mm256_loadu_si256((const __m256i *)(stage->pairs + first));
         join_symbols(look_up(joined, _mm512_cvtepu8_epi16(pairs)), bits, lengths);
