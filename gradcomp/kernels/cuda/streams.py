@@ -27,8 +27,9 @@ LARGEST_CODE = tl.constexpr(32767)
 LARGEST_STEP = tl.constexpr(((2 - 2.0**-23) * 2.0**127) / 32768)
 STREAM = tl.constexpr(4096)
 STEPS = tl.constexpr(256)
-SAMPLE_EVERY = tl.constexpr(512)
-SAMPLED = tl.constexpr(128)
+SAMPLE_EVERY = tl.constexpr(128)
+SAMPLED = tl.constexpr(32)
+FAR = tl.constexpr(3)  # steps from one that was looked at
 ZEROS_TABLE = tl.constexpr(7)
 
 
@@ -52,7 +53,7 @@ def step_of(rms, j, octave):
 
 @triton.jit
 def choice_at(x, i, numel, rms, j, octave, costs, pair_costs, PART: tl.constexpr):
-    """Return the scale of step j, the best table for the first PART of every 512 codes, and the
+    """Return the scale of step j, the best table for the first PART of every 128 codes, and the
     size of these codes in 1/64 bit.
     """
     scale = step_of(rms, j, octave)
@@ -83,88 +84,46 @@ def slope_of(numel, nbytes):
 
 
 @triton.jit
-def moved_step(j, excess, slope):
+def moved(j, excess, slope):
     """Return the smallest step that takes `excess` off the size at step j; negative: to spare."""
     to = j + (tl.maximum(excess, 0) + slope - 1) // slope - tl.maximum(-excess, 0) // slope
     return tl.minimum(tl.maximum(to, 0), STEPS - 1)
 
 
 @triton.jit
-def search(
-    x,
-    i,
-    numel,
-    rms,
-    limit,
-    slope,
-    j,
-    octave,
-    costs,
-    pair_costs,
-    WASTE: tl.constexpr,
-    PART: tl.constexpr,
-):
-    """Search from step j for the smallest step whose codes are expected to need at most `limit`, or
-    a slightly larger one (search in entropy_encode.c). Return step, scale, table, size.
+def search(x, i, numel, rms, limit, slope, j, octave, costs, pair_costs, PART: tl.constexpr):
+    """Search from step j for the smallest step whose codes are expected to need at most `limit`
+    (search in entropy_encode.c). Return step, scale and table.
     """
     slope = slope // (SAMPLE_EVERY // PART)
     limit = divided(limit, SAMPLE_EVERY // PART)
     low, high = j * 0 - 1, j * 0 + STEPS
     excess, spare = limit * 0, limit * 0
-    found_scale = (rms * 0).to(tl.float32)
-    found_table = (j * 0).to(tl.int32)
-    found_size = limit * 0
-    looks = j * 0
-    going = looks == 0
+    table = (j * 0).to(tl.int32)
+    looks, going = j * 0, j >= 0
     while going:
-        scale, table, size = choice_at(x, i, numel, rms, j, octave, costs, pair_costs, PART)
+        _, chosen, size = choice_at(x, i, numel, rms, j, octave, costs, pair_costs, PART)
+        table = chosen.to(tl.int32)
         fits = size <= limit
         low = tl.where(fits, low, j)
         high = tl.where(fits, j, high)
         excess = tl.where(fits, excess, size - limit)
         spare = tl.where(fits, limit - size, spare)
-        found_scale = tl.where(fits, scale, found_scale)
-        found_table = tl.where(fits, table, found_table)
-        found_size = tl.where(fits, size, found_size)
         looks += 1
-        ends = fits & (spare < WASTE * slope)
-        upwards = low + 1 + excess // slope
-        downwards = high - 1 - spare // slope
         both = spare + excess
         between = high - spare * (high - low) // tl.where(both > 0, both, 1)
-        j = tl.where(high == STEPS, upwards, tl.where(low < 0, downwards, between))
-        outside = (j <= low) | (j >= high)
-        middle = (low + high) // 2
-        nearer = tl.where(j <= low, low + 1, high - 1)
-        inside = tl.where((low < 0) | (high == STEPS), middle, nearer)
-        j = tl.where(outside, inside, j)
-        going = (looks < 8) & (j != low) & (j != high) & (ends == 0)
-    j = high
-    if high == STEPS:
-        j = tl.minimum(low + 16, STEPS - 1)
-        found_scale, found_table, found_size = choice_at(
-            x, i, numel, rms, j, octave, costs, pair_costs, PART
-        )
-    return j, found_scale, found_table.to(tl.int32), found_size
+        beyond = moved(j, size - limit, slope)
+        to = tl.where((low < 0) | (high == STEPS), beyond, between)
+        going = (looks < 8) & (tl.abs(to - j) >= FAR)
+        j = to
+    return j, step_of(rms, j, octave), table
 
 
 @triton.jit
 def find_step(x, i, numel, rms, limit, slope, j, octave, costs, pair_costs):
     if numel == STREAM:
-        j, scale, table, size = search(
-            x, i, numel, rms, limit, slope, j, octave, costs, pair_costs, 2, SAMPLED
-        )
-        scale, chosen, size = choice_at(
-            x, i, numel, rms, j, octave, costs, pair_costs, SAMPLE_EVERY
-        )
-        table = chosen.to(tl.int32)
-        j = moved_step(j, size - limit, slope)
-        scale = step_of(rms, j, octave)
-    else:
-        j, scale, table, size = search(
-            x, i, numel, rms, limit, slope, j, octave, costs, pair_costs, 1, SAMPLE_EVERY
-        )
-    return j, scale, table
+        j, _, _ = search(x, i, numel, rms, limit, slope, j, octave, costs, pair_costs, SAMPLED)
+    return search(x, i, numel, rms, limit, slope, j, octave, costs, pair_costs, SAMPLE_EVERY)
 
 
 # ---- pairs ---------------------------------------------------------------------------------------
@@ -302,24 +261,20 @@ def encode_streams(
         )
         bits, length = pairs_of(x, i, numel, scale, table, symbols, tops)
         needed = nbytes_of(length, numel).to(tl.int64)
-        if (needed > nbytes) | ((nbytes - needed) * 512 > numel * 4):
-            again = moved_step(j, (needed - nbytes) * 512, slope)
-            if again != j:
-                scale, chosen, _ = choice_at(
-                    x, i, numel, rms, again, octave, costs, pair_costs, SAMPLE_EVERY
-                )
-                table = chosen.to(tl.int32)
-            j = again
-            bits, length = pairs_of(x, i, numel, scale, table, symbols, tops)
-            needed = nbytes_of(length, numel).to(tl.int64)
-        while (needed > nbytes) & (j < STEPS - 1):
-            j += 1
+        lowered = j < 0
+        to = moved(j, (needed - nbytes) * 512, slope)
+        wasteful = (nbytes - needed) * 512 > numel * 2
+        while ((needed > nbytes) | (wasteful & (lowered == 0))) & (to != j):
+            lowered = lowered | (needed <= nbytes)
+            j = to
             scale, chosen, _ = choice_at(
                 x, i, numel, rms, j, octave, costs, pair_costs, SAMPLE_EVERY
             )
             table = chosen.to(tl.int32)
             bits, length = pairs_of(x, i, numel, scale, table, symbols, tops)
             needed = nbytes_of(length, numel).to(tl.int64)
+            to = moved(j, (needed - nbytes) * 512, slope)
+            wasteful = (nbytes - needed) * 512 > numel * 2
         if needed <= nbytes:
             pair = tl.arange(0, STREAM // 2)
             pairs = (numel + 1) // 2
@@ -327,10 +282,10 @@ def encode_streams(
             before = (tl.cumsum(length, axis=0) - length).to(tl.int64)
             put_bits(words, 8 * (place + 1) + before, bits, ahead)
             before -= tl.sum(tl.where(ahead, length, 0), axis=0)
-            moved = bits << (before % 8)
+            shifted = bits << (before % 8)
             end = 8 * (place + nbytes - 8 - before // 8)
             behind = (ahead == 0) & (pair < pairs)
-            put_bits(words, end, swapped(moved), behind)
+            put_bits(words, end, swapped(shifted), behind)
         else:
             scale = scale * 0
             table = table * 0 + ZEROS_TABLE
