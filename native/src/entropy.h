@@ -16,8 +16,8 @@ enum {
     GC_SYMBOLS_COUNT = 256,
     GC_LARGEST_CODE = 32767,
     GC_STEP_COUNT = 256,   /* candidate steps, 1/32 of an octave apart */
-    GC_SAMPLE_NUMEL = 32, /* of every so many elements, looked at first */
-    GC_SAMPLE_EVERY = 128,
+    GC_SAMPLE_NUMEL = 128, /* of every so many elements, looked at first */
+    GC_SAMPLE_EVERY = 512,
     GC_COUNTED_CODES = 9, /* |code| 0 to 7, and 8 or more */
     GC_PAIRS_NUMEL = GC_STREAM_NUMEL / 2,
     /* of half a stream's pairs, each a symbol and two codes of 4 + 15 bits, and a flush */

@@ -467,9 +467,9 @@ def test_entropy_codes_are_laid_out_as_drawn() -> None:
     found = entropy.unpack_pairs(entropy.pack_pairs(pairs, 7), 2, 7)
     assert found == [(0, False), (0, False), (0, True), (-300, True)]
     scales, codes, _ = entropy.entropy_encode(f32(-1, 0, 3, 0.2, -2), ref.Piece(5, 4096), 512)
-    assert codes.tobytes() == bytes.fromhex("0D0E09027D")  # the example of wire-format.md
+    assert codes.tobytes() == bytes.fromhex("0DEE060005")  # the example of wire-format.md
     decoded = entropy.entropy_decode(codes, scales, ref.Piece(5, 4096), 512)
-    assert bits(decoded) == bits(scales * f32(-3, 0, 8, 1, -5))
+    assert bits(decoded) == bits(scales * f32(-2, 0, 6, 0, -4))
 
 
 def test_entropy_tables_are_the_documented_ones() -> None:

@@ -172,12 +172,6 @@ def divided(a: int, b: int) -> int:
     return abs(a) // b * (1 if a >= 0 else -1)
 
 
-def moved(j: int, excess: int, slope: int) -> int:
-    """Return the smallest step that takes `excess` off the size at step `j`; below 0: to spare."""
-    by = -(-excess // slope) if excess > 0 else divided(excess, slope)
-    return min(max(j + by, 0), STEPS - 1)
-
-
 class Stream:
     """The values of a stream, and how its step is chosen.
 
@@ -189,7 +183,7 @@ class Stream:
 
     def __init__(self, x: Floats, rms: float, code_nbytes: int) -> None:
         self.x, self.rms, self.code_nbytes, self.numel = x, rms, code_nbytes, len(x)
-        self.sample = x.reshape(-1, 128)[:, :32].ravel() if len(x) == STREAM_NUMEL else None
+        self.sample = x.reshape(-1, 512)[:, :128].ravel() if len(x) == STREAM_NUMEL else None
 
     def choice(self, j: int, x: Floats) -> Choice:
         """Return the best table of a step for values `x`, by the counts of their codes."""
@@ -200,53 +194,67 @@ class Stream:
         size = int(counts @ table(best).pair_costs @ counts) // (2 * len(x))
         return Choice(j, step, best, size)
 
-    @property
-    def slope(self) -> int:
-        """What a step more takes off a size."""
-        return self.numel * 7 // 4 if self.code_nbytes * 16 < self.numel * 7 else self.numel * 3
+    def search(self, limit: int, waste: int, j: int, x: Floats) -> Choice:
+        """Return the smallest step that is found in 8 tries whose codes take at most `limit`.
 
-    def search(self, limit: int, slope: int, j: int, x: Floats) -> Choice:
-        """Return the smallest step whose codes take at most `limit`: where a line through what is
-        known says that they do, once that is less than 3 steps from one that was looked at.
-
-        It begins at step `j`, and looks at 8 at most. All sizes in 1/64 bit.
+        It begins at step `j` and ends where one leaves less than `waste`; the next one to try lies
+        where a line through what is known says that the limit is. All sizes in 1/64 bit.
         """
+        slope = len(x) * 3 // 2
         low, high, excess, spare = -1, STEPS, 0, 0
+        found: Choice | None = None
         for _ in range(8):
-            now, before = self.choice(j, x), j
+            now = self.choice(j, x)
             if now.size > limit:
                 low, excess = j, now.size - limit
             else:
-                high, spare = j, limit - now.size
-            if low < 0 or high == STEPS:
-                j = moved(j, now.size - limit, slope)
+                high, spare, found = j, limit - now.size, now
+                if spare < waste:
+                    break
+            if found is None:
+                j = low + 1 + excess // slope
+            elif low < 0:
+                j = high - 1 - spare // slope
             else:
                 j = high - spare * (high - low) // (spare + excess)
-            if abs(j - before) < 3:
+            if not low < j < high:
+                if low < 0 or found is None:
+                    j = (low + high) // 2
+                else:
+                    j = low + 1 if j <= low else high - 1
+            if j in (low, high):
                 break
-        return now._replace(j=j, step=step_of(self.rms, j))
+        return found if found is not None else self.choice(min(low + 16, STEPS - 1), x)
 
     def find(self, limit: int) -> Choice:
         """Search on a sample of a whole stream, then on all of it."""
         centibits = self.code_nbytes * 800 // self.numel
         j = min(max(143 - divided((centibits - 160) * 35, 100), 0), STEPS - 1)
+        waste = self.numel * 3 // 2
         if self.sample is not None:
-            j = self.search(divided(limit, 4), self.slope // 4, j, self.sample).j
-        return self.search(limit, self.slope, j, self.x)
+            j = self.search(divided(limit, 4), 2 * waste // 4, j, self.sample).j
+        return self.search(limit, waste, j, self.x)
 
     def encode(self) -> tuple[np.float32, Ints, Bytes]:
         """Return the step, the codes and their bytes; step 0 where no step's codes fit."""
-        now, lowered = self.find((8 * (self.code_nbytes - 1) - 8) * 64), False
-        while True:
-            front, back = self.halves(now)
-            fill = self.code_nbytes - 1 - len(front) - len(back)
-            j = moved(now.j, -fill * 8 * 64, self.slope)
-            if fill >= 0 and (lowered or fill * 8 * 64 <= 2 * self.numel or j == now.j):
-                break
-            if j == now.j:
-                return np.float32(0), np.zeros(self.numel, np.int64), zero_codes(self.code_nbytes)
-            lowered, now = lowered or fill >= 0, self.choice(j, self.x)
-        out = np.concatenate([[now.table], front, np.zeros(fill), back[::-1]]).astype(np.uint8)
+        limit = (8 * (self.code_nbytes - 1) - 8) * 64
+        now = self.find(limit)
+        halves = self.halves(now)
+        spare = (self.code_nbytes - self.needed(halves)) * 8 * 64
+        if spare < 0 or spare > 4 * self.numel:
+            again = self.find(limit + now.size - (self.needed(halves) - 1) * 8 * 64)
+            if again.j != now.j:
+                now, halves = again, self.halves(again)
+        while self.needed(halves) > self.code_nbytes and now.j < STEPS - 1:
+            now = self.choice(now.j + 1, self.x)
+            halves = self.halves(now)
+        if self.needed(halves) > self.code_nbytes:
+            return np.float32(0), np.zeros(self.numel, np.int64), zero_codes(self.code_nbytes)
+        out = np.zeros(self.code_nbytes, np.uint8)
+        front, back = halves
+        out[0] = now.table
+        out[1 : 1 + len(front)] = front
+        out[self.code_nbytes - len(back) :] = back[::-1]
         return now.step, codes_of(self.x, now.step), out
 
     def halves(self, choice: Choice) -> tuple[Bytes, Bytes]:
@@ -255,6 +263,10 @@ class Stream:
         pairs = codes.reshape(-1, 2)
         first = (len(pairs) + 1) // 2
         return pack_pairs(pairs[:first], choice.table), pack_pairs(pairs[first:], choice.table)
+
+    @staticmethod
+    def needed(halves: tuple[Bytes, Bytes]) -> int:
+        return 1 + sum(map(len, halves))
 
 
 # ---- bits ----------------------------------------------------------------------------------------

@@ -27,9 +27,8 @@ LARGEST_CODE = tl.constexpr(32767)
 LARGEST_STEP = tl.constexpr(((2 - 2.0**-23) * 2.0**127) / 32768)
 STREAM = tl.constexpr(4096)
 STEPS = tl.constexpr(256)
-SAMPLE_EVERY = tl.constexpr(128)
-SAMPLED = tl.constexpr(32)
-FAR = tl.constexpr(3)  # steps from one that was looked at
+SAMPLE_EVERY = tl.constexpr(512)
+SAMPLED = tl.constexpr(128)
 ZEROS_TABLE = tl.constexpr(7)
 
 
@@ -53,7 +52,7 @@ def step_of(rms, j, octave):
 
 @triton.jit
 def choice_at(x, i, numel, rms, j, octave, costs, pair_costs, PART: tl.constexpr):
-    """Return the scale of step j, the best table for the first PART of every 128 codes, and the
+    """Return the scale of step j, the best table for the first PART of every 512 codes, and the
     size of these codes in 1/64 bit.
     """
     scale = step_of(rms, j, octave)
@@ -78,52 +77,58 @@ def divided(a, b):
 
 
 @triton.jit
-def slope_of(numel, nbytes):
-    """Return what a step more takes off a size (slope_of in entropy_encode.c)."""
-    return tl.where(nbytes * 16 < numel * 7, numel * 7 // 4, numel * 3)
-
-
-@triton.jit
-def moved(j, excess, slope):
-    """Return the smallest step that takes `excess` off the size at step j; negative: to spare."""
-    to = j + (tl.maximum(excess, 0) + slope - 1) // slope - tl.maximum(-excess, 0) // slope
-    return tl.minimum(tl.maximum(to, 0), STEPS - 1)
-
-
-@triton.jit
-def search(x, i, numel, rms, limit, slope, j, octave, costs, pair_costs, PART: tl.constexpr):
-    """Search from step j for the smallest step whose codes are expected to need at most `limit`
-    (search in entropy_encode.c). Return step, scale and table.
+def search(
+    x, i, numel, rms, limit, j, octave, costs, pair_costs, WASTE: tl.constexpr, PART: tl.constexpr
+):
+    """Search from step j for the smallest step whose codes are expected to need at most `limit`, or
+    a slightly larger one (search in entropy_encode.c). Return step, scale, table, size.
     """
-    slope = slope // (SAMPLE_EVERY // PART)
+    slope = numel // (SAMPLE_EVERY // PART) * 3 // 2
     limit = divided(limit, SAMPLE_EVERY // PART)
     low, high = j * 0 - 1, j * 0 + STEPS
     excess, spare = limit * 0, limit * 0
-    table = (j * 0).to(tl.int32)
-    looks, going = j * 0, j >= 0
+    found_scale = (rms * 0).to(tl.float32)
+    found_table = (j * 0).to(tl.int32)
+    found_size = limit * 0
+    looks = j * 0
+    going = looks == 0
     while going:
-        _, chosen, size = choice_at(x, i, numel, rms, j, octave, costs, pair_costs, PART)
-        table = chosen.to(tl.int32)
+        scale, table, size = choice_at(x, i, numel, rms, j, octave, costs, pair_costs, PART)
         fits = size <= limit
         low = tl.where(fits, low, j)
         high = tl.where(fits, j, high)
         excess = tl.where(fits, excess, size - limit)
         spare = tl.where(fits, limit - size, spare)
+        found_scale = tl.where(fits, scale, found_scale)
+        found_table = tl.where(fits, table, found_table)
+        found_size = tl.where(fits, size, found_size)
         looks += 1
+        ends = fits & (spare < WASTE * slope)
+        upwards = low + 1 + excess // slope
+        downwards = high - 1 - spare // slope
         both = spare + excess
         between = high - spare * (high - low) // tl.where(both > 0, both, 1)
-        beyond = moved(j, size - limit, slope)
-        to = tl.where((low < 0) | (high == STEPS), beyond, between)
-        going = (looks < 8) & (tl.abs(to - j) >= FAR)
-        j = to
-    return j, step_of(rms, j, octave), table
+        j = tl.where(high == STEPS, upwards, tl.where(low < 0, downwards, between))
+        outside = (j <= low) | (j >= high)
+        middle = (low + high) // 2
+        nearer = tl.where(j <= low, low + 1, high - 1)
+        inside = tl.where((low < 0) | (high == STEPS), middle, nearer)
+        j = tl.where(outside, inside, j)
+        going = (looks < 8) & (j != low) & (j != high) & (ends == 0)
+    j = high
+    if high == STEPS:
+        j = tl.minimum(low + 16, STEPS - 1)
+        found_scale, found_table, found_size = choice_at(
+            x, i, numel, rms, j, octave, costs, pair_costs, PART
+        )
+    return j, found_scale, found_table.to(tl.int32), found_size
 
 
 @triton.jit
-def find_step(x, i, numel, rms, limit, slope, j, octave, costs, pair_costs):
+def find_step(x, i, numel, rms, limit, j, octave, costs, pair_costs):
     if numel == STREAM:
-        j, _, _ = search(x, i, numel, rms, limit, slope, j, octave, costs, pair_costs, SAMPLED)
-    return search(x, i, numel, rms, limit, slope, j, octave, costs, pair_costs, SAMPLE_EVERY)
+        j, _, _, _ = search(x, i, numel, rms, limit, j, octave, costs, pair_costs, 2, SAMPLED)
+    return search(x, i, numel, rms, limit, j, octave, costs, pair_costs, 1, SAMPLE_EVERY)
 
 
 # ---- pairs ---------------------------------------------------------------------------------------
@@ -255,26 +260,26 @@ def encode_streams(
     if used:
         # rounding to whole bytes wastes at most seven bits, in each half
         limit = (8 * (nbytes - 1) - 8) * 64
-        slope = slope_of(numel, nbytes)
-        j, scale, table = find_step(
-            x, i, numel, rms, limit, slope, tl.load(row + 6), octave, costs, pair_costs
+        j, scale, table, size = find_step(
+            x, i, numel, rms, limit, tl.load(row + 6), octave, costs, pair_costs
         )
         bits, length = pairs_of(x, i, numel, scale, table, symbols, tops)
         needed = nbytes_of(length, numel).to(tl.int64)
-        lowered = j < 0
-        to = moved(j, (needed - nbytes) * 512, slope)
-        wasteful = (nbytes - needed) * 512 > numel * 2
-        while ((needed > nbytes) | (wasteful & (lowered == 0))) & (to != j):
-            lowered = lowered | (needed <= nbytes)
-            j = to
-            scale, chosen, _ = choice_at(
+        if (needed > nbytes) | ((nbytes - needed) * 512 > numel * 4):
+            limit = limit + size - (needed - 1) * 512
+            j, scale, table, size = find_step(
+                x, i, numel, rms, limit, tl.load(row + 6), octave, costs, pair_costs
+            )
+            bits, length = pairs_of(x, i, numel, scale, table, symbols, tops)
+            needed = nbytes_of(length, numel).to(tl.int64)
+        while (needed > nbytes) & (j < STEPS - 1):
+            j += 1
+            scale, chosen, size = choice_at(
                 x, i, numel, rms, j, octave, costs, pair_costs, SAMPLE_EVERY
             )
             table = chosen.to(tl.int32)
             bits, length = pairs_of(x, i, numel, scale, table, symbols, tops)
             needed = nbytes_of(length, numel).to(tl.int64)
-            to = moved(j, (needed - nbytes) * 512, slope)
-            wasteful = (nbytes - needed) * 512 > numel * 2
         if needed <= nbytes:
             pair = tl.arange(0, STREAM // 2)
             pairs = (numel + 1) // 2
@@ -282,10 +287,10 @@ def encode_streams(
             before = (tl.cumsum(length, axis=0) - length).to(tl.int64)
             put_bits(words, 8 * (place + 1) + before, bits, ahead)
             before -= tl.sum(tl.where(ahead, length, 0), axis=0)
-            shifted = bits << (before % 8)
+            moved = bits << (before % 8)
             end = 8 * (place + nbytes - 8 - before // 8)
             behind = (ahead == 0) & (pair < pairs)
-            put_bits(words, end, swapped(shifted), behind)
+            put_bits(words, end, swapped(moved), behind)
         else:
             scale = scale * 0
             table = table * 0 + ZEROS_TABLE

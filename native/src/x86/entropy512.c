@@ -17,12 +17,10 @@ GC_AVX512_INLINE uint32_t total_bytes(__m512i sums)
     return (uint32_t)_mm512_reduce_add_epi64(_mm512_sad_epu8(sums, _mm512_setzero_si512()));
 }
 
-/* Twice thirty-two elements. */
-GC_AVX512_INLINE void count64(const float *here, const float *there, __m512 inverse,
-                              __m512i seen[GC_COUNTED_CODES - 1])
+GC_AVX512_INLINE void count64(const float *x, __m512 inverse, __m512i seen[GC_COUNTED_CODES - 1])
 {
-    __m512i low = _mm512_packs_epi32(codes16(here, inverse), codes16(here + 16, inverse)),
-            high = _mm512_packs_epi32(codes16(there, inverse), codes16(there + 16, inverse));
+    __m512i low = _mm512_packs_epi32(codes16(x, inverse), codes16(x + 16, inverse)),
+            high = _mm512_packs_epi32(codes16(x + 32, inverse), codes16(x + 48, inverse));
     /* in any order: only counts matter. Saturated codes stay above 7. */
     __m512i bytes = _mm512_abs_epi8(_mm512_packs_epi16(low, high));
     const __m512i one = _mm512_set1_epi8(1);
@@ -41,9 +39,10 @@ GC_AVX512 static void count(const gc_entropy_stage *stage, uint32_t numel, uint3
     for (int k = 0; k < GC_COUNTED_CODES - 1; k++)
         seen[k] = _mm512_setzero_si512();
     uint32_t rest = 0, past = (0 - numel) % 64;
-    uint32_t apart = sampled == GC_SAMPLE_NUMEL ? GC_SAMPLE_EVERY : 32;
-    for (uint32_t i = 0; i < numel; i += 2 * apart) {
-        count64(stage->block.x + i, stage->block.x + i + apart, by, seen);
+    for (uint32_t i = 0; i < numel; i += 64) {
+        if (i % GC_SAMPLE_EVERY >= sampled)
+            continue;
+        count64(stage->block.x + i, by, seen);
         rest += 64;
     }
     for (int k = 0; k < GC_COUNTED_CODES - 1; k++) {
