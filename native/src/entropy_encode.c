@@ -4,7 +4,7 @@
  * What is chosen depends on counts of codes alone, which are integers, so every tier chooses alike.
  *
  * A search of one or two looks at all of the codes is a fifth faster, and can have a smaller error,
- * but the byte GPT of `bench accuracy` ended 0.01 to 0.03 nats higher with three of them. So
+ * but the byte GPT of `bench accuracy` ended 0.01 to 0.03 nats higher with three variants of it. So
  * measure trainings, not errors, before this changes.
  */
 #include "entropy.h"
