@@ -80,6 +80,7 @@ typedef struct {
 /* Ask for elements [i, i + 32) of the next stream, which need not exist. */
 GC_INLINE void gc_fetch_next(const gc_entropy_stage *stage, uint32_t i)
 {
+#if defined(__GNUC__) || defined(__clang__)
     enum { L2 = 2 };
     uintptr_t src = stage->next_src + (uintptr_t)i * stage->src_size,
               residual = stage->next_residual + (uintptr_t)i * sizeof(float);
@@ -90,6 +91,10 @@ GC_INLINE void gc_fetch_next(const gc_entropy_stage *stage, uint32_t i)
         __builtin_prefetch((const char *)residual, 0, L2);
         __builtin_prefetch((const char *)residual + 64, 0, L2);
     }
+#else
+    (void)stage;
+    (void)i;
+#endif
 }
 
 typedef struct {

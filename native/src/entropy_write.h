@@ -72,7 +72,7 @@ GC_INLINE void gc_put_escaping(gc_writer *to, const gc_entropy_table *table, con
     }
 }
 
-/* Write pairs [first, end); memory, idle meanwhile, fetches as much of the next stream. */
+/* Write pairs [first, end), and fetch as much of the next stream: memory is idle meanwhile. */
 GC_INLINE void gc_put_pairs(gc_writer *to, const gc_entropy_table *table,
                             const gc_entropy_stage *stage, uint32_t first, uint32_t end)
 {
