@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from rich.table import Table
@@ -83,6 +84,23 @@ def row_of(
     }
 
 
+def middle_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one row for each method: the one with the median exposed seconds (of two in the middle
+    the smaller), with those of all its rows in ``exposed_rounds``, ascending; or one that failed.
+    """
+    out = []
+    for method in dict.fromkeys(row["method"] for row in rows):
+        own = [row for row in rows if row["method"] == method]
+        row = next((row for row in own if row.get("failed")), None)
+        if row is None:
+            alone = own[0]["exposed_seconds"] is None
+            own.sort(key=itemgetter("seconds" if alone else "exposed_seconds"))
+            exposed = [] if alone else [one["exposed_seconds"] for one in own]
+            row = own[(len(own) - 1) // 2] | {"exposed_rounds": exposed}
+        out.append(row)
+    return out
+
+
 Row = Mapping[str, Any]
 Cell = Callable[[Row, Row], str]
 
@@ -96,7 +114,7 @@ def _figure(field: str, factor: float, form: str, unit: str = "") -> Cell:
 COLUMNS: dict[str, Cell] = {
     "step, ms": _figure("seconds", 1e3, ".1f"),
     "p95": _figure("p95_seconds", 1e3, ".1f"),
-    "exposed, ms": _figure("exposed_seconds", 1e3, ".1f"),
+    "exposed, ms": lambda row, _: _exposed(row),
     "fp32 / it": lambda row, fp32: _ratio(fp32.get("exposed_seconds"), row["exposed_seconds"]),
     "/ bound": lambda row, fp32: _ratio(row["exposed_seconds"], row.get("bound_seconds"), ".2f"),
     "planner": lambda row, fp32: _apart(row["predicted_seconds"], row["seconds"]),
@@ -188,6 +206,14 @@ def draw_times(rows: Sequence[Row], figure: Any) -> None:
         if row["curve"]
     }
     plots.lines(figure.subplots(), curves, xlabel="seconds of training", ylabel="measure")
+
+
+def _exposed(row: Row) -> str:
+    if row["exposed_seconds"] is None:
+        return ""
+    rounds = [1e3 * seconds for seconds in row.get("exposed_rounds", [])]
+    between = f" ({rounds[0]:.0f} to {rounds[-1]:.0f})" if len(rounds) > 1 else ""
+    return f"{1e3 * row['exposed_seconds']:.1f}{between}"
 
 
 def _ratio(base: float | None, value: float | None, form: str = ".1f") -> str:

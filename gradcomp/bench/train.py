@@ -36,7 +36,7 @@ from gradcomp.bench.optimizers import OPTIMIZERS
 from gradcomp.bench.options import at_least, command_line
 from gradcomp.bench.predict import largest_bucket, predict
 from gradcomp.bench.ranks import Place, RankFailed, all_cores, cores_of, run
-from gradcomp.bench.step_table import crossings, row_of, table_of
+from gradcomp.bench.step_table import crossings, middle_rows, row_of, table_of
 from gradcomp.bench.sweep import Result, run_all
 from gradcomp.bench.trainer import Task
 from gradcomp.bench.workloads import Workload
@@ -49,7 +49,8 @@ workloads: {", ".join(workloads.WORKLOADS)}, random:N (N values without a task)
 
 columns: step, p95     milliseconds of the slowest rank, median and 95th percentile
          exposed       what the exchange adds to a step: step less that of noop, DDP with a hook
-                       that averages nothing (local steps and fsdp2: less that of none)
+                       that averages nothing (local steps and fsdp2: less that of none); with
+                       --rounds, too, the least and the most of a round
          / bound       exposed, over the larger of what the exchange computes and what the link
                        needs for the bytes
          planner       what gradcomp.plan expects, and how far off that is
@@ -95,6 +96,7 @@ def read_options(argv: Sequence[str]) -> argparse.Namespace:
     data = "folder with prose.txt.gz, fashion-mnist/ and cifar10_jpeg.npz"
     optimizer = "optimizer to train with (default: sgd for images and mlp, adamw for text)"
     points = "tests during a training with --curve or --target, the last one at the end"
+    rounds = "trainings with each method, in turn; each row shows the one in the middle"
     target = "accuracy or loss for which the seconds until it is reached are shown (default: none)"
     json = "write every number to this file, each row as soon as it is measured"
     options = {
@@ -109,6 +111,7 @@ def read_options(argv: Sequence[str]) -> argparse.Namespace:
         "optimizer": (str, OPTIMIZERS, optimizer),
         "methods": (list(DEFAULT), "METHOD", "ways of exchanging gradients, listed below"),
         "steps": (30, "N", "optimizer steps of each training", at_least(5)),
+        "rounds": (1, "N", rounds, count),
         "batch": (count, "N", "samples of a rank's minibatch (default: those of the workload)"),
         "seed": (0, "N", "seed of weights and data"),
         "curve": (False, "", "test now and then and at the end, and show accuracy or loss"),
@@ -190,8 +193,11 @@ def _cases(args: argparse.Namespace, launched: int) -> list[tuple[Case, Link | N
 def _run_case(
     args: argparse.Namespace, workload: Workload, cases: list[Case], place: Place
 ) -> None:
-    """Run every method in one place; write the JSON file after each row."""
-    ranks, rows, hosts = place.ranks, cases[-1].rows, place.hosts
+    """Run every method in one place, `args.rounds` times in turn; write the JSON file after each
+    row.
+    """
+    ranks, hosts = place.ranks, place.hosts
+    rows: list[dict[str, Any]] = []
     link = Link(math.inf) if hosts is None else hosts.link
     payload = replace(link, bits_per_s=link.bits_per_s * PAYLOAD_SHARE)
     common = Task(args.workload, args.optimizer, NONE, ranks, args.steps, seed=args.seed)
@@ -207,6 +213,7 @@ def _run_case(
     # results and row of `NONE` and `NOOP`, the steps without an exchange
     without: dict[str, tuple[list[Result], Result]] = {}
     failed: dict[Task, str] = {}
+    tasks = [replace(task, round=number) for number in range(args.rounds) for task in tasks]
     for task, results, _ in run_all(tasks, place=place, hang_s=args.hang, failed=failed):
         name = task.method
         if task in failed:
@@ -220,6 +227,7 @@ def _run_case(
             rows.append(row_of(name, results, base, guess, args.target, **how))
             if name in (NONE, NOOP):
                 without[name] = results, rows[-1]
+        cases[-1].rows = middle_rows(rows)
         if not place.launched or os.environ["RANK"] == "0":
             given = {key: v for key, v in vars(args).items() if key not in ("json", "data")}
             found = [asdict(case) for case in cases]

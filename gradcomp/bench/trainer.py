@@ -50,6 +50,7 @@ class Task:
     min_numel: int | None = None  # smallest tensor that is compressed; None: the default
     stops: bool = False  # stop if a rank's loss diverges; costs an all_reduce per step
     over: str = "gloo"  # transport of compressed bytes, "gloo" or "mpi"
+    round: int = 0  # number of this run among runs of the same task
 
 
 def use_cores(cores: tuple[int, ...] = ()) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict, TypeVar
 
 from gradcomp.codecs import Codec, resolve
+from gradcomp.errors import GradcompError
 from gradcomp.exchange.agree import UNSET
 from gradcomp.exchange.sizing import EXCHANGES
 from gradcomp.exchange.slices import UNIT_NUMEL
@@ -88,9 +90,7 @@ class Advanced:
             raise ValueError(f"guard=True cannot be used with {self.transform!r}")
 
 
-class ShardedOptions(TypedDict, total=False):
-    """The common options of `gradcomp.fsdp.register`."""
-
+class _Options(TypedDict, total=False):
     min_numel: int | None
     exclude: Exempts | Sequence[Exempts]
     warmup_steps: int
@@ -98,7 +98,13 @@ class ShardedOptions(TypedDict, total=False):
     timeout_s: float | None
 
 
-class LocalOptions(ShardedOptions, total=False):
+class ShardedOptions(_Options, total=False):
+    """The common options of `gradcomp.fsdp.register`."""
+
+    grad_scaler: Any
+
+
+class LocalOptions(_Options, total=False):
     """The common options of `gradcomp.DiLoCo`."""
 
     exchange: str
@@ -234,10 +240,22 @@ class Options:
         """Whether a step commits as a whole: all of its buckets, on all ranks, or none."""
         return bool(self.atomic_steps) or self.grad_scaler is not None
 
-    @property
-    def loss_scale(self) -> Callable[[], float] | None:
-        """A function that returns the loss scale of the gradients; None without a scaler."""
-        return None if self.grad_scaler is None else self.grad_scaler.get_scale
+    def loss_scale(self) -> float | None:
+        """Return the current loss scale of the gradients; None without a scaler.
+
+        Raises:
+            GradcompError: it is not a positive finite number.
+        """
+        if self.grad_scaler is None:
+            return None
+        scale = float(self.grad_scaler.get_scale())
+        if not 0 < scale < math.inf:
+            raise GradcompError(
+                f"the grad_scaler's scale is {scale}: it has overflowed or decayed to nothing, so"
+                " gradients carry nothing; look for NaN in the loss, or take a scaler with bounds"
+                " (gradcomp.amp.DynamicLossScaler)"
+            )
+        return scale
 
     def compared(self) -> dict[str, object]:
         """Return the options that ranks compare before the first exchange, by fingerprint field."""

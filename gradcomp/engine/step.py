@@ -7,7 +7,6 @@ the thread that waits for the step commits, after all buckets have succeeded.
 from __future__ import annotations
 
 import logging
-import math
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -315,16 +314,9 @@ class Engine:
         if self._longer is not None:
             self._longer.steps = self.step + 1
             self._longer.off = self.guard is not None and self.guard.level > 0
-        if self.options.loss_scale is not None:
-            scale = float(self.options.loss_scale())
-            if not 0 < scale < math.inf:
-                raise GradcompError(
-                    f"the grad_scaler's scale is {scale}: it has overflowed or decayed to nothing,"
-                    " so gradients carry nothing; look for NaN in the loss, or take a scaler with"
-                    " bounds (gradcomp.amp.DynamicLossScaler)"
-                )
-            if scale != self.store.loss_scale:
-                self.store.change_loss_scale(scale)
+        scale = self.options.loss_scale()
+        if scale is not None and scale != self.store.loss_scale:
+            self.store.change_loss_scale(scale)
         return Step(self)
 
     def look_at(self, step: int) -> None:
@@ -452,7 +444,8 @@ class Engine:
 
     def follows(self, scale: Callable[[], float]) -> bool:
         """Return whether residuals are in units of this loss scale."""
-        return self.options.loss_scale == scale
+        scaler = self.options.grad_scaler
+        return scaler is not None and scaler.get_scale == scale
 
     # ---- checkpoints, checks ---------------------------------------------------------------------
 
@@ -492,7 +485,7 @@ class Engine:
         if self.guard is not None:
             self.guard.load(accepted.guard, self.step)
         self.replicas.compare_next()
-        if self.options.loss_scale is None and accepted.loss_scale != 1.0:
+        if self.options.grad_scaler is None and accepted.loss_scale != 1.0:
             self.store.change_loss_scale(1.0)  # saved under a loss scaler, resumed without one
 
     def shared_state(self) -> dict[str, Tensor]:

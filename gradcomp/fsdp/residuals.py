@@ -1,5 +1,6 @@
 """Residuals of a rank's unsharded gradients. They are as large as these, so there is only one copy
-of them, in 32 or 16 bits.
+of them, in 32 or 16 bits; two with a loss scaler, which may skip a step and so undo its commits.
+They are in units of the unscaled gradient.
 
 An exchange reads and writes float32 planes. A module with a reduce-scatter in progress borrows a
 pair of them from a pool: the first is filled with the stored residuals before encoding, and a
@@ -29,56 +30,80 @@ class ModuleResiduals(Planes):
         parts: parameters of the module; only compressed ones have residuals.
         dtype: dtype of the stored residuals.
         pool: lends float32 planes during a reduce-scatter.
+        count: 1, or 2 copies of the residuals, so that `discard` undoes commits.
 
     Attributes:
         parts: the compressed parameters.
+        loss_scale: scale of the gradients that are exchanged.
     """
 
-    def __init__(self, parts: Iterable[Part], dtype: torch.dtype, pool: BufferPool) -> None:
+    def __init__(
+        self, parts: Iterable[Part], dtype: torch.dtype, pool: BufferPool, count: int = 1
+    ) -> None:
         self.parts = [part for part in parts if part.parameter.compressed]
         numels = {
             index: numel_of(shape)
             for part in self.parts
             for index, shape in zip(part.slot_indices, part.chunks, strict=True)
         }
-        super().__init__(numels, dtype=dtype, count=1)
-        self._pool = pool
+        super().__init__(numels, dtype=dtype, count=count)
+        self.loss_scale, self._pool = 1.0, pool
         self._lent: Tensor | None = None
 
     def tensors(self, indices: Iterable[int]) -> tuple[Tensor, Tensor]:
         """Return two float32 planes of all slots, ``(numel,)`` each; the first has the stored
-        residuals. They are lent until `commit` or `discard`.
+        residuals, scaled. They are lent until `commit` or `discard`.
         """
         if self._lent is None:
             nbytes = 2 * self.numel * torch.float32.itemsize
             empty = of(self._allocate()[0].device).empty
             self._lent = self._pool.take(nbytes, lambda count: empty(count, torch.uint8))
         old, new = self._lent_planes(self._lent)
-        old.copy_(self._allocate()[0])
+        for part in self.parts:
+            run = self._run(part)
+            old[run].copy_(self._allocate()[self._side(part)][run])
+        if self.loss_scale != 1:
+            old.mul_(self.loss_scale)
         return old, new
 
     def commit(self, indices: Iterable[int]) -> None:
         """Store the new residuals of these slots, unless they were discarded."""
         if self._lent is None:
             return
-        stored, (_, new) = self._allocate()[0], self._lent_planes(self._lent)
+        _, new = self._lent_planes(self._lent)
         written = set(indices)
         for part in self.parts:
-            first, last = part.slot_indices[0], part.slot_indices[-1]
-            if first in written:  # then all slots are; frozen parameters are never written
-                run = slice(self.offset(first), self.offset(last) + self.numels[last])
-                stored[run].copy_(new[run])
-        self.discard()
+            if part.slot_indices[0] in written:  # then all slots are; frozen ones are never written
+                run = self._run(part)
+                if self._count > 1:
+                    super().commit(part.slot_indices)
+                stored = self._allocate()[self._side(part)][run]
+                stored.copy_(new[run] if self.loss_scale == 1 else new[run].div_(self.loss_scale))
+        self._give_back()
 
     def discard(self) -> None:
-        """Return the lent planes to the pool; the stored residuals do not change."""
-        if self._lent is not None:
-            self._pool.give(self._lent)
-            self._lent = None
+        """Return the lent planes to the pool, and undo commits since `begin_step` where there are
+        two copies.
+        """
+        self._give_back()
+        super().discard()
 
     def whole(self, part: Part) -> Tensor:
         """Return a copy of a parameter's residuals, in its unsharded shape."""
         return part.joined([self.current(index) for index in part.slot_indices])
+
+    def _give_back(self) -> None:
+        if self._lent is not None:
+            self._pool.give(self._lent)
+            self._lent = None
+
+    def _side(self, part: Part) -> int:
+        return self._current[part.slot_indices[0]]  # that of all its slots
+
+    def _run(self, part: Part) -> slice:
+        """Return where the residuals of a parameter are in a plane."""
+        first, last = part.slot_indices[0], part.slot_indices[-1]
+        return slice(self.offset(first), self.offset(last) + self.numels[last])
 
     def _allocate(self) -> tuple[Tensor, ...]:
         if not self.begun:  # weights may have been on the meta device at construction
@@ -95,29 +120,43 @@ class ModelResiduals:
 
     Args:
         dtype: "fp32" or "bf16", dtype of the stored residuals.
+        can_discard: whether commits can be undone; takes twice the memory.
 
     Attributes:
-        dtype: the argument.
+        dtype, can_discard: the arguments.
 
     Raises:
         ValueError: another dtype.
     """
 
-    def __init__(self, dtype: str) -> None:
+    def __init__(self, dtype: str, *, can_discard: bool = False) -> None:
         if dtype not in DTYPES:
             raise ValueError(f"residuals must be one of {sorted(DTYPES)}, got {dtype!r}")
-        self.dtype, self._pool = dtype, BufferPool()
+        self.dtype, self.can_discard, self._pool = dtype, can_discard, BufferPool()
         self._modules: list[ModuleResiduals] = []
 
     def add(self, parts: Sequence[Part]) -> ModuleResiduals:
         """Add a module and return its residuals, which are zero at first."""
-        self._modules.append(ModuleResiduals(parts, DTYPES[self.dtype], self._pool))
+        count = 1 + self.can_discard
+        self._modules.append(ModuleResiduals(parts, DTYPES[self.dtype], self._pool, count))
         return self._modules[-1]
+
+    def begin_step(self, loss_scale: float) -> None:
+        """Make earlier commits final; gradients have this scale from now on."""
+        for module in self._modules:
+            module.begin_step()
+            module.loss_scale = loss_scale
+
+    def discard(self) -> None:
+        """Undo every commit since `begin_step`, if `can_discard`."""
+        for module in self._modules:
+            module.discard()
 
     @property
     def nbytes(self) -> int:
         """Bytes of all stored residuals."""
-        return DTYPES[self.dtype].itemsize * sum(module.numel for module in self._modules)
+        each = DTYPES[self.dtype].itemsize * (1 + self.can_discard)
+        return each * sum(module.numel for module in self._modules)
 
     def state(self) -> dict[str, Tensor]:
         """Return copies of all residuals by name, each in its parameter's unsharded shape."""

@@ -14,7 +14,6 @@ from collections.abc import (
     Iterable,
     Iterator,
     Mapping,
-    MutableMapping,
     Sequence,
 )
 from functools import partial
@@ -44,11 +43,12 @@ from gradcomp.exchange.pipeline import InlinePipeline
 from gradcomp.exchange.quality import Probe, Quality
 from gradcomp.exchange.stats import Stats
 from gradcomp.exchange.telemetry import Telemetry
+from gradcomp.fsdp.modules import claim, owner_of, release, sharded_modules
 from gradcomp.fsdp.parts import Part, number_of
 from gradcomp.fsdp.reduce import ReduceScatter
 from gradcomp.fsdp.residuals import ModelResiduals
 from gradcomp.fsdp.weights import AllGather, Forward
-from gradcomp.kernels import check_device, empty
+from gradcomp.kernels import empty
 from gradcomp.kernels.staging import Shared
 from gradcomp.memory.saved import Saved, check_step, write
 from gradcomp.payload.parameters import Parameter, describe_parameters
@@ -57,9 +57,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 logger = logging.getLogger("gradcomp")
-
-# the state that compresses the gradients of each FSDP module
-_owners: MutableMapping[nn.Module, weakref.ref[FsdpState]] = weakref.WeakKeyDictionary()
 
 
 class FsdpState:
@@ -95,7 +92,9 @@ class FsdpState:
             )
         self.codec, self.weights, self._options = codec, weights, options
         self.stats, self.weights_stats, self.plain = Stats(), Stats(), 0
-        self._residuals = ModelResiduals(residuals)
+        self._residuals = ModelResiduals(residuals, can_discard=options.grad_scaler is not None)
+        self._loss_scale: float | None = None  # of this backward pass
+        self._nonfinite_buckets = 0  # before this backward pass
         self._names: dict[int, str] = {}  # parameter names by slot position of each chunk
         self._probe = Probe(options.advanced.quality_every, self._names)
         self._model = weakref.ref(model)
@@ -112,10 +111,10 @@ class FsdpState:
         self._hooks: list[Any] = []
         self._backwards = self._calls = 0
         self._closed = self._has_warned = False
-        sharded = _sharded_modules(model)
+        sharded = sharded_modules(model)
         self._split = any(one.is_split for one in sharded)
         self._forward = Forward() if keep_weights else None
-        _claim(sharded, self)
+        claim(sharded, self)
         try:
             self._replace_collectives(model, sharded, options)
         except BaseException:
@@ -207,16 +206,33 @@ class FsdpState:
             "residuals": repr(self._residuals.dtype),
             "min_numel": options.min_numel,
             "warmup_steps": options.compared()["warmup_steps"],
+            "atomic_steps": int(options.whole_steps),
             "parameters": [(p.name, p.shape, p.compressed) for p in described.values()],
         }
         called = "gradcomp.fsdp.register"
         with comm.lease(called) as lease:
             agree(lease, values, comm.timeout_s, called=called, phase="setup")
 
+    def _agree_on_scale(self, loss_scale: float) -> None:
+        """Raise PeerMismatch unless all ranks have scaled their losses by the same factor."""
+        called = "backward of a loss that a grad_scaler has scaled"
+        for comm in self._comms.values():
+            with comm.lease(called) as lease:
+                agree(
+                    lease,
+                    {"loss_scale": loss_scale},
+                    comm.timeout_s,
+                    called=called,
+                    phase="outcome",
+                )
+
     def _reduce_by(self, module: ReduceScatter) -> Any:
         def call(output: Tensor, given: Tensor, group: Any, op: Any) -> None:
             self._calls += 1
             self._check_modules()
+            number = torch_private.graph_task()
+            if number != self._called_back:
+                self._begin_backward()
             factor = divisor(op, group.size())
             if factor is None or not module.fits(given.numel()):
                 self._pipeline.wait()
@@ -234,7 +250,6 @@ class FsdpState:
             reads_at_once = factor != 1 or not module.comes_late(given.dtype)
             if reads_at_once or self._pipeline.error is not None:
                 self._pipeline.wait()
-            number = torch_private.graph_task()
             if number != self._called_back:
                 self._called_back = number
                 torch_private.after_backward(self._end_backward)
@@ -262,9 +277,34 @@ class FsdpState:
         """
         return self._probe.report()
 
+    def discard_step(self) -> None:
+        """Roll back residuals to before the last backward pass. Call this when you discard its
+        gradients, unless a `grad_scaler` does because they are NaN or Inf.
+
+        Raises:
+            GradcompError: there are residuals and no `grad_scaler`, so they were written over.
+        """
+        if self._residuals.nbytes and not self._residuals.can_discard:
+            raise GradcompError(
+                "without grad_scaler= FSDP2 keeps one copy of residuals, which the last backward"
+                " pass has written over: pass grad_scaler to gradcomp.fsdp.register"
+            )
+        self._residuals.discard()
+
+    def _begin_backward(self) -> None:
+        if not self._pipeline.is_empty:  # left over from a backward pass that failed
+            self._pipeline.wait()
+        self._loss_scale = self._options.loss_scale()
+        self._nonfinite_buckets = self.stats.nonfinite_buckets
+        self._residuals.begin_step(self._loss_scale or 1.0)
+
     def _end_backward(self) -> None:
         with self._poisoned_on_failure():
             self._pipeline.wait()
+            if self._loss_scale is not None:
+                self._agree_on_scale(self._loss_scale)
+        if self.stats.nonfinite_buckets > self._nonfinite_buckets:
+            self._residuals.discard()  # the scaler skips this step
         self._backwards += 1
         for report in self._reports:
             report.step(self._backwards)
@@ -312,7 +352,7 @@ class FsdpState:
         late = [
             type(one.module).__name__
             for one in torch_private.sharded_modules(model)
-            if _owner_of(one.module) is not self
+            if owner_of(one.module) is not self
         ]
         if late:
             raise GradcompError(
@@ -461,7 +501,8 @@ class FsdpState:
         if residual is None:
             return
         grad = p.grad.to_local()
-        grad.add_(residual.view(part.parameter.shape).to(grad.device))
+        scale = self._options.loss_scale() or 1.0
+        grad.add_(residual.view(part.parameter.shape).to(grad.device), alpha=scale)
         residual.zero_()
         if not self._to_add:
             self._residuals = ModelResiduals(self._residuals.dtype)
@@ -478,7 +519,7 @@ class FsdpState:
             for comm in self._comms.values():
                 comm.close()
             self._pipeline.close()
-            _release(self)
+            release(self)
             remove(self._hooks)
             for reduce in self._reduces:
                 torch_private.reduce_scatter_as_before(reduce.module)
@@ -490,25 +531,6 @@ class FsdpState:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _sharded_modules(model: nn.Module) -> list[torch_private.Sharded]:
-    """Return the modules that `fully_shard` has wrapped; TypeError if there are none."""
-    sharded = torch_private.sharded_modules(model)
-    if not sharded:
-        kinds = {type(module).__name__ for module in model.modules()}
-        first = (
-            "FullyShardedDataParallel is FSDP1: wrap with"
-            if "FullyShardedDataParallel" in kinds
-            else "no module of this model is wrapped by"
-        )
-        raise TypeError(
-            f"{first} torch.distributed.fsdp.fully_shard; for DDP there is gradcomp.ddp.register"
-        )
-    devices = {p.device for one in sharded for p in one.parameters}
-    for device in devices - {torch.device("meta")}:
-        check_device(device, "the model")
-    return sharded
 
 
 def _read_steps(saved_steps: Any, names: Collection[str]) -> dict[str, int]:
@@ -530,30 +552,6 @@ def _read_steps(saved_steps: Any, names: Collection[str]) -> dict[str, int]:
         odd = min(steps.keys() ^ set(names), key=str)
         raise ValueError(f"this state is of other parameters: {odd!r} is on one side only")
     return steps
-
-
-def _owner_of(module: nn.Module) -> FsdpState | None:
-    return _owners[module]() if module in _owners else None
-
-
-def _claim(sharded: Sequence[torch_private.Sharded], state: FsdpState) -> None:
-    """Register `state` for these modules; ValueError if another state is registered."""
-    for one in sharded:
-        owner = _owner_of(one.module)
-        if owner is not None:
-            raise ValueError(
-                f"gradcomp.fsdp.register has been called for this model"
-                f" ({type(one.module).__name__}) before, with codec {owner.codec!r}: close() the"
-                " state that it returned first"
-            )
-    for one in sharded:
-        _owners[one.module] = weakref.ref(state)
-
-
-def _release(state: FsdpState) -> None:
-    """Undo `_claim` for a state."""
-    for module in [module for module, owner in _owners.items() if owner() is state]:
-        del _owners[module]
 
 
 def _described(

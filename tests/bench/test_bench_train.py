@@ -16,7 +16,7 @@ from _held import settled
 from _ranks import is_alive, mpi_environment, mpi_python, output_of
 
 from gradcomp.bench import hosts, trainer, workloads
-from gradcomp.bench.step_table import crossings, row_of, table_of
+from gradcomp.bench.step_table import crossings, middle_rows, row_of, table_of
 from gradcomp.bench.train import main
 from gradcomp.plan.links import Link
 
@@ -155,12 +155,13 @@ def test_codecs_over_mpi_between_hosts(tmp_path, flavour):
 def test_a_launched_job_measures_its_own_ranks(tmp_path):
     """Real machines: every rank starts its own processes, rank 0 has the table and the file."""
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
-    command = command_of("--workload random:50000 --steps 6 --methods terngrad")
+    command = command_of("--workload random:50000 --steps 6 --rounds 2 --methods terngrad")
     command[1:1] = torchrun
     printed, case, rows = rows_of(tmp_path, command, status=0, GLOO_SOCKET_IFNAME="lo")
     assert (case["ranks"], case["link"]) == (2, "as it is")
     assert list(rows) == ["none", "noop", "terngrad"]
     assert rows["terngrad"]["sent_nbytes"] > 0 and printed.count("step, ms") == 1
+    assert len(rows["terngrad"]["exposed_rounds"]) == 2
 
 
 @pytest.mark.skipif(bool(WHY), reason=WHY)
@@ -370,6 +371,26 @@ def test_rows_are_of_the_slowest_rank_and_the_first_to_reach_a_target():
     cells = [list(column.cells) for column in table.columns]
     assert len(cells) == 14 and [column[3] for column in cells[:3]] == ["y", "failed", ""]
     assert cells[7][:3] == ["", "0.000", "0.000"] and cells[12] == ["", "2", "2", ""]
+
+
+def test_the_round_in_the_middle_stands_for_all():
+    def rows(noop, fp32):
+        exposed = {"noop": (noop, None), "fp32": (fp32, fp32 - noop)}
+        one = row_of("x", [result([1.0], 1.0)], None, None, None, lower=True)
+        return [
+            one | {"method": name, "seconds": seconds, "exposed_seconds": more}
+            for name, (seconds, more) in exposed.items()
+        ]
+
+    rounds = [rows(1.0, 4.0), rows(2.0, 3.0), rows(3.0, 5.0)]  # 3, 1 and 2 exposed
+    noop, fp32 = middle_rows([row for same in rounds for row in same])
+    assert (noop["seconds"], noop["exposed_rounds"]) == (2.0, [])
+    assert (fp32["seconds"], fp32["exposed_rounds"]) == (5.0, [1.0, 2.0, 3.0])
+    table = table_of([noop, fp32], "", None)
+    assert list(table.columns[3].cells) == ["", "2000.0 (1000 to 3000)"]
+    assert [row["seconds"] for row in middle_rows(rounds[0] + rounds[1])] == [1.0, 3.0]
+    failed = {"method": "fp32", "failed": "hung"}
+    assert middle_rows([*rounds[0], failed])[1] == failed
 
 
 def test_where_a_method_stops_paying_is_said():
