@@ -292,7 +292,8 @@ def takes(kind: type | None = None, *, others: str = "") -> Callable[[_F], _F]:
     what to write instead.
 
     Args:
-        kind: `CommonOptions` or one of its bases; None: an entry point without ``**options``.
+        kind: a class of options above, such as `CommonOptions`; None: an entry point without
+            ``**options``.
         others: why the entry point does not accept the other options, for messages.
     """
     names = kind.__optional_keys__ if kind is not None else ()  # type: ignore[attr-defined]

@@ -64,8 +64,8 @@ def register(
         residuals: dtype in which residuals are stored: "fp32", or "bf16" for half of the memory.
         common: `min_numel`, `exclude` (both for unsharded parameters), `warmup_steps`,
             `warmup_codec`, `grad_scaler` and `timeout_s`, see `gradcomp.ddp.register`. A step of
-            the warm-up is one reduce-scatter of a module. With `grad_scaler` residuals take twice
-            the memory, and ranks compare the scale after every backward pass.
+            the warm-up is one reduce-scatter of a module. `grad_scaler` doubles the memory of
+            residuals: a step that it skips undoes them.
 
     Raises:
         TypeError: not a module, or no module in it is wrapped by `fully_shard`; an option of other

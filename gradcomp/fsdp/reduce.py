@@ -22,7 +22,7 @@ from gradcomp.exchange.sizing import BucketPlan, Strategy
 from gradcomp.exchange.stats import Stats
 from gradcomp.fsdp.parts import Part, number_of, slots_of
 from gradcomp.fsdp.residuals import ModuleResiduals
-from gradcomp.kernels import home
+from gradcomp.kernels import empty, home
 from gradcomp.kernels.staging import Shared, Staged, follow, join, on_stream
 from gradcomp.kernels.tables import DTYPES
 from gradcomp.memory.store import StateStore
@@ -225,3 +225,27 @@ class ReduceScatter:
             ownership=BySlots(world),
             stays=True,
         )
+
+
+def reusing(reused: torch_private.ReusedTensors) -> torch_private.Allocate:
+    """Return an allocator that reuses host memory; torch itself reuses accelerator memory."""
+
+    def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        take = reused.take if device.type == "cpu" else empty
+        return take(numel, dtype, device)
+
+    return allocate
+
+
+def unless_shards(
+    reused: torch_private.ReusedTensors, module: ReduceScatter
+) -> torch_private.Allocate:
+    """Return an allocator that reuses memory for unsharded gradients, but not for shards, which
+    become a parameter's ``.grad``.
+    """
+    take = reusing(reused)
+
+    def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return (take if module.fits(numel) else empty)(numel, dtype, device)
+
+    return allocate

@@ -75,8 +75,8 @@ class ModuleResiduals(Planes):
         for part in self.parts:
             if part.slot_indices[0] in written:  # then all slots are; frozen ones are never written
                 run = self._run(part)
-                if self._count > 1:
-                    super().commit(part.slot_indices)
+                if self._count > 1 and part.slot_indices[0] not in self._committed:
+                    super().commit(part.slot_indices)  # the other copy stays as it is
                 stored = self._allocate()[self._side(part)][run]
                 stored.copy_(new[run] if self.loss_scale == 1 else new[run].div_(self.loss_scale))
         self._give_back()
@@ -141,10 +141,14 @@ class ModelResiduals:
         self._modules.append(ModuleResiduals(parts, DTYPES[self.dtype], self._pool, count))
         return self._modules[-1]
 
-    def begin_step(self, loss_scale: float) -> None:
-        """Make earlier commits final; gradients have this scale from now on."""
+    def begin_step(self) -> None:
+        """Make earlier commits final: `discard` no longer undoes them."""
         for module in self._modules:
             module.begin_step()
+
+    def scale_by(self, loss_scale: float) -> None:
+        """Set the scale of the gradients that are exchanged from now on."""
+        for module in self._modules:
             module.loss_scale = loss_scale
 
     def discard(self) -> None:

@@ -45,7 +45,7 @@ from gradcomp.exchange.stats import Stats
 from gradcomp.exchange.telemetry import Telemetry
 from gradcomp.fsdp.modules import claim, owner_of, release, sharded_modules
 from gradcomp.fsdp.parts import Part, number_of
-from gradcomp.fsdp.reduce import ReduceScatter
+from gradcomp.fsdp.reduce import ReduceScatter, reusing, unless_shards
 from gradcomp.fsdp.residuals import ModelResiduals
 from gradcomp.fsdp.weights import AllGather, Forward
 from gradcomp.kernels import empty
@@ -93,8 +93,9 @@ class FsdpState:
         self.codec, self.weights, self._options = codec, weights, options
         self.stats, self.weights_stats, self.plain = Stats(), Stats(), 0
         self._residuals = ModelResiduals(residuals, can_discard=options.grad_scaler is not None)
-        self._loss_scale: float | None = None  # of this backward pass
-        self._nonfinite_buckets = 0  # before this backward pass
+        # of this backward pass: the loss scale, and the communicators of its modules
+        self._loss_scale: float | None = None
+        self._used: set[TorchCommunicator] = set()
         self._names: dict[int, str] = {}  # parameter names by slot position of each chunk
         self._probe = Probe(options.advanced.quality_every, self._names)
         self._model = weakref.ref(model)
@@ -177,7 +178,7 @@ class FsdpState:
             )
             self._reduces.append(reduce)
             torch_private.reduce_scatter_by(
-                one.module, self._reduce_by(reduce), _unless_shards(reused, reduce)
+                one.module, self._reduce_by(reduce, comm), unless_shards(reused, reduce)
             )
             if self.weights is None:
                 continue
@@ -193,7 +194,7 @@ class FsdpState:
                 self._forward,
             )
             self._gathers.append(gather)
-            torch_private.all_gather_by(one.module, self._gather_by(gather), _reusing(reused))
+            torch_private.all_gather_by(one.module, self._gather_by(gather), reusing(reused))
 
     def _agree(
         self, comm: TorchCommunicator, options: Options, described: dict[str, Parameter]
@@ -213,26 +214,38 @@ class FsdpState:
         with comm.lease(called) as lease:
             agree(lease, values, comm.timeout_s, called=called, phase="setup")
 
-    def _agree_on_scale(self, loss_scale: float) -> None:
-        """Raise PeerMismatch unless all ranks have scaled their losses by the same factor."""
+    def _any_overflows(self, loss_scale: float) -> bool:
+        """Whether a gradient is NaN or Inf on this rank or on one with which it shares a module.
+        Raise PeerMismatch unless these ranks have the same loss scale.
+        """
+        grads: list[Any] = [p.grad for p in self._trained_parameters() if p.grad is not None]
+        overflows = not all(bool(grad.to_local().isfinite().all()) for grad in grads)
         called = "backward of a loss that a grad_scaler has scaled"
         for comm in self._comms.values():
-            with comm.lease(called) as lease:
-                agree(
-                    lease,
-                    {"loss_scale": loss_scale},
-                    comm.timeout_s,
-                    called=called,
-                    phase="outcome",
-                )
+            if comm in self._used:
+                values = {"loss_scale": loss_scale, "overflows": int(overflows)}
+                with comm.lease(called) as lease:
+                    records = agree(
+                        lease,
+                        values,
+                        comm.timeout_s,
+                        called=called,
+                        ignored="overflows",
+                        phase="outcome",
+                    )
+                overflows = any(record[3] for record in records)
+        return overflows
 
-    def _reduce_by(self, module: ReduceScatter) -> Any:
+    def _reduce_by(self, module: ReduceScatter, comm: TorchCommunicator) -> Any:
         def call(output: Tensor, given: Tensor, group: Any, op: Any) -> None:
             self._calls += 1
             self._check_modules()
             number = torch_private.graph_task()
             if number != self._called_back:
                 self._begin_backward()
+                self._called_back = number
+                torch_private.after_backward(self._end_backward)
+            self._used.add(comm)
             factor = divisor(op, group.size())
             if factor is None or not module.fits(given.numel()):
                 self._pipeline.wait()
@@ -250,9 +263,6 @@ class FsdpState:
             reads_at_once = factor != 1 or not module.comes_late(given.dtype)
             if reads_at_once or self._pipeline.error is not None:
                 self._pipeline.wait()
-            if number != self._called_back:
-                self._called_back = number
-                torch_private.after_backward(self._end_backward)
 
         return self._poisoned_on_failure()(call)
 
@@ -278,13 +288,13 @@ class FsdpState:
         return self._probe.report()
 
     def discard_step(self) -> None:
-        """Roll back residuals to before the last backward pass. Call this when you discard its
-        gradients, unless a `grad_scaler` does because they are NaN or Inf.
+        """Roll back residuals to the last step of an optimizer. Call this when you discard the
+        gradients of a step, unless a `grad_scaler` does because they are NaN or Inf.
 
         Raises:
             GradcompError: there are residuals and no `grad_scaler`, so they were written over.
         """
-        if self._residuals.nbytes and not self._residuals.can_discard:
+        if self._residuals.nbytes and self._options.grad_scaler is None:
             raise GradcompError(
                 "without grad_scaler= FSDP2 keeps one copy of residuals, which the last backward"
                 " pass has written over: pass grad_scaler to gradcomp.fsdp.register"
@@ -292,19 +302,18 @@ class FsdpState:
         self._residuals.discard()
 
     def _begin_backward(self) -> None:
-        if not self._pipeline.is_empty:  # left over from a backward pass that failed
-            self._pipeline.wait()
-        self._loss_scale = self._options.loss_scale()
-        self._nonfinite_buckets = self.stats.nonfinite_buckets
-        self._residuals.begin_step(self._loss_scale or 1.0)
+        loss_scale = self._options.loss_scale()
+        if loss_scale != self._loss_scale:
+            self._pipeline.wait()  # for what a backward pass that failed has left, with its scale
+            self._residuals.scale_by(loss_scale or 1.0)
+        self._loss_scale = loss_scale
+        self._used.clear()
 
     def _end_backward(self) -> None:
         with self._poisoned_on_failure():
             self._pipeline.wait()
-            if self._loss_scale is not None:
-                self._agree_on_scale(self._loss_scale)
-        if self.stats.nonfinite_buckets > self._nonfinite_buckets:
-            self._residuals.discard()  # the scaler skips this step
+            if self._loss_scale is not None and self._any_overflows(self._loss_scale):
+                self._residuals.discard()  # the scaler skips this step
         self._backwards += 1
         for report in self._reports:
             report.step(self._backwards)
@@ -319,6 +328,8 @@ class FsdpState:
             yield
         except BaseException as error:
             self._poison()
+            if self._residuals.can_discard:
+                self._residuals.discard()
             if isinstance(error, GradcompError):
                 self._pipeline.fail(error)
             if isinstance(error, PeerMismatch) and error.field == "module":
@@ -334,6 +345,10 @@ class FsdpState:
     def _poison(self) -> None:
         poison(p for module in self._reduces for p in module.trained_parameters())
 
+    def _trained_parameters(self) -> list[nn.Parameter]:
+        parts = [*self._alone, *(part for module in self._reduces for part in module.parts)]
+        return [part.sharded for part in parts if part.sharded.requires_grad]
+
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
@@ -341,6 +356,7 @@ class FsdpState:
         if not self._pipeline.is_empty and torch_private.graph_task() < 0:
             self._poison()
         self._steps.check(optimizer, args, kwargs)
+        self._residuals.begin_step()
 
     def _check_modules(self) -> None:
         """Raise GradcompError in the first step if modules were sharded after `register`: their
@@ -571,27 +587,3 @@ def _parts(
         Part(known[name], order[name], owner, chunks, dim)
         for name, owner, chunks, dim in zip(names, one.owners, one.chunks, one.dims, strict=True)
     ]
-
-
-def _reusing(reused: torch_private.ReusedTensors) -> torch_private.Allocate:
-    """Return an allocator that reuses host memory; torch itself reuses accelerator memory."""
-
-    def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        take = reused.take if device.type == "cpu" else empty
-        return take(numel, dtype, device)
-
-    return allocate
-
-
-def _unless_shards(
-    reused: torch_private.ReusedTensors, module: ReduceScatter
-) -> torch_private.Allocate:
-    """Return an allocator that reuses memory for unsharded gradients, but not for shards, which
-    become a parameter's ``.grad``.
-    """
-    take = _reusing(reused)
-
-    def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return (take if module.fits(numel) else empty)(numel, dtype, device)
-
-    return allocate

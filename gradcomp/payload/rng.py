@@ -10,7 +10,7 @@ References: Salmon, Moraes, Dror, Shaw 2011, "Parallel random numbers: as easy a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 STREAM_FIRST = 0  # a rank's own gradient
 STREAM_SECOND = 1  # the owner's mean, independent of the first phase
@@ -52,10 +52,6 @@ class RngKey:
             check_uint32(name, getattr(self, name))
         if check_uint32("stream", self.stream) >= 2**31:
             raise ValueError(f"stream must be below 2**31, got {self.stream}")
-
-    def with_stream(self, stream: int) -> RngKey:
-        """Return this key with another stream."""
-        return replace(self, stream=stream)
 
 
 def check_uint32(name: str, value: object) -> int:

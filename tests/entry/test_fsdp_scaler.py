@@ -8,6 +8,9 @@ import torch.distributed as dist
 from _ranks import each_rank
 from _saved import parts_of
 from test_fsdp import MIN_NUMEL, Expected, fresh, loss_of, registered, run, same, shards_of, wrap
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 from gradcomp import Block, EntropyCoded, GradcompError, OneBit, PeerMismatch, Ternary
 from gradcomp.memory.saved import write
@@ -90,6 +93,7 @@ def test_a_step_that_overflows_leaves_every_residual_alone():
     scaler = Scaler(*[1024.0] * 2, *[512.0] * 2)
     with registered(model, OneBit(), grad_scaler=scaler) as state:
         same(scaled(state, model, scaler, 0), expected(0))
+        torch.optim.SGD(model.parameters(), lr=0.0).step()
         before = residuals_of(state)
         found = scaled(state, model, scaler, 1, overflows)
         assert not all(math.isfinite(shard.sum()) for shard in found.values())
@@ -99,12 +103,118 @@ def test_a_step_that_overflows_leaves_every_residual_alone():
             same(scaled(state, model, scaler, step), expected(step))
 
 
+class Weight(nn.Module):
+    """A weight whose gradient is the input, and one that has a gradient only if it is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.second = (nn.Parameter(torch.ones(32, 32)) for _ in range(2))
+
+    def forward(self, gradient, second=False):
+        return (self.weight * gradient + (self.second if second else 0)).sum()
+
+
+def noise_of(step, factor=1.0):
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    return factor * torch.randn(32, 32, generator=generator)
+
+
+def after_a_step(state, model, *inputs):
+    """Return the residuals after a step that an optimizer has applied."""
+    model(*inputs).backward()
+    torch.optim.SGD(model.parameters(), lr=0.0).step()
+    model.zero_grad()
+    left = residuals_of(state)
+    assert left["weight"].any()
+    return left
+
+
+@each_rank(2)
+def test_an_average_that_overflows_float16_undoes_the_step():
+    """Payloads are finite, and so is every rank's gradient: nothing is flagged."""
+    model = fully_shard(Weight(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
+    with registered(model, Ternary(residual_decay=0.25), grad_scaler=Scaler(1.0)) as state:
+        before = after_a_step(state, model, noise_of(0), True)
+        model(noise_of(1).sign() * 6e4, True).backward()  # levels of 1.8 times as much
+        assert not model.weight.grad.to_local().isfinite().all()
+        assert state.stats.nonfinite_buckets == 0
+        equal(residuals_of(state), before)
+
+
+@pytest.mark.filterwarnings("ignore:the gradient of an FSDP module lacks")
+@each_rank(2)
+def test_a_module_that_torch_reduces_undoes_the_others():
+    """It lacks a gradient, so the others go uncompressed: among them an infinite one."""
+    model = nn.ModuleList([fully_shard(Weight()), fully_shard(Weight())])
+    with registered(model, OneBit(), grad_scaler=Scaler(1.0)) as state:
+        both = lambda gradient: sum(one(gradient, True) for one in model)
+        both(noise_of(0)).backward()
+        torch.optim.SGD(model.parameters(), lr=0.0).step()
+        before = residuals_of(state)
+        factor = math.inf if dist.get_rank() else 1.0
+        (model[0](noise_of(1), True) + model[1](noise_of(1, factor))).backward()
+        assert state.plain == 1 and model[0].weight.grad.to_local().isfinite().all()
+        equal(residuals_of(state), before)
+
+
+@pytest.mark.parametrize("bad", [0, 1, None])
+@each_rank(2)
+def test_every_exchange_since_the_last_step_is_undone(bad):
+    """Gradients of two backward passes, the first, the second or none of them with an overflow."""
+    model = fully_shard(Weight())
+    with registered(model, OneBit(), grad_scaler=Scaler(1.0)) as state:
+        before = after_a_step(state, model, noise_of(0), True)
+        for number in range(2):
+            factor = math.inf if dist.get_rank() and number == bad else 1.0
+            model(noise_of(1 + number, factor), True).backward()
+        if bad is None:
+            assert not torch.equal(residuals_of(state)["weight"], before["weight"])
+            state.discard_step()
+        equal(residuals_of(state), before)
+
+
+@each_rank(2)
+def test_what_an_optimizer_has_applied_is_not_undone():
+    model = fully_shard(Weight())
+    with registered(model, OneBit(), grad_scaler=Scaler(1.0)) as state:
+        left = after_a_step(state, model, noise_of(0), True)
+        model.set_requires_gradient_sync(False)
+        model(noise_of(1, math.inf), True).backward()  # exchanges nothing
+        state.discard_step()
+        equal(residuals_of(state), left)
+
+
+@each_rank(2)
+def test_blocks_that_are_recomputed_one_by_one_are_undone_together():
+    """Reentrant checkpoints run a backward pass for each block, the first block's last."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([fully_shard(nn.Linear(32, 32, bias=False)) for _ in range(3)])
+
+    def backward(step, bad=False):
+        x = noise_of(step).requires_grad_()
+        for number, block in enumerate(model):
+            x = checkpoint(block, x, use_reentrant=True)
+            if bad and number == 0:
+                x.register_hook(lambda grad: grad * math.inf)
+        x.sum().backward()
+
+    with registered(model, OneBit(), grad_scaler=Scaler(1.0)) as state:
+        backward(0)
+        torch.optim.SGD(model.parameters(), lr=0.0).step()
+        before = residuals_of(state)
+        backward(1, bad=dist.get_rank() == 1)
+        assert model[2].weight.grad.to_local().isfinite().all()
+        assert not model[0].weight.grad.to_local().isfinite().all()
+        equal(residuals_of(state), before)
+
+
 @each_rank(2)
 def test_a_step_can_be_discarded():
     model, expected = wrap(fresh()), Expected(OneBit())
     scaler = Scaler(*[2.0] * 4)
     with registered(model, OneBit(), grad_scaler=scaler) as state:
         same(scaled(state, model, scaler, 0), expected(0))
+        torch.optim.SGD(model.parameters(), lr=0.0).step()
         before = residuals_of(state)
         scaled(state, model, scaler, 1)
         state.discard_step()
@@ -129,8 +239,10 @@ def test_a_step_can_be_discarded():
 def test_ranks_with_other_scales_are_an_error(codec):
     model, scaler = wrap(fresh()), Scaler(2.0 if dist.get_rank() else 4.0)
     with registered(model, codec, grad_scaler=scaler) as state:
+        before = residuals_of(state)
         with pytest.raises(PeerMismatch, match="loss_scale.*4.0.*2.0"):
             scaled(state, model, scaler, 0)
+        equal(residuals_of(state), before)
         assert all(p.grad.to_local().isnan().all() for p in model.parameters())
 
 
