@@ -174,7 +174,7 @@ def taken_hook(model: Any) -> str:
         return f"{what}; step after backward"
     if getattr(model, "_use_python_reducer", False):
         what = 'torch._dynamo.config.optimize_ddp = "python_reducer" hands it single gradients'
-        return f"{what}; leave it at True, compiled autograd works with that, too"
+        return f"{what}; set it to True, and leave compiled autograd out"
     return ""
 
 

@@ -28,11 +28,11 @@ compiled = partial(torch.compile, backend=BACKEND)
 
 
 class Recomputed(nn.Module):
-    """The small model, whose layers compute their activations again in backward."""
+    """Layers that compute their activations again in backward."""
 
-    def __init__(self, use_reentrant):
+    def __init__(self, layers, use_reentrant):
         super().__init__()
-        self.layers, self.use_reentrant = small_model(), use_reentrant
+        self.layers, self.use_reentrant = layers, use_reentrant
 
     def forward(self, x):
         x.requires_grad_()  # otherwise the first layer's reentrant checkpoint has no backward
@@ -55,9 +55,27 @@ def same(model):
     return model
 
 
+class Block(nn.Module):
+    """What is compiled: torch compiles no module of its own."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return 2 * self.layer(x).tanh()
+
+
+def graphs():
+    """Return the number of graphs that were compiled since `network` made one."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
 def network(use_reentrant=None):
     torch._dynamo.reset()
-    return small_model() if use_reentrant is None else Recomputed(use_reentrant)
+    torch._dynamo.utils.counters.clear()
+    blocks = nn.Sequential(*(Block(m) for m in small_model() if isinstance(m, nn.Linear)))
+    return blocks if use_reentrant is None else Recomputed(blocks, use_reentrant)
 
 
 def adamw(parameters, kind=None):
@@ -89,7 +107,6 @@ BESIDE_DDP = {
     "torch.compile": {"around": compiled},
     "torch.compile of the module inside": {"inside": compiled},
     "torch.compile of checkpoints": {"around": compiled, "use_reentrant": False},
-    "compiled autograd": {"around": compiled, "settings": {"compiled_autograd": True}},
     "torch.compile, whole": {"around": compiled, "settings": {"optimize_ddp": False}},
     "checkpoints": {"use_reentrant": False},
     "reentrant checkpoints": {"use_reentrant": True},
@@ -105,7 +122,9 @@ BESIDE_DDP = {
 @pytest.mark.parametrize("row", BESIDE_DDP)
 @each_rank(2)
 def test_beside_ddp(row):
-    assert by_ddp(**BESIDE_DDP[row]) == by_ddp()
+    found = by_ddp(**BESIDE_DDP[row])
+    assert (graphs() > 0) is ("torch.compile" in row)
+    assert found == by_ddp()
 
 
 @each_rank(2)
@@ -116,15 +135,16 @@ def test_autocast_compiled_and_not():
 
 def by_fsdp(compiles=False, use_reentrant=None, keep_weights=False):
     net = network(use_reentrant)
-    for layer in [module for module in net.modules() if isinstance(module, nn.Linear)]:
+    for block in [module for module in net.modules() if isinstance(module, Block)]:
         if compiles:
-            layer.compile(backend=BACKEND)
-        fully_shard(layer)
+            block.compile(backend=BACKEND)
+        fully_shard(block)
     fully_shard(net)
     options = OPTIONS | {"weights": "block8", "keep_weights": keep_weights}
     with gradcomp.fsdp.register(net, **options) as state:
         train(net, adamw(net.parameters()), dist.get_rank(), range(3))
         assert state.plain == 0 and state.stats.compression_ratio > 8
+    assert (graphs() >= 3) is compiles
     return bits(p.to_local() for p in net.parameters())
 
 
@@ -158,11 +178,21 @@ def test_beside_the_others(entry):
     assert entry(compiled) == entry()
 
 
+@each_rank(2)
+def test_compiled_autograd_is_refused_by_torch():
+    model = DDP(network())
+    with gradcomp.ddp.register(model, "ternary", **OPTIONS):
+        loss = model(torch.ones(8, 64)).sum()
+        refused = pytest.raises(RuntimeError, match="is not compatible with C.. DDP Reducer")
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend=BACKEND)), refused:
+            loss.backward()
+
+
 @each_rank(1)
 def test_the_python_reducer_is_refused_by_name():
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
         model = DDP(small_model())
-    with pytest.raises(ValueError, match="python_reducer.* leave it at True"):
+    with pytest.raises(ValueError, match="python_reducer.* set it to True"):
         gradcomp.ddp.register(model, "ternary")
 
 
