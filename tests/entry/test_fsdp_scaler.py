@@ -7,7 +7,18 @@ import torch
 import torch.distributed as dist
 from _ranks import each_rank
 from _saved import parts_of
-from test_fsdp import MIN_NUMEL, Expected, fresh, loss_of, registered, run, same, shards_of, wrap
+from test_fsdp import (
+    MIN_NUMEL,
+    Expected,
+    fresh,
+    loss_of,
+    mesh_of,
+    registered,
+    run,
+    same,
+    shards_of,
+    wrap,
+)
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -170,6 +181,20 @@ def test_every_exchange_since_the_last_step_is_undone(bad):
         if bad is None:
             assert not torch.equal(residuals_of(state)["weight"], before["weight"])
             state.discard_step()
+        equal(residuals_of(state), before)
+
+
+@each_rank(4)
+def test_replicas_of_a_shard_undo_the_same_step():
+    """The overflow is in one shard group; the other one has it from torch's all-reduce."""
+    model = wrap(fresh(), mesh=mesh_of("replica", "shard"))
+    with registered(model, OneBit(), grad_scaler=Scaler(1.0)) as state:
+        run(model, [0])
+        torch.optim.SGD(model.parameters(), lr=0.0).step()
+        before = residuals_of(state)
+        model.zero_grad()
+        overflows(model, 1).backward()  # on rank 1, of the first group
+        assert state.stats.nonfinite_buckets == (1 if dist.get_rank() < 2 else 0)
         equal(residuals_of(state), before)
 
 
