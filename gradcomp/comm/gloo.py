@@ -75,7 +75,7 @@ class Groups:
         self._cards: list[bytes] = []  # of all ranks, for `find_lost`
         self._lock = threading.Lock()
         self._job = job
-        self.notes = Notes(store, rank)
+        self.notes = Notes(store, rank, world_size)
         self.pending: set[_GlooWork] = set()
         self.broken = ""  # why these groups have failed; "" if they have not
         self.closed = False
@@ -102,9 +102,16 @@ class Groups:
         if job is not None:
             _failed.setdefault(job, self.broken)
 
-    def find_lost(self) -> RankGone | None:
-        """Probe for a lost rank, return its error, and leave a note for peers; None if unknown."""
+    def find_lost(self, look: Look) -> RankGone | None:
+        """Probe for a lost rank, return its error, and leave a note for peers; None if unknown.
+
+        `look` reads notes, and is called after the probe: a rank that gives up because of another
+        leaves a note before it ends.
+        """
         found = find_lost(self._cards, self._rank)
+        gone = look(LOOK_S)
+        if gone is not None:
+            return RankGone(gone[0], what=gone[1])
         if found is None:
             return None
         rank, what = found
@@ -275,7 +282,8 @@ class _GlooWork(Work):
         groups, text = self._groups, first_line(error)
         late = "imed out" in text or "imeout" in text
         ended = ended or not late
-        gone = groups.notes.look(LOOK_S) if late else groups.notes.look_for_cause(LOOK_S)
+        look = groups.notes.look if late else groups.notes.look_for_cause
+        gone = look(LOOK_S)
         if gone is not None:
             # data that the peer sent before may complete the collective; the next wait returns it
             if not ended and self._ends_yet():
@@ -286,11 +294,11 @@ class _GlooWork(Work):
         if groups.broken and not ended:
             raise ConnectionError(f"this rank has given up: {groups.broken}") from error
         if ended or last:
-            lost = groups.find_lost()
+            lost = groups.find_lost(look)
             for pause_s in () if late else ENDING_S:
                 if lost is None:
                     time.sleep(pause_s)
-                    lost = groups.find_lost()
+                    lost = groups.find_lost(look)
             if lost is not None:
                 groups.lose(str(lost))
                 raise lost from error

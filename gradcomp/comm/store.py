@@ -144,13 +144,13 @@ class Notes:
     for the thread are short. No such thread outlives the interpreter (`_end_calls`).
     """
 
-    def __init__(self, store: Any, rank: int) -> None:
-        self._store, self._rank = store, rank
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+        self._store, self._rank, self._world_size = store, rank, world_size
         # reentrant: the garbage collector may close a communicator at any time
         self._lock = threading.RLock()
         self._reading: _Call | None = None
         self._found: dict[str, tuple[int, str]] = {}  # rank and description, by "note" or "closed"
-        self._written = False
+        self._written = self._knows = False
 
     def give_up(self, reason: str, rank: int | None = None) -> None:
         """Leave a note that this rank has given up, unless this or another rank has left one.
@@ -223,6 +223,8 @@ class Notes:
     def _write(self, key: str, rank: int, what: str) -> None:
         if self._store.add(f"count of {key}", 1) == 1:
             self._store.set(key, json.dumps([rank, what]).encode())
+        if key == "note":
+            self._know(rank)
 
     def _find(self) -> None:
         # note first: a rank closes before others give up because of it, so both are found
@@ -231,6 +233,27 @@ class Notes:
                 rank, what = json.loads(bytes(self._store.get(key)))
                 if rank != self._rank:
                     self._found[key] = int(rank), str(what)
+                    self._know(rank)
+
+    def _know(self, lost: int) -> None:
+        """Count this rank among those that know of the lost one, unless it is that one."""
+        if not self._knows:
+            self._knows = True
+            if lost != self._rank:
+                self._store.add("known", 1)
+            _informed.append(self)
+
+    def wait_until_known(self) -> None:
+        """Wait, at most for WRITE_S, until all ranks know of the lost one."""
+        deadline = time.monotonic() + WRITE_S
+
+        def wait() -> None:
+            others = self._world_size - 1
+            while self._store.add("known", 0) < others and time.monotonic() < deadline:
+                time.sleep(0.005)
+
+        if not _is_silent() and not store_is_gone(self._store):
+            _Call(self._store, wait).join(WRITE_S)
 
 
 class _Call:
@@ -275,6 +298,7 @@ class _Call:
 
 
 _calls: set[_Call] = set()  # in progress
+_informed: list[Notes] = []  # those of this process with a lost rank
 
 
 def _is_silent() -> bool:
@@ -287,7 +311,12 @@ def _end_calls() -> None:
 
     Before Python 3.14, a thread that returns from such a call while the interpreter finalizes
     aborts the process by SIGABRT: Python stops the thread inside C++ code that is noexcept.
+
+    Before it, a rank that knows of a lost one waits for the others to know: the store may end with
+    this process, and they would take it for the lost one.
     """
+    for notes in _informed[:1]:  # further ones are of communicators that nobody may wait on
+        notes.wait_until_known()
     deadline = time.monotonic() + WRITE_S
     for call in list(_calls):
         call.join(max(0.0, deadline - time.monotonic()))
@@ -297,4 +326,5 @@ def _end_calls() -> None:
 
 
 os.register_at_fork(after_in_child=_calls.clear)  # a child has no threads of its parent
+os.register_at_fork(after_in_child=_informed.clear)
 weakref.finalize(Notes, _end_calls)  # registered first, so it runs after those of communicators

@@ -10,6 +10,7 @@ from _forks import python
 from _ranks import run_local
 from gradcomp.launch.ports import free_port
 
+from gradcomp.comm.gloo import Groups
 from gradcomp.comm.store import Notes, meet, setup_timeout_s
 from gradcomp.errors import PeerLost
 
@@ -87,12 +88,48 @@ def test_the_setup_timeout_is_a_positive_number_and_bounded(text, wanted, monkey
 
 def test_the_first_note_stays():
     store = dist.HashStore()
-    notes = [Notes(store, rank) for rank in range(3)]
+    notes = [Notes(store, rank, 3) for rank in range(3)]
     assert notes[0].look(5) is None
     notes[1].give_up("out of memory")
     notes[2].give_up("lost rank 1")
     assert notes[0].look(5) == (1, "gave up because of out of memory") == notes[2].look(5)
     assert notes[1].look(5) is None
+
+
+def test_a_rank_ends_when_all_survivors_know_who_was_lost(monkeypatch):
+    """The store may be in its process. Rank 2 was lost; it would not know."""
+    monkeypatch.setattr("gradcomp.comm.store.WRITE_S", 0.5)
+    monkeypatch.setattr("gradcomp.comm.store._informed", informed := [])
+
+    def seconds(notes):
+        begun = time.monotonic()
+        notes.wait_until_known()
+        return time.monotonic() - begun
+
+    store = dist.HashStore()
+    notes = [Notes(store, rank, 3) for rank in range(3)]
+    notes[0].give_up("has ended", rank=2)
+    assert seconds(notes[0]) >= 0.5
+    waits = threading.Thread(target=notes[0].wait_until_known)
+    waits.start()
+    assert notes[1].look(5) == (2, "has ended")
+    waits.join(0.4)
+    assert not waits.is_alive() and seconds(notes[1]) < 0.4
+    assert informed == notes[:2]
+    gone = [Notes(store, rank, 2) for rank in range(2)]
+    gone[1].close()  # at the end of a program: nobody waits
+    assert informed == notes[:2]
+
+
+def test_a_probe_does_not_blame_a_rank_that_gave_up_because_of_another(monkeypatch):
+    """It had not, when this rank looked for notes, but has ended when it probes."""
+    store = dist.HashStore()
+    one, other = (Groups(store, rank, 3, 5, lambda: None, one_host=True) for rank in (0, 1))
+    monkeypatch.setattr("gradcomp.comm.gloo.find_lost", lambda cards, rank: (0, "has ended"))
+    assert other.notes.look_for_cause(5) is None
+    one.notes.give_up("is stopped", rank=2)
+    lost = other.find_lost(other.notes.look_for_cause)
+    assert (lost.rank, "is stopped" in str(lost)) == (2, True)
 
 
 def test_a_store_that_blocks_holds_nobody_up():
@@ -106,7 +143,7 @@ def test_a_store_that_blocks_holds_nobody_up():
         def add(self, key, value):
             raise RuntimeError("gone")
 
-    notes, answers = Notes(Blocked(), 0), threading.Event()
+    notes, answers = Notes(Blocked(), 0, 3), threading.Event()
     begun = time.monotonic()
     assert notes.look(0.05) is None and notes.look(0.05) is None
     notes.give_up("anything")

@@ -305,7 +305,7 @@ def test_a_collective_that_ends_just_after_a_wait_did_is_no_failure(ends, comple
         broken="",
         notes=notes,
         lose=lost.append,
-        find_lost=lambda: None,
+        find_lost=lambda look: None,
         watch=lambda: None,
     )
     work = _GlooWork(Ending(*ends, completed=completed), groups, ())
