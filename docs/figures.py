@@ -67,6 +67,13 @@ def planner(row: Any) -> float:
     return float(100 * (row["predicted_seconds"] / row["seconds"] - 1))
 
 
+def planners(name: str, link: str) -> tuple[float, float]:
+    """Return the least and the most of `planner` over the methods that it knows."""
+    (rows,) = (c["rows"] for c in load(f"train-{name}.json")["cases"] if c["link"] == link)
+    found = [planner(row) for row in rows if row["predicted_seconds"]]
+    return min(found), max(found)
+
+
 def at(row: Any, number: int) -> float:
     """Return what was measured after so many steps."""
     return float(next(measure for count, _, measure in row["curve"] if count == number))
@@ -203,6 +210,12 @@ def perceptron() -> Iterator[Figure]:
         cells = " | ".join(["{:,.0f} ({:.1f}x; {:+.0f} %)"] * len(links))
         shown = [(ms(row), gain(base, row), planner(row)) for row, base in rows]
         yield f"| {method} | {cells} |", sum(shown, ())
+    text = (
+        "{:+.0f} to {:+.0f} % off for the perceptron at 1 Gbit/s, {:+.0f} to {:+.0f} % for LeNet at"
+    )
+    names = ("mlp-rounds", "1gbit"), ("lenet-rounds", "100mbit"), ("lenet-rounds", "1gbit")
+    apart = [planners(name, link) for name, link in names]
+    yield f"{text} 100 Mbit/s, and {{:+.0f}} to {{:+.0f}} % at 1 Gbit/s", sum(apart, ())
     four = {m: step("mlp-4-hosts", m, ranks=4) for m in ("fp32", "onebit", "ternary")}
     two = {m: step("mlp-4-hosts", m, ranks=2) for m in four}
     more = {m: gain(four[m], two[m]) for m in four}
