@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import MutableMapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,10 +12,8 @@ from torch import nn
 from gradcomp.comm import torch_private
 from gradcomp.kernels import check_device
 
-if TYPE_CHECKING:
-    from gradcomp.fsdp.state import FsdpState
-
-_owners: MutableMapping[nn.Module, weakref.ref[FsdpState]] = weakref.WeakKeyDictionary()
+# the `FsdpState` that compresses the gradients of each FSDP module
+_owners: MutableMapping[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
 def sharded_modules(model: nn.Module) -> list[torch_private.Sharded]:
@@ -37,12 +35,12 @@ def sharded_modules(model: nn.Module) -> list[torch_private.Sharded]:
     return sharded
 
 
-def owner_of(module: nn.Module) -> FsdpState | None:
+def owner_of(module: nn.Module) -> Any:
     """Return the state that compresses the gradients of a module, None if there is none."""
     return _owners[module]() if module in _owners else None
 
 
-def claim(sharded: Sequence[torch_private.Sharded], state: FsdpState) -> None:
+def claim(sharded: Sequence[torch_private.Sharded], state: Any) -> None:
     """Register `state` for these modules; ValueError if another state is registered."""
     for one in sharded:
         owner = owner_of(one.module)
@@ -56,7 +54,7 @@ def claim(sharded: Sequence[torch_private.Sharded], state: FsdpState) -> None:
         _owners[one.module] = weakref.ref(state)
 
 
-def release(state: FsdpState) -> None:
+def release(state: Any) -> None:
     """Undo `claim` for a state."""
     for module in [module for module, owner in _owners.items() if owner() is state]:
         del _owners[module]
