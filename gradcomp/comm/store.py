@@ -245,15 +245,17 @@ class Notes:
 
     def wait_until_known(self) -> None:
         """Wait, at most for WRITE_S, until all ranks know of the lost one."""
-        deadline = time.monotonic() + WRITE_S
+        deadline, known = time.monotonic() + WRITE_S, 0
 
-        def wait() -> None:
-            others = self._world_size - 1
-            while self._store.add("known", 0) < others and time.monotonic() < deadline:
-                time.sleep(0.005)
+        def read() -> None:
+            nonlocal known
+            known = self._store.add("known", 0)
 
-        if not _is_silent() and not store_is_gone(self._store):
-            _Call(self._store, wait).join(WRITE_S)
+        while known < self._world_size - 1 and time.monotonic() < deadline:
+            if _is_silent() or store_is_gone(self._store):
+                return
+            _Call(self._store, read).join(WRITE_S)
+            time.sleep(0.02)
 
 
 class _Call:

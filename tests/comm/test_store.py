@@ -98,7 +98,7 @@ def test_the_first_note_stays():
 
 def test_a_rank_ends_when_all_survivors_know_who_was_lost(monkeypatch):
     """The store may be in its process. Rank 2 was lost; it would not know."""
-    monkeypatch.setattr("gradcomp.comm.store.WRITE_S", 0.5)
+    monkeypatch.setattr("gradcomp.comm.store.WRITE_S", 1.0)
     monkeypatch.setattr("gradcomp.comm.store._informed", informed := [])
 
     def seconds(notes):
@@ -109,12 +109,12 @@ def test_a_rank_ends_when_all_survivors_know_who_was_lost(monkeypatch):
     store = dist.HashStore()
     notes = [Notes(store, rank, 3) for rank in range(3)]
     notes[0].give_up("has ended", rank=2)
-    assert seconds(notes[0]) >= 0.5
+    assert seconds(notes[0]) >= 1
     waits = threading.Thread(target=notes[0].wait_until_known)
     waits.start()
     assert notes[1].look(5) == (2, "has ended")
-    waits.join(0.4)
-    assert not waits.is_alive() and seconds(notes[1]) < 0.4
+    waits.join(10)
+    assert not waits.is_alive() and seconds(notes[1]) < 1
     assert informed == notes[:2]
     gone = [Notes(store, rank, 2) for rank in range(2)]
     gone[1].close()  # at the end of a program: nobody waits
