@@ -291,7 +291,7 @@ def test_a_change_counts_once_wherever_a_sync_is_interrupted(run, error, step, w
     sites = run(sites=2)
 
     def site(name):
-        model, _, local = sites.site(name, model=zeros(), timeout_s=3.0, **PLAIN)
+        model, _, local = sites.site(name, model=zeros(), timeout_s=6.0, **PLAIN)
         with contextlib.closing(local):
             if name in where.split(",")[0]:
                 interrupt(local, error, after_verdict=step == 2)
