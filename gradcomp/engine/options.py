@@ -91,6 +91,8 @@ class Advanced:
 
 
 class _Options(TypedDict, total=False):
+    """The common options of FSDP2, local steps and DDP."""
+
     min_numel: int | None
     exclude: Exempts | Sequence[Exempts]
     warmup_steps: int
