@@ -107,6 +107,7 @@ class GradientAverager(Controls):
             raise
         self._warn_if_alone()
         self._advise(chosen, optimizer)
+        self._watch_steps(p for _, p in self._named)
         self._bucket_cap_mb = bucket_cap_mb
         self._buckets = fuse(self._sources, bucket_cap_mb)
         self._delayed: DelayedAverages | None = None

@@ -130,6 +130,7 @@ class CompressionState(Controls):
         self._ranks = tuple(dist.get_process_group_ranks(model.process_group))
         self._frozen = [(name, p) for name, p in named if not p.requires_grad]
         self._newcomers = Newcomers(model.module)
+        self._watch_steps(p for _, p in named)
         self._hooks = [
             model.register_forward_pre_hook(self._before_forward),
             model.register_forward_hook(self._after_forward, always_call=True),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from gradcomp.engine.step import Engine
+from gradcomp.engine.watch import Mine, before_any_step
 from gradcomp.exchange.quality import Quality
 from gradcomp.exchange.stats import Stats
 from gradcomp.exchange.telemetry import Telemetry
@@ -23,6 +26,14 @@ class Controls:
     """
 
     _engine: Engine
+
+    def _watch_steps(self, parameters: Iterable[Tensor]) -> None:
+        """Make an exchange final when an optimizer applies its averages to these parameters."""
+        self._trained = Mine(parameters)  # the watcher has weak references
+        before_any_step(self._trained, self._before_step)
+
+    def _before_step(self, *_: Any) -> None:
+        self._engine.keep_step()
 
     @property
     def stats(self) -> Stats:
@@ -80,8 +91,9 @@ class Controls:
         self._engine.load_state_dict(state)
 
     def discard_step(self) -> None:
-        """Roll back residuals to before the last step. Call this when you discard the gradients of
-        that step.
+        """Roll back residuals to before the last exchange. Call this when you discard its averages.
+
+        Does nothing if an optimizer has stepped since then.
         """
         self._engine.discard_step()
 

@@ -290,7 +290,7 @@ class Engine:
 
     def begin(self) -> Step:
         """Open a step, apply the current loss scale to the residuals, and make the previous step
-        final: `discard_step` can no longer roll it back. Only one step is open at a time.
+        final (`keep_step`). Only one step is open at a time.
 
         Raises:
             GradcompError: an earlier step failed, the loss scale is not a positive finite number,
@@ -385,6 +385,13 @@ class Engine:
             self.wait()
         else:
             self.pipeline.rest()
+
+    def keep_step(self) -> None:
+        """Make the last step final: `discard_step` can no longer roll it back. Does nothing while a
+        step is open.
+        """
+        if not self.is_open:
+            self.store.begin_step()
 
     def discard_step(self) -> None:
         """Roll back residuals and states to before the last step, for callers that discard the

@@ -211,6 +211,35 @@ def test_residuals_follow_the_loss_scale():
 
 
 @each_rank(2)
+def test_a_step_that_an_optimizer_applied_is_final():
+    """A backward pass under no_sync() exchanges nothing: discarding it must not undo the exchange
+    before it, whose averages are in the weights.
+    """
+    model = DDP(small_model())
+    state = gradcomp.ddp.register(model, OneBit(), min_numel=0)
+    optimizer, other = sgd(model), torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+
+    def residual():
+        return {n: r.tolist() for n, r in parts_of(state.state_dict())["residual"].items()}
+
+    train(model, optimizer, dist.get_rank(), range(2))
+    before = residual()
+    loss_of(model, 2, dist.get_rank()).backward()
+    changed = residual()
+    other.step()  # has none of the model's parameters
+    state.discard_step()
+    assert residual() == before != changed
+    loss_of(model, 3, dist.get_rank()).backward()
+    optimizer.step()
+    applied = residual()
+    with model.no_sync():
+        loss_of(model, 4, dist.get_rank()).backward()
+    state.discard_step()
+    assert residual() == applied != before
+    state.close()
+
+
+@each_rank(2)
 def test_resume_without_the_scaler():
     """Residuals of a state that was saved under a scale of 1024 come back in plain units."""
     state, _ = scaled(1024.0)
