@@ -7,6 +7,7 @@ to disk and renamed. A run that is killed while saving resumes from the previous
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import os
 import re
@@ -115,12 +116,15 @@ class Checkpoints:
 
         A checkpoint of another number of ranks can be read if all its files are in the folder.
 
+        Until all ranks have loaded all of it, the present states are kept in addition.
+
         Returns:
             The step, or None if there is no checkpoint; then nothing has changed.
 
         Raises:
-            ValueError: there are checkpoints, but none that every rank can read; or a state of
-                another codec or model.
+            ValueError: there are checkpoints, but none that every rank can read; or one of the
+                objects refuses its state (of another codec, model or optimizer), on this or another
+                rank. Then nothing has changed.
             PeerLost: a rank does not load.
         """
         bound, bad = None, dict[int, str]()
@@ -142,11 +146,32 @@ class Checkpoints:
             own = [one.get("state", one) for one in own]
         elif self._has_own_weights and SHARED in own:
             own, shared = own["state"], own[SHARED]
-        self._state.load_state_dict(own)  # checks everything before it changes anything
-        for name, one in self._shared.items():
-            one.load_state_dict(shared[name])
-        if self._has_own_weights and of_others:
-            self._state.restore()  # replace rank 0's weights by the anchors
+        found_by = {"state": (self._state, own)}
+        found_by |= {name: (one, shared[name]) for name, one in self._shared.items()}
+        before = [
+            (name, one, copy.deepcopy(one.state_dict())) for name, (one, _) in found_by.items()
+        ]
+        name = ""
+        try:
+            for name, (one, its_state) in found_by.items():
+                one.load_state_dict(its_state)
+            if self._has_own_weights and of_others:
+                self._state.restore()  # replace rank 0's weights by the anchors
+        except Exception as error:
+            _put_back(before)
+            with contextlib.suppress(GradcompError):
+                self._agree(step, True)  # the others wait for it
+            if isinstance(error, GradcompError):
+                raise
+            raise ValueError(
+                f"the checkpoint of step {step} does not fit {name}: {error}"
+            ) from error
+        failed = self._agree(step)
+        if failed:
+            _put_back(before)
+            raise ValueError(
+                f"ranks {failed} could not load the checkpoint of step {step}: see there"
+            )
         return step
 
     # ---- parts -----------------------------------------------------------------------------------
@@ -212,3 +237,14 @@ class Checkpoints:
         message = _MESSAGE.pack(step, flag)
         everyone = gather(self._comm, message, "checkpoint", self._timeout_s, called=CALLED)
         return [_MESSAGE.unpack(data) for data in everyone]
+
+
+def _put_back(before: list[tuple[str, Any, Any]]) -> None:
+    """Load the states of before a load that failed: (name, object, state) each."""
+    for name, one, state in before:
+        try:
+            one.load_state_dict(state)
+        except Exception:
+            logger.exception(
+                "gradcomp: %s has parts of a checkpoint that could not be loaded", name
+            )

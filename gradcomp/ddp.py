@@ -361,7 +361,7 @@ class CompressionState(Controls):
 
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Fail the engine if torch's own collectives in forward (buffers, bucket rebuilds) have
-        lost a rank.
+        lost a rank. Logs which one: this forward can only raise torch's error.
         """
         error = sys.exc_info()[1]
         handled, self._handled = self._handled, None
@@ -371,13 +371,14 @@ class CompressionState(Controls):
             return
         text = str(error)
         if any(sign in text for sign in LOST_SIGNS):
-            why = (
-                "a rank, or the network to it, was lost while DDP broadcast buffers or rebuilt"
-                " buckets: read the output of the others"
-            )
-            lost = PeerLost("torch's own collectives", -1, 0.0, f"{why} [{text.splitlines()[0]}]")
+            gone = self._engine.comm.find_lost()
+            unknown = "a rank, or the network to it, was lost: read the output of the others"
+            when = f"while DDP broadcast buffers or rebuilt buckets: {text.splitlines()[0]}"
+            rank = None if gone is None else gone.rank
+            lost = PeerLost("torch's own collectives", -1, 0.0, f"{gone or unknown} [{when}]", rank)
             lost.__cause__ = error
             self._engine.fail(lost)
+            logger.error("gradcomp: rank %d: %s", self._engine.comm.rank, lost)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return a state that does nothing, for copies and pickles of a model (weight averaging,

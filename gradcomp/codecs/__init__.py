@@ -58,6 +58,10 @@ def resolve(codec: Codec | str) -> Codec:
     raise TypeError(f"codec must be a gradcomp codec or a name, got {type(codec).__name__}")
 
 
+def __getattr__(name: str) -> object:
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{removal(name)}")
+
+
 __all__ = [
     "KINDS",
     "Block",

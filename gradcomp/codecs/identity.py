@@ -9,6 +9,12 @@ from gradcomp.kernels import Code
 from gradcomp.payload.form import BFLOAT16, PLAIN
 
 _DTYPES = {"fp32": (PLAIN, torch.float32), "bf16": (BFLOAT16, torch.bfloat16)}
+_OTHER_NAMES: dict[object, str] = {
+    "float32": "fp32",
+    "bfloat16": "bf16",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+}
 
 
 class Identity(Codec):
@@ -21,17 +27,19 @@ class Identity(Codec):
     are fp32 and rounded once here, while DDP adds in bf16 (3 ranks: up to 21 ulp apart).
 
     Args:
-        dtype: dtype of the values in payloads, "fp32" or "bf16".
+        dtype: dtype of the values in payloads: "fp32" or "float32", "bf16" or "bfloat16", or
+            torch's.
 
     Raises:
         ValueError: another dtype.
     """
 
-    def __init__(self, dtype: str = "fp32") -> None:
-        if dtype not in _DTYPES:
+    def __init__(self, dtype: str | torch.dtype = "fp32") -> None:
+        name = _OTHER_NAMES.get(dtype, dtype)
+        if name not in _DTYPES:
             raise ValueError(f"dtype must be one of {tuple(_DTYPES)}, got {dtype!r}")
-        self.dtype = self.second_phase = dtype
-        self.form = _DTYPES[dtype][0]
+        self.dtype = self.second_phase = str(name)
+        self.form = _DTYPES[self.dtype][0]
 
     def options(self) -> dict[str, object]:
         return {} if self.dtype == "fp32" else {"dtype": self.dtype}

@@ -325,6 +325,12 @@ class Communicator(ABC):
     def abort(self, reason: str = "") -> None:
         """Notify peers that this rank has given up because of `reason`, if the transport can."""
 
+    def find_lost(self) -> RankGone | None:
+        """After a failure of something else between these ranks, look for the rank that was lost;
+        None if it is not known. Takes at most a few seconds.
+        """
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """Release the resources of the communicator. A second call has no effect."""
@@ -412,3 +418,4 @@ class Lease(Communicator):
     start_send = _same("start_send")
     receive = _same("receive")
     abort = _same("abort")
+    find_lost = _same("find_lost")

@@ -102,6 +102,15 @@ class Groups:
         if job is not None:
             _failed.setdefault(job, self.broken)
 
+    def find_ending(self, look: Look) -> RankGone | None:
+        """Find a lost rank as `find_lost` does; wait for one whose process is just ending."""
+        lost = self.find_lost(look)
+        for pause_s in ENDING_S:
+            if lost is None:
+                time.sleep(pause_s)
+                lost = self.find_lost(look)
+        return lost
+
     def find_lost(self, look: Look) -> RankGone | None:
         """Probe for a lost rank, return its error, and leave a note for peers; None if unknown.
 
@@ -294,11 +303,7 @@ class _GlooWork(Work):
         if groups.broken and not ended:
             raise ConnectionError(f"this rank has given up: {groups.broken}") from error
         if ended or last:
-            lost = groups.find_lost(look)
-            for pause_s in () if late else ENDING_S:
-                if lost is None:
-                    time.sleep(pause_s)
-                    lost = groups.find_lost(look)
+            lost = groups.find_lost(look) if late else groups.find_ending(look)
             if lost is not None:
                 groups.lose(str(lost))
                 raise lost from error

@@ -25,7 +25,15 @@ from torch import Tensor
 
 from gradcomp.comm import torch_private as private
 from gradcomp.comm.addresses import host_identity
-from gradcomp.comm.base import Channel, Communicator, Counts, Message, Work, first_line
+from gradcomp.comm.base import (
+    Channel,
+    Communicator,
+    Counts,
+    Message,
+    RankGone,
+    Work,
+    first_line,
+)
 from gradcomp.comm.gloo import Groups
 from gradcomp.comm.local import LocalCommunicator
 from gradcomp.comm.mailbox import Mailbox
@@ -218,6 +226,9 @@ class TorchCommunicator(Communicator):
         if self._mailbox is not None:
             self._mailbox.close()
 
+    def find_lost(self) -> RankGone | None:
+        return self._groups.find_ending(self._groups.notes.look_for_cause)
+
     def close(self) -> None:
         """Close sockets and end threads."""
         if self._mailbox is not None:
@@ -343,13 +354,6 @@ def reduce_scatter(
 def all_gather(output: Tensor, given: Tensor, process_group: dist.ProcessGroup) -> None:
     """All-gather `given`, ``(k,)``, into `output`, ``(N * k,)``, as torch does."""
     dist.all_gather_into_tensor(output, given, group=process_group)
-
-
-def gather_object(mine: Any) -> list[Any] | None:
-    """Return the objects of all ranks on rank 0, and None on other ranks, as torch does."""
-    everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(mine, everyone)
-    return everyone
 
 
 def divisor(op: Any, world_size: int) -> int | None:

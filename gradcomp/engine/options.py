@@ -343,16 +343,21 @@ def check_names(given: Iterable[str], known: Sequence[str], called: str, others:
     for name in given:
         if name in known:
             continue
-        if name in RENAMED:
-            raise TypeError(f"there is no option {name!r}: it is called {RENAMED[name]!r}")
+        now = RENAMED.get(name, name)
+        if now != name and (now in known or now not in COMMON):
+            raise TypeError(f"there is no option {name!r}: it is called {now!r}")
         if name in MOVED and "advanced" in known:
             raise TypeError(f"there is no option {name!r}: pass {MOVED[name]}")
+        if name == "options":
+            raise TypeError(f"there is no option {name!r}: pass its fields by keyword")
         listed = ", ".join(option for option in known if option in COMMON or option in ADVANCED)
-        if name in COMMON or name in ADVANCED:
+        if now in COMMON or name in ADVANCED:
+            old = f", earlier called {name!r}" if now != name else ""
             why = f": {others}" if others else ""
-            raise TypeError(f"{called} has no option {name!r}{why} (all: {listed})")
-        near = difflib.get_close_matches(name, known, 1, 0.0)[0]
-        raise TypeError(f"there is no option {name!r}; did you mean {near!r}? (all: {listed})")
+            raise TypeError(f"{called} has no option {now!r}{old}{why} (all: {listed})")
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise TypeError(f"there is no option {name!r}{hint} (all: {listed})")
 
 
 # common options raise a TypeError here: they are not fields of `Advanced`

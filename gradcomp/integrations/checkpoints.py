@@ -5,14 +5,17 @@ one file per rank if it is a folder.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
+import struct
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from gradcomp.comm.base import Communicator
-from gradcomp.comm.torchdist import gather_object
 from gradcomp.engine.step import Engine
 from gradcomp.errors import GradcompError
 from gradcomp.exchange.agree import gather
@@ -21,6 +24,8 @@ from gradcomp.files import of_ranks, read_saved, write_saved
 CALLED = "the framework's own save or load of a checkpoint"
 # a rank's findings in a folder: no states, its own, those of another world size, an unreadable file
 NOTHING, OWN, OTHERS, BROKEN = range(4)
+PART_NBYTES = 4 << 20  # of a state, in one message
+_SIZE = struct.Struct("<Q")
 
 
 class Stateful(Protocol):
@@ -34,16 +39,32 @@ class Stateful(Protocol):
 
 
 def gather_states(state: Stateful, comm: Communicator) -> list[dict[str, Any]] | None:
-    """Return the states of all ranks on rank 0, None on other ranks. Collective over the default
-    process group, which must have the same ranks as `comm`.
+    """Return the states of all ranks on rank 0, None on other ranks. Collective.
+
+    They travel as ``torch.save`` writes them, and are read with ``weights_only=True``, in parts, so
+    that a rank holds little more than its own state at a time.
 
     Raises:
-        PeerLost: "checkpoint"; a rank did not call this.
-        RuntimeError: a rank was lost while it sent its state.
+        PeerLost: "checkpoint"; a rank did not call this, or was lost.
     """
-    mine = state.state_dict()
-    gather(comm, b"", "checkpoint", comm.timeout_s, called=CALLED)  # its error names a lost rank
-    return gather_object(mine)
+    file = io.BytesIO()
+    torch.save(state.state_dict(), file)
+    mine = file.getvalue()
+    size = _SIZE.pack(len(mine))
+    found = gather(comm, size, "checkpoint", comm.timeout_s, called=CALLED)
+    sizes = [_SIZE.unpack(data)[0] for data in found]
+    files = [bytearray() for _ in sizes if comm.rank == 0]
+    for first in range(0, max(sizes), PART_NBYTES):
+        part = mine[first : first + PART_NBYTES].ljust(min(PART_NBYTES, max(sizes) - first), b"\0")
+        parts = gather(comm, part, "checkpoint", comm.timeout_s, called=CALLED)
+        for whole, more in zip(files, parts, strict=False):
+            whole += more
+    if comm.rank:
+        return None
+    return [
+        torch.load(io.BytesIO(whole[:size]), weights_only=True, map_location="cpu")
+        for whole, size in zip(files, sizes, strict=True)
+    ]
 
 
 def restore(state: Stateful, comm: Communicator, found: Any, where: str, remedy: str) -> bool:

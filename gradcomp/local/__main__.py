@@ -19,6 +19,17 @@ examples (docs/howto/sites.md has more):
 """
 
 
+OPTIONS = f"""\
+coordinator
+--host ADDRESS: address to listen at (default: all addresses of this machine)
+--port PORT: port to listen at (default: {PORT})
+--store-port PORT: port of the store of addresses (default: the port after --port)
+--sites N: number of sites for which the first sync waits (default: 1)
+--min-sites N: smallest number of sites for a sync (default: 1)
+--patience S: longest wait of a sync for a silent site, in seconds (default: 60)
+--give-up S: longest wait for --min-sites sites, in seconds (default: 3600)"""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until Ctrl-C; return the exit status."""
     parser = Parser(
@@ -27,13 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         " it on one machine that stays up, and give the sites its address.",
         epilog=EXAMPLES,
     )
-    parser.add_argument("--host", default="", help="address to listen at (default: all)")
-    parser.add_value("port", int, PORT, "port to listen at")
-    parser.add_argument("--store-port", type=int, help="port of the store (default: the next one)")
-    parser.add_value("sites", int, 1, "number of sites for which the first sync waits")
-    parser.add_value("min-sites", int, 1, "smallest number of sites for a sync")
-    parser.add_value("patience", float, 60.0, "how long a sync waits for a silent site, in seconds")
-    parser.add_value("give-up", float, 3600.0, "how long to wait for that many sites, in seconds")
+    parser.add_groups(OPTIONS, {"PORT": int, "N": int, "S": float})
+    parser.set_defaults(host="", port=PORT, sites=1, min_sites=1, patience=60.0, give_up=3600.0)
     options = parser.parse_args(argv)
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING)
     logging.getLogger("gradcomp").setLevel(logging.INFO)

@@ -10,6 +10,12 @@ from gradcomp.onebit_sgd.batch_size import BatchSizeChoice, BatchSizeTrial, find
 from gradcomp.onebit_sgd.double_buffer import DoubleBuffer
 from gradcomp.onebit_sgd.report import OverlapComparison, OverlapReport
 
+
+def __getattr__(name: str) -> object:
+    more = ": use math.ceil(samples / samples_per_exchange)" if name == "warm_start_steps" else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{more}")
+
+
 __all__ = [
     "AggregateAdagrad",
     "BatchSizeChoice",

@@ -105,7 +105,7 @@ def test_help_teaches(capsys):
     assert "--data DIR" in capsys.readouterr().out
 
 
-PROGRAMS = (*dispatcher.BENCHMARKS, "doctor", "launch")
+PROGRAMS = (*dispatcher.BENCHMARKS, "doctor", "launch", "local")
 FRAGMENTS = ("of ", "that ", "to ", "for ", "from ", "instead", "(", "the same", "also after")
 # nothing is written, or it must be given or replaces another
 NO_DEFAULT = {"--json", "--plot", "--data", "--shapes", "-n"}
@@ -118,6 +118,7 @@ def test_every_option_says_what_it_is_and_its_default(program, monkeypatch, caps
     main = {
         "doctor": importlib.import_module("gradcomp.doctor.options").parse,
         "launch": importlib.import_module("gradcomp.launch.cli").main,
+        "local": importlib.import_module("gradcomp.local.__main__").main,
     }.get(program, lambda words: dispatcher.main([program, *words]))
     with pytest.raises(SystemExit) as caught:
         main(["--help"])

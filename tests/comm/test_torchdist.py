@@ -306,6 +306,7 @@ def test_a_collective_that_ends_just_after_a_wait_did_is_no_failure(ends, comple
         notes=notes,
         lose=lost.append,
         find_lost=lambda look: None,
+        find_ending=lambda look: None,
         watch=lambda: None,
     )
     work = _GlooWork(Ending(*ends, completed=completed), groups, ())

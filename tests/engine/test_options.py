@@ -34,6 +34,7 @@ COMMON = {
     "atomic_steps": None,
     "timeout_s": None,
 }
+SHARDED = get_type_hints(ShardedOptions)
 # what entry points take, beside codec and arguments of their own
 ENTRY_POINTS = [
     (gradcomp.ddp.register, CommonOptions),
@@ -80,7 +81,8 @@ MISPLACED = {
 def test_a_misplaced_option_says_where_it_goes(entry, kind, name):
     given, text = MISPLACED[name]
     if kind is ShardedOptions and name != "close":
-        text = "register has no option 'quality_every'" if name == "rare" else "no option 'options'"
+        rare = "register has no option 'quality_every'"
+        text = rare if name == "rare" else "no option 'options': pass its fields by keyword"
     with pytest.raises(TypeError, match=text):
         entry(**given)
 
@@ -124,6 +126,7 @@ WRONG_KINDS = [
     ),
     ({"start_steps": 3}, "no option 'start_steps'; did you mean 'warmup_steps'?"),
     ({"timeout": 3}, "no option 'timeout'; did you mean 'timeout_s'?"),
+    ({"process_group": 3}, r"no option 'process_group' \(all: min_numel, "),
 ]
 WRONG_OPTIONS = [(ValueError, *row) for row in WRONG_VALUES]
 WRONG_OPTIONS += [(TypeError, *row) for row in WRONG_KINDS]
@@ -168,13 +171,17 @@ def test_ranks_compare_every_option_that_could_make_them_differ():
 
 @pytest.mark.parametrize("name", RENAMED)
 def test_an_option_of_an_earlier_version_says_how_it_is_called(name):
-    wanted = f"there is no option '{name}': it is called '{RENAMED[name]}'"
-    for call in (
-        lambda: gradcomp.Advanced(**{name: 1}),
-        lambda: GradientAverager(nn.Linear(2, 2), "onebit", comm=one_rank(), **{name: 1}),
+    now = RENAMED[name]
+    renamed = f"there is no option '{name}': it is called '{now}'"
+    elsewhere = f"has no option '{now}', earlier called '{name}'"
+    for call, options in (
+        (gradcomp.Advanced, ()),
+        (lambda **old: GradientAverager(nn.Linear(2, 2), "onebit", comm=one_rank(), **old), COMMON),
+        (lambda **old: gradcomp.fsdp.register(nn.Linear(2, 2), "onebit", **old), SHARDED),
     ):
-        with pytest.raises(TypeError, match=wanted):
-            call()
+        there = now in options or now not in COMMON
+        with pytest.raises(TypeError, match=renamed if there else elsewhere):
+            call(**{name: 1})
 
 
 def test_functions_of_an_earlier_version_say_how_they_are_called():
@@ -182,6 +189,8 @@ def test_functions_of_an_earlier_version_say_how_they_are_called():
     for owner, name, said in (
         (averager, "rotate", r"'rotate': it is called average_delayed\(\)"),
         (gradcomp.fsdp, "compress", "'compress': it is called gradcomp.fsdp.register"),
+        (gradcomp.codecs, "TopK", "TopK was removed: use Ternary"),
+        (gradcomp.onebit_sgd, "warm_start_steps", "use math.ceil"),
     ):
         with pytest.raises(AttributeError, match=said):
             getattr(owner, name)

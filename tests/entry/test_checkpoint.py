@@ -1,5 +1,6 @@
 """Checkpoints of all ranks: complete or not there, and the last good one stays."""
 
+import contextlib
 import random
 import shutil
 import tempfile
@@ -165,6 +166,26 @@ def test_what_a_checkpoint_lacks_is_named_and_nothing_changes(tmp_path):
     assert (state.values == 1).all() and (model.values == 2).all()
 
 
+class Picky(Numbers):
+    """Changes half of its values before it refuses the rest, as a module does."""
+
+    def load_state_dict(self, found):
+        self.values[:500] = found["values"][:500]
+        if found["values"][0] == 10.5:
+            raise RuntimeError("size mismatch for w")
+        super().load_state_dict(found)
+
+
+def test_what_an_object_refuses_changes_nothing(tmp_path):
+    """The gradcomp state was that of step 10 already, and half of the model."""
+    saved(tmp_path, 10)
+    state, model, last = Numbers(1.0), Picky(2.0), Numbers(3.0)
+    checkpoints = Checkpoints(tmp_path, state, model=model)
+    with pytest.raises(ValueError, match="checkpoint of step 10 does not fit model: size mismatch"):
+        checkpoints.load()
+    assert (state.values == 1).all() and (model.values == 2).all() and (last.values == 3).all()
+
+
 def save_on_and_on(folder):
     step, state, model = 0, Numbers(0.0, 300_000), Numbers(0.5, 300_000)
     checkpoints = Checkpoints(folder, state, model=model)
@@ -277,6 +298,33 @@ def test_damage_on_one_rank_is_an_error_on_all(tmp_path):
         of_ranks(tmp_path).load()
     said = str(error.value)
     assert "rank-1-of-2.pt is damaged" in said if dist.get_rank() else "rank-1" not in said
+
+
+@pytest.mark.slow
+@each_rank(2)
+def test_a_state_of_a_later_version_changes_nothing(tmp_path):
+    run, checkpoints = started("ddp", tmp_path)
+    with contextlib.closing(run):
+        take_steps(run, 3)
+        checkpoints.save(3)
+        file = tmp_path / "step-000000000003" / f"rank-{dist.get_rank()}-of-2.pt"
+        write_saved(file, read_saved(file) | {"format": 9})
+        take_steps(run, 3, 5)
+        before = run.weights()
+        with pytest.raises(ValueError, match="does not fit state: .*format"):
+            checkpoints.load()
+        assert run.weights() == before and run.opened.step == 5
+
+
+@pytest.mark.slow
+@each_rank(2)
+def test_what_an_object_of_one_rank_refuses_changes_nothing_on_any(tmp_path):
+    of_ranks(tmp_path, 10.0).save(5)
+    state, model = Numbers(1.0), Picky(2.0) if dist.get_rank() else Numbers(2.0)
+    said = "does not fit model: size" if dist.get_rank() else r"ranks \[1\] could not load the chec"
+    with pytest.raises(ValueError, match=said):
+        Checkpoints(tmp_path, state, model=model, timeout_s=20).load()
+    assert (state.values == 1).all() and (model.values == 2).all()
 
 
 def nothing_on_rank_1(folder):

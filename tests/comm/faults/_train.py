@@ -6,6 +6,8 @@ Usage: _train.py PORT RANK WORLD HOW TIMEOUT_S. Rank 0 hosts the store, as witho
 - "die", "freeze": the last rank is killed or stopped inside the backward pass;
 - "return", "close", or a fault of _cells.py: rank 1 ends before the step: its program returns, or
   closes its state and lives on, or has the fault;
+- "buffers": the model has a BatchNorm, and rank 1 is killed before the step, so that the others may
+  lose it in torch's own broadcast;
 - "host": rank 0 is stopped before the step, and the others end by themselves, slowly.
 """
 
@@ -33,7 +35,10 @@ def main(port, rank, world, how, timeout_s):
     rank, comm = join(port, rank, world)
     if how == "host" and rank:
         sys.modules["slow"] = Slow()
-    model = DDP(nn.Sequential(*[nn.Linear(64, 64) for _ in range(10)]), bucket_cap_mb=0.01)
+    layers = [nn.Linear(64, 64) for _ in range(10)]
+    if how == "buffers":
+        layers.append(nn.BatchNorm1d(64))
+    model = DDP(nn.Sequential(*layers), bucket_cap_mb=0.01)
     codec = "terngrad" if how == "freeze" else "onebit"
     state = gradcomp.ddp.register(model, codec, comm=comm, min_numel=0, timeout_s=timeout_s)
     step = 0
@@ -46,8 +51,10 @@ def main(port, rank, world, how, timeout_s):
     for step in range(STEPS):
         if step == STEP and (rank, how) == (0, "host"):
             FAULTS["frozen"]()
-        if step == STEP and rank == 1 and how in ("return", "close", *FAULTS):
-            if how == "close":
+        if step == STEP and rank == 1 and how in ("return", "close", "buffers", *FAULTS):
+            if how == "buffers":
+                FAULTS["killed"]()
+            elif how == "close":
                 state.close()
                 time.sleep(30)
             elif how != "return":
@@ -55,7 +62,12 @@ def main(port, rank, world, how, timeout_s):
             return
         begun = time.monotonic()
         try:
-            model(torch.randn(4, 64)).sum().backward()
+            try:
+                model(torch.randn(4, 64)).sum().backward()
+            except RuntimeError as error:
+                if isinstance(error, gradcomp.PeerLost):
+                    raise
+                model(torch.randn(4, 64))  # torch has lost the rank; the next forward says which
         except gradcomp.PeerLost as error:
             print(f"time={time.time():.1f}", flush=True)
             took = f"{time.monotonic() - begun:.1f}"

@@ -53,6 +53,7 @@ GAVE_UP = "rank 1 gave up because of "  # its own words, or those of a survivor 
             "out of memory", 60, (0, 2), f"{GAVE_UP}RuntimeError.*memory", marks=pytest.mark.long
         ),
         ("killed", 60, (0, 2), r": rank 1 \(pid \d+ on \S+\) has ended: killed"),
+        ("buffers", 60, (0, 2), r": rank 1 \(pid \d+ on \S+\) has ended: killed"),
     ],
 )
 def test_survivors_end_soon_and_blame_no_survivor(how, timeout_s, survivors, wanted, trials):
