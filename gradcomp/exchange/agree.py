@@ -269,7 +269,7 @@ def _mismatch(
             return PeerMismatch(field, rank, "something else", text)
         return PeerMismatch(field, rank, text, "something else", first=comm.rank)
     one, other = (texts[n].rstrip(b"\0").decode(errors="ignore") for n in (0, rank))
-    expected, got = _shorten(one, other)
+    expected, got = shorten(one, other)
     if expected == got:
         got += " (the difference does not show in this text)"
     return PeerMismatch(field, rank, expected, got)
@@ -288,7 +288,7 @@ def _text(value: object) -> str:
     return value if isinstance(value, str) else repr(value)
 
 
-def _shorten(one: str, other: str) -> tuple[str, str]:
+def shorten(one: str, other: str) -> tuple[str, str]:
     """Return both texts; long ones are cut to the part around their first difference."""
     if max(len(one), len(other)) <= _WORD_NUMEL:
         return one, other

@@ -14,6 +14,7 @@ while the others go on training::
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,7 +33,7 @@ from gradcomp.engine.options import Advanced, CommonOptions, takes
 from gradcomp.engine.state import Accepted
 from gradcomp.engine.step import Step
 from gradcomp.errors import CorruptPayload, GradcompError, PeerLost, PeerMismatch
-from gradcomp.exchange.agree import digests
+from gradcomp.exchange.agree import Shown, shorten
 from gradcomp.integrations.versions import imported
 from gradcomp.integrations.watch import Watch
 
@@ -262,7 +263,7 @@ class ManagedAverager(GradientAverager):
         path = f"{address}/{KEY}/{self._number}"
         store = create_store_client(path, self._manager._connect_timeout)
         mine = self._settings()
-        store.set(f"settings {rank}", f"{'old' if self._has_trained else 'new'} {mine}")
+        store.set(f"settings {rank}", json.dumps([self._has_trained, mine]))
         try:
             self._quorum = TorchCommunicator.over(store, rank, world_size, timeout_s=timeout_s)
         except PeerMismatch as error:
@@ -270,21 +271,31 @@ class ManagedAverager(GradientAverager):
             raise
         finally:
             if self._quorum is not None or self._refused is not None:  # all groups have connected
-                found = [store.get(f"settings {r}").decode() for r in range(world_size)]
-                old = [one.split()[1] for one in found if one.startswith("old")]
-                self._is_odd = not old or mine not in old
+                found = [json.loads(store.get(f"settings {r}")) for r in range(world_size)]
+                old = {r: theirs for r, (has_trained, theirs) in enumerate(found) if has_trained}
+                self._is_odd = mine not in old.values()
+        if self._is_odd and old and not self._has_trained:
+            # torchft would give the model of another group to this one, which does not fit
+            self._refused = _mismatch(rank, mine, *next(iter(old.items())))
+            comm, self._quorum = self._quorum, None
+            comm.abort(str(self._refused))
+            comm.close()
+            raise self._refused
 
-    def _settings(self) -> str:
-        """Return a digest of the settings that must be equal in all groups."""
+    def _settings(self) -> dict[str, str]:
+        """Return the settings that must be equal in all groups, as text."""
         engine = self._engine
         sources = [(s.name, tuple(s.like.shape), s.like.dtype, s.trained) for s in engine.sources]
         settings = {
-            "codec": repr(engine.codec),
-            "options": engine.options.compared(),
+            "codec": engine.codec,
+            **engine.options.compared(),
             "parameters": sources,
             "timeout_s": engine.timeout_s,
         }
-        return digests(list(settings.items())).hex()
+        return {
+            name: str(value.text) if isinstance(value, Shown) else repr(value)
+            for name, value in settings.items()
+        }
 
     def _join_quorum(self) -> None:
         """Move the engine to the communicator of the latest quorum, if that is new."""
@@ -436,6 +447,14 @@ def _forget(manager: Manager, key: str) -> None:
     """Remove an averager's state functions from a manager."""
     for registered in (manager._user_state_dicts, manager._load_state_dict_fns):
         registered.pop(key, None)
+
+
+def _mismatch(
+    rank: int, mine: Mapping[str, str], other: int, theirs: Mapping[str, str]
+) -> PeerMismatch:
+    """Return the error for the first setting in which this group differs from another."""
+    field = next(name for name in mine if mine[name] != theirs.get(name))
+    return PeerMismatch(field, other, *shorten(mine[field], theirs.get(field, "none")), first=rank)
 
 
 def _configure(owner: weakref.ref[ManagedAverager], configure: Any) -> Any:

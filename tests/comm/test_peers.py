@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import _forks
 import pytest
@@ -39,6 +40,11 @@ def start():
     for process in started:
         process.kill()
         process.wait()
+
+
+def test_the_security_page_says_how_many_connections_wait():
+    page = (Path(__file__).parents[2] / "SECURITY.md").read_text(encoding="utf-8")
+    assert f"At most {peers.BACKLOG:,} connections wait" in page
 
 
 def stop(process):

@@ -31,9 +31,9 @@ ADAM = {"adam": torch.optim.AdamW, "sgd": torch.optim.SGD}
 CODECS = {"other": gradcomp.OneBit(), "terngrad": gradcomp.TernGrad(seed=1)}
 
 
-def net():
+def net(width=64):
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 1))
+    return nn.Sequential(nn.Linear(40, width), nn.Tanh(), nn.Linear(width, 1))
 
 
 class Faults:
@@ -98,12 +98,13 @@ def main(
     gate="",
     name="",
     state=(),
+    width=64,
 ):
     logging.getLogger("gradcomp").addHandler(logging.StreamHandler(sys.stdout))
     logging.getLogger("gradcomp").setLevel(logging.WARNING)
     logging.disable(logging.INFO)
     torch.set_num_threads(1)
-    model = net()
+    model = net(width)
     inner = ADAM[optimizer](model.parameters(), lr=0.01)
     timeout = datetime.timedelta(seconds=timeout_s)
     store = dist.TCPStore("localhost", port, is_master=rank == 0, wait_for_workers=False)

@@ -13,7 +13,7 @@ case ${1:-} in sanitize | threads | fuzz | aarch64) leg=$1 && shift ;; esac
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
 flags=(-std=c11 -ffp-contract=off -fno-math-errno -Wall -Wextra -Werror -Inative/include -Inative/src -DGC_ALWAYS_INLINE=)
-tests=(test_known test_tiers test_update test_rotate)
+tests=(test_known test_tiers test_update test_rotate test_moments)
 runner=()
 if [ "$leg" = sanitize ]; then
     compiler=${CC:-gcc}
@@ -55,6 +55,7 @@ if (($# == 0)); then
 fi
 "${runner[@]}" "$out/test_known"
 "${runner[@]}" "$out/test_tiers" "${tiers[@]}"
+"${runner[@]}" "$out/test_moments"
 "${runner[@]}" "$out/test_rotate" "$@"
 "${runner[@]}" "$out/test_update" "${update[@]}"
 if [ "$leg" = fuzz ]; then

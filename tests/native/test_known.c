@@ -169,7 +169,7 @@ static void test_arguments(void)
 
 static void test_copy(void)
 {
-    uint8_t src[32], dst[32] = {0};
+    uint8_t *src = guarded(0, 32, AT_END, 0), *dst = guarded(1, 32, AT_END, 0);
     for (int i = 0; i < 32; i++)
         src[i] = (uint8_t)(i + 1);
     gc_copy_range ranges[] = {{0, 4, 3}, {10, 0, 0}, {31, 31, 1}};
@@ -226,6 +226,38 @@ static void test_ternary_scales(void)
     CHECK(gc_ternary_scales(&above, one, &eight, 1, 2.5, scales) == GC_OK && scales[0] == 4.5f);
 }
 
+/* Every table is written whole, and nothing beyond it: the last entry of a decode table has a
+ * length, and a pair's own code is found where the table of the next bits says it is. */
+static void test_entropy_tables(void)
+{
+    enum { PAIRS = 256, WINDOW = 2048 };
+    uint32_t *symbols = guarded(0, 4 * GC_TABLE_COUNT * PAIRS, AT_END, 0xA5);
+    uint32_t *decode = guarded(1, 4 * GC_TABLE_COUNT * WINDOW, AT_END, 0xA5);
+    uint32_t *costs = guarded(2, 4 * 9 * GC_TABLE_COUNT, AT_END, 0xA5);
+    uint32_t *pair_costs = guarded(3, 4 * GC_TABLE_COUNT * 9 * 16, AT_END, 0xA5);
+    uint32_t *tops = guarded(4, 4 * GC_TABLE_COUNT, AT_END, 0xA5);
+    double *octave = guarded(5, 8 * 32, AT_END, 0xA5);
+    gc_entropy_tables_of(symbols, decode, costs, pair_costs, tops, octave);
+    for (int table = 0; table < GC_TABLE_COUNT; table++) {
+        CHECK(tops[table] >= 1 && tops[table] <= 7);
+        for (int bits = 0; bits < WINDOW; bits++) {
+            uint32_t entry = decode[table * WINDOW + bits], length = entry >> 16 & 0xFF;
+            CHECK(length >= 1 && length <= 11);
+            if (entry >> 24 & 1)
+                continue; /* the escape */
+            int a = (int8_t)entry, b = (int8_t)(entry >> 8);
+            uint32_t symbol = symbols[table * PAIRS + ((a + 8) << 4 | (b + 8))];
+            CHECK(symbol >> 16 == length &&
+                  (symbol & 0xFFFF) == ((uint32_t)bits & ((1u << length) - 1)));
+        }
+        for (int i = 0; i < 9 * 16; i++)
+            CHECK(pair_costs[table * 9 * 16 + i] != 0xA5A5A5A5u);
+    }
+    for (int i = 0; i < 9 * GC_TABLE_COUNT; i++)
+        CHECK(costs[i] != 0xA5A5A5A5u);
+    CHECK(octave[0] == 1.0 && octave[16] > 1.41421 && octave[16] < 1.41422);
+}
+
 #if defined(HAS_FLOAT_ENVIRONMENT)
 /* Results do not depend on the caller's rounding mode or on flushing denormals, and these are as
  * they were. */
@@ -265,6 +297,7 @@ int main(void)
         test_copy();
         test_scales_validate();
         test_ternary_scales();
+        test_entropy_tables();
 #if defined(HAS_FLOAT_ENVIRONMENT)
         test_float_environment();
 #endif
