@@ -38,6 +38,7 @@ def report() -> dict[str, Any]:
             "usable" if has_dist and torch.distributed.is_gloo_available() else "not built in"
         ),
         "accelerator": _accelerator(),
+        "never run on a GPU": _never_run(),
         "MPI": _mpi(),
         "bench extra": _extra(("rich", "matplotlib", "sklearn"), "bench"),
     }
@@ -68,7 +69,14 @@ def _accelerator() -> str:
     how = (
         "copied to the host and encoded there" if home(there) == CPU else f"encoded, {USES_CUDA}=1"
     )
-    return f"{accelerator.type}: gradients are {how} (no GPU has run it)"
+    return f"{accelerator.type}: gradients are {how}"
+
+
+def _never_run() -> str:
+    """Return the names of the kernels that have never run on a GPU."""
+    from gradcomp.kernels.check import CODES, OTHERS
+
+    return f"{', '.join((*CODES, *OTHERS))} (compared under Triton's interpreter only)"
 
 
 def _mpi() -> str:

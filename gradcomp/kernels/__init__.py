@@ -6,8 +6,10 @@ works on the copies (`gradcomp.kernels.staging`).
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import os
+import re
 import threading
 from collections.abc import Callable, Iterable
 
@@ -27,6 +29,7 @@ CPU = torch.device("cpu")
 # returns None for a device whose values are to be copied to host memory
 MakeKernels = Callable[[torch.device], "Kernels | None"]
 USES_CUDA = "GRADCOMP_CUDA_KERNELS"  # environment variable: 1 encodes on GPUs
+MIN_TRITON = 3, 9  # the kernels' bits were compared with this release, subnormals included
 _native = NativeKernels()
 
 
@@ -34,7 +37,9 @@ def _cuda(device: torch.device) -> Kernels | None:
     if os.environ.get(USES_CUDA) != "1":
         return None
     try:
-        from gradcomp.kernels.cuda import checked
+        _check_triton()
+        from gradcomp.kernels.check import checked
+        from gradcomp.kernels.cuda import TritonKernels
     except ImportError as error:
         logger.warning(
             "gradcomp: gradients on %s are copied to the host and encoded there, although %s=1: %s"
@@ -44,7 +49,18 @@ def _cuda(device: torch.device) -> Kernels | None:
             error,
         )
         return None
-    return checked(device)
+    return checked(device, TritonKernels)
+
+
+def _check_triton() -> None:
+    """Raise ImportError if Triton is missing or older than MIN_TRITON."""
+    try:
+        found = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        raise ImportError("Triton is not installed") from None
+    if tuple(int(number) for number in re.findall(r"\d+", found)[:2]) < MIN_TRITON:
+        needed = ".".join(map(str, MIN_TRITON))
+        raise ImportError(f"Triton {found} is too old, {needed} is needed")
 
 
 # factories of kernel sets, by device type

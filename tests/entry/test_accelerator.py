@@ -104,9 +104,9 @@ def train(model, data, optimizer, after_backward=lambda: None):
 # ---- entry points: each returns what must be the same on every device ----------------------------
 
 
-def by_ddp(device, codec="onebit", **options):
+def by_ddp(device, codec="onebit", group=None, **options):
     model, data = network(device)
-    model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.01)
+    model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.01, process_group=group)
     optimizer = sgd(model)
     state = gradcomp.ddp.register(model, codec, min_numel=0, optimizer=optimizer, **options)
     copied = f"{device} tensors are copied to the host" in state.describe()
@@ -122,6 +122,18 @@ def by_ddp(device, codec="onebit", **options):
     train(model, data[:1], optimizer)
     state.close()
     return digest(list(model.parameters()), saved, after)
+
+
+def by_mixed_group(device):
+    """A process group with a backend for each kind of device, as ``"cpu:gloo,cuda:nccl"``. (NCCL
+    takes one rank per GPU; these share one.)
+    """
+    backends = {"cpu": "gloo", "lazy": "_lazy", "cuda": "gloo"}
+    mixed = {name: backends[name] for name in dict.fromkeys(("cpu", device))}
+    group = dist.new_group(backend=",".join(f"{name}:{backend}" for name, backend in mixed.items()))
+    digests = by_ddp(device, group=group)
+    dist.destroy_process_group(group)
+    return digests
 
 
 def by_ddp_of_a_stream(device, codec="ternary"):
@@ -304,6 +316,7 @@ SAME = {
     "ddp atomic": (by_ddp, {"atomic_steps": True, "warmup_steps": 2}),
     "ddp auto": (by_ddp, {"codec": "auto"}),
     "a stream of the user's": (by_ddp_of_a_stream, {}),
+    "a group of two backends": (by_mixed_group, {}),
     "averager": (by_averager, {}),
     "averager delayed": (by_averager, {"delayed": True}),
     "averager on two devices": (by_averager, {"devices": 2}),
@@ -418,6 +431,26 @@ def test_a_device_that_fails_ends_the_step_on_every_rank():
         assert "the device is lost" in str(error.value)  # as C++ has it: "Unable to cast ..."
     else:
         assert error.type is gradcomp.PeerLost
+
+
+@each_rank(2, "lazy")
+def test_a_device_without_memory_left_changes_no_state():
+    """On one rank, in the middle of a step: both are told, and keep the state of before."""
+    model, data = network("lazy")
+    model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.01)
+    optimizer = sgd(model)
+    state = gradcomp.ddp.register(model, "onebit", min_numel=0, atomic_steps=True, timeout_s=20)
+    train(model, data[:2], optimizer)
+    before, weights = digest(state.state_dict()), digest(list(model.parameters()))
+    instead = contextlib.nullcontext()
+    if dist.get_rank() == 1:
+        full = torch.OutOfMemoryError("out of memory, says the test")
+        instead = mock.patch.object(staging.Staged, "wait", side_effect=full)
+    with instead, pytest.raises((RuntimeError, gradcomp.PeerLost), match="out of memory, says"):
+        train(model, data[2:3], optimizer)
+    assert digest(list(model.parameters())) == weights
+    assert digest(state.state_dict()) == before
+    state.close()
 
 
 def on(function, device, options):

@@ -13,6 +13,7 @@ from _ranks import run_local
 from _shadow import Shadow, ShadowKernels, shadowed
 
 from gradcomp import EntropyCoded, OneBit, Ternary, UnsupportedTensor, kernels
+from gradcomp.kernels import check
 
 NATIVE = kernels.of(kernels.CPU)
 
@@ -139,3 +140,46 @@ def test_a_device_has_the_set_that_was_installed_for_its_kind():
     with pytest.raises(UnsupportedTensor, match="x is on xpu:1: not supported yet, .* CPU tensors"):
         kernels.check_device(other, "x")
     assert kernels.of(kernels.CPU) is NATIVE
+
+
+# ---- which kernel set is used --------------------------------------------------------------------
+
+
+def test_kernels_that_differ_from_the_cpus_are_not_used(monkeypatch, caplog):
+    shadow_set = ShadowKernels()
+    assert check.checked(kernels.CPU, lambda device: shadow_set) is shadow_set
+    assert not caplog.records
+    monkeypatch.setattr(check, "CODES", {"bf16": check.CODES["bf16"]})
+    monkeypatch.setattr(shadow_set, "sum_decode", lambda *_: False)
+    assert check.checked(kernels.CPU, lambda device: shadow_set) is None
+    said = caplog.records[-1].getMessage()
+    assert "differ from the CPU's: bf16 of float32, bf16 of bfloat16" in said
+    assert "sums of codes" in said and "scales" not in said
+    assert "copied to the host" in said
+
+
+@pytest.mark.parametrize(
+    ("release", "why"),
+    [
+        (None, "Triton is not installed"),
+        ("3.8.7", "Triton 3.8.7 is too old, 3.9 is needed"),
+        ("3.10.0+git1", ""),
+    ],
+)
+def test_a_gpu_whose_kernels_cannot_be_had_is_named(release, why, monkeypatch, caplog):
+    before = kernels.install("cuda", kernels._cuda)  # forgets what was found
+    there = torch.device("cuda:77")
+    try:
+        assert kernels.home(there) == kernels.CPU
+        assert not caplog.records
+        kernels.install("cuda", kernels._cuda)
+        monkeypatch.setenv(kernels.USES_CUDA, "1")
+        if release is not None:
+            monkeypatch.setattr("importlib.metadata.version", lambda name: release)
+        assert kernels.home(there) == kernels.CPU
+        said = caplog.records[-1].getMessage()
+        assert "gradients on cuda:77 are copied to the host" in said and why in said
+        if why:
+            assert "pip install 'gradcomp[cuda]'" in said
+    finally:
+        kernels.install("cuda", before)

@@ -1,6 +1,5 @@
 """Kernels for CUDA devices, written in Triton (``pip install 'gradcomp[cuda]'``)."""
 
-from gradcomp.kernels.cuda.check import checked
 from gradcomp.kernels.cuda.kernels import TritonKernels
 
-__all__ = ["TritonKernels", "checked"]
+__all__ = ["TritonKernels"]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gradcomp.kernels.cuda.kernels import TritonKernels
 from gradcomp.kernels.interface import Code, Kernels, Payloads, Residuals
 from gradcomp.kernels.native.kernels import NativeKernels
 from gradcomp.kernels.tables import Groups, Table
@@ -33,15 +32,16 @@ CODES = {
     "fp32": Code("values", dtype=torch.float32),
     "bf16": Code("values", dtype=torch.bfloat16),
 }
+OTHERS = "sums of large groups", "sums of codes", "scales", "second moments"
 SUMS = Code("lanes", world_size=RANKS, bits=3)
 
 
-def checked(device: torch.device) -> Kernels | None:
-    """Return the kernel set of a GPU if it works. Else log a warning with the reason, and return
-    None: gradients are then copied to host memory.
+def checked(device: torch.device, make: Callable[[torch.device], Kernels]) -> Kernels | None:
+    """Return the kernel set that `make` returns for a device if its results are those of the CPU's.
+    Else log a warning with the reason, and return None: gradients are then copied to host memory.
     """
     try:
-        made = TritonKernels(device)
+        made = make(device)
         wrong = ", ".join(differing(made))
         reason = wrong and f"these kernels differ from the CPU's: {wrong}"
     except Exception as error:  # noqa: BLE001 - a compiler's, a driver's
@@ -77,14 +77,13 @@ def differing(kernels: Kernels) -> Iterator[str]:
                     yield f"{name} of {dtype}".replace("torch.", "")
                     break
     large = torch.randn(LARGE, generator=draws)
-    if _of_one_group(kernels, large) != _of_one_group(native, large):
-        yield "sums of large groups"
-    if _sums(kernels, residual) != _sums(native, residual):
-        yield "sums of codes"
-    if any(_measured(kernels, each) != _measured(native, each) for each in (x, special)):
-        yield "scales"
-    if _moments(kernels, x, residual) != _moments(native, x, residual):
-        yield "second moments"
+    is_equal = (
+        _of_one_group(kernels, large) == _of_one_group(native, large),
+        _sums(kernels, residual) == _sums(native, residual),
+        all(_measured(kernels, each) == _measured(native, each) for each in (x, special)),
+        _moments(kernels, x, residual) == _moments(native, x, residual),
+    )
+    yield from (name for name, equal in zip(OTHERS, is_equal, strict=True) if not equal)
 
 
 def _table(group: int) -> Table:
