@@ -68,7 +68,7 @@ __all__ = [
 ]
 
 # module of each name above that is not a module itself
-HOMES = {
+MODULES = {
     "Advanced": "engine.options",
     "Block": "codecs",
     "CorruptPayload": "errors",
@@ -100,8 +100,8 @@ MOVED = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in HOMES:
-        globals()[name] = found = getattr(import_module(f"gradcomp.{HOMES[name]}"), name)
+    if name in MODULES:
+        globals()[name] = found = getattr(import_module(f"gradcomp.{MODULES[name]}"), name)
         return found
     if not name.startswith("_") and find_spec(f"gradcomp.{name}"):
         return import_module(f"gradcomp.{name}")

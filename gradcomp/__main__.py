@@ -60,14 +60,16 @@ def _accelerator() -> str:
     """Return a text of how gradients on this machine's accelerator are encoded."""
     import torch
 
-    from gradcomp.kernels import CPU, USES_CUDA, home
+    from gradcomp.kernels import CPU, USES_CUDA, encoding_device
 
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return "none"
     there = torch.device(accelerator.type, torch.accelerator.current_device_index())
     how = (
-        "copied to the host and encoded there" if home(there) == CPU else f"encoded, {USES_CUDA}=1"
+        "copied to the host and encoded there"
+        if encoding_device(there) == CPU
+        else f"encoded, {USES_CUDA}=1"
     )
     return f"{accelerator.type}: gradients are {how}"
 

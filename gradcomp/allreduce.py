@@ -21,7 +21,7 @@ from gradcomp.exchange.sizing import EXCHANGES, BucketPlan, Strategy, choose
 from gradcomp.exchange.slices import Slicing
 from gradcomp.exchange.staged import beside
 from gradcomp.exchange.stats import Stats
-from gradcomp.kernels import home
+from gradcomp.kernels import encoding_device
 from gradcomp.kernels.staging import join
 from gradcomp.memory.planes import Planes
 from gradcomp.memory.saved import STEPS
@@ -136,7 +136,7 @@ def all_reduce(
     if comm.world_size == 1:
         return tensor
     # with residuals in host memory the tensor is averaged there, too
-    where = home(tensor.device) if feedback is None else feedback.device
+    where = encoding_device(tensor.device) if feedback is None else feedback.device
     memory = tensor.shape, order, tensor.dtype, tensor.device, where
     what = (*memory, repr(codec), exchange, feedback is not None)
     with call.lease:

@@ -34,12 +34,12 @@ class Wait:
         what: text, such as "first_phase of bucket 2".
         outer: the wait of this thread that contains this one, or None.
         noted: whether it was published to the other ranks.
-        told: whether it was logged.
+        logged: whether it was logged.
     """
 
     def __init__(self, kind: str, what: str, outer: Wait | None) -> None:
         self.kind, self.what, self.outer = kind, what, outer
-        self.noted = self.told = False
+        self.noted = self.logged = False
         self._begun, self._table = time.monotonic(), _table()
         self._slot = self._table.take(self._begun, what)
 

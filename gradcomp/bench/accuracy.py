@@ -282,9 +282,9 @@ def longest(
         workload, optimizer, workers, steps, _, method = case
         costs = {row["every"]: row["cost"] for row in family}
         near = max((h for h, cost in costs.items() if cost <= within), default="none")
-        told = ", ".join(f"{h} costs {cost:.3f}" for h, cost in sorted(costs.items()))
+        listed = ", ".join(f"{h} costs {cost:.3f}" for h, cost in sorted(costs.items()))
         lines.append(
             f"{method}, {workload} under {optimizer}, {workers} workers, {steps} steps: largest H"
-            f" within {within:g} of fp32 every step: {near} ({told})"
+            f" within {within:g} of fp32 every step: {near} ({listed})"
         )
     return lines

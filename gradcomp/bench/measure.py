@@ -44,7 +44,7 @@ KINDS = ("max", "all_to_all", "all_gather", "all_reduce", "all_reduce_bf16")
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """Measurements of the ranks at hand; seconds while all of them work."""
 
     ranks: int
@@ -72,7 +72,7 @@ class Measured:
         )
 
 
-def measure_here(ranks: int | None) -> Measured:
+def measure_here(ranks: int | None) -> Measurement:
     """Return the measurements of this process's launched ranks, or of `ranks` new ranks on this
     machine.
 
@@ -80,7 +80,7 @@ def measure_here(ranks: int | None) -> Measured:
         ValueError: `ranks` is None, and this process was not launched as one of several ranks.
         gradcomp.bench.ranks.RankFailed: one of the new ranks failed.
     """
-    found: list[Measured] = []
+    found: list[Measurement] = []
     if ranks is not None:
         run(Place(ranks), measure, on_message=found.append)
         return found[0]
@@ -102,7 +102,7 @@ def measure_here(ranks: int | None) -> Measured:
 def measure(
     emit: Emit, methods: Sequence[Method] = ASKED, steps: int = STEPS, largest: int = LARGEST
 ) -> None:
-    """Emit a `Measured` of these ranks, equal on every rank, from `steps` training steps and
+    """Emit a `Measurement` of these ranks, equal on every rank, from `steps` training steps and
     buckets of up to `largest` values. Collective.
     """
     world = dist.get_world_size()
@@ -116,7 +116,7 @@ def measure(
     rates, transport = _measure_exchange(comm, methods, largest)
     comm.close()
     emit(
-        Measured(
+        Measurement(
             ranks=world,
             batch=BATCH,
             t_frame=computing / BATCH,

@@ -119,8 +119,8 @@ def run(
             processes.append(process)
             tails.append([])
             for stream in (process.stdout, process.stderr):
-                told = stream, said, tails[-1]
-                listeners.append(threading.Thread(target=_listen, args=told, daemon=True))
+                arguments = stream, said, tails[-1]
+                listeners.append(threading.Thread(target=_listen, args=arguments, daemon=True))
                 listeners[-1].start()
         _wait(processes, listeners, said, tails, hang_s, on_message)
     finally:

@@ -104,7 +104,7 @@ def train(emit: Emit, task: Task) -> dict[str, Any]:
     taken: list[Seconds] = []
     curve: list[tuple[int, float, float]] = []  # steps, seconds and measure
     counted_from = min(WARM_UP, task.steps - 1)
-    sent = told = 0.0
+    sent = emitted = 0.0
     before: dict[str, float] = {}
     diverged = False
     for step in range(task.steps):
@@ -124,8 +124,8 @@ def train(emit: Emit, task: Task) -> dict[str, Any]:
             diverged = True
             break
         taken.append(seconds)
-        if time.perf_counter() - told > TELL_S:
-            told = time.perf_counter()
+        if time.perf_counter() - emitted > TELL_S:
+            emitted = time.perf_counter()
             emit(None)
         if step + 1 in points and step + 1 < task.steps:
             measured = _measure(emit, workload, plain, ready, quick=True)

@@ -18,11 +18,21 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from gradcomp.codecs.checks import check_alone, check_memory, check_payload_room, check_tensor
+from gradcomp.codecs.checks import check_alone, check_memory, check_payload_out, check_tensor
 from gradcomp.codecs.lanes import Lanes
 from gradcomp.codecs.magnitude import refuse_unflagged
 from gradcomp.errors import CorruptPayload, UnsupportedTensor
-from gradcomp.kernels import CPU, NO_RESIDUALS, Code, Kernels, Payloads, Residuals, home, host, of
+from gradcomp.kernels import (
+    CPU,
+    NO_RESIDUALS,
+    Code,
+    Kernels,
+    Payloads,
+    Residuals,
+    encoding_device,
+    host,
+    of,
+)
 from gradcomp.kernels.tables import DTYPES, MAX_NUMEL
 from gradcomp.payload import wire
 from gradcomp.payload.form import HEADER_NBYTES, PLAIN, Form, form_name
@@ -139,7 +149,7 @@ class Codec(ABC):
         """
         check_alone(self)
         check_tensor(x, "x")
-        if home(x.device) != x.device:
+        if encoding_device(x.device) != x.device:
             plane = None if residual is None else residual.cpu()
             payload = self.encode(x.cpu(), residual=plane, scale=scale, key=key, out=out)
             if residual is not None and plane is not None:
@@ -150,7 +160,7 @@ class Codec(ABC):
         slot = Slot(key.parameter, x.numel(), group_numel, True, 0, start=key.first)
         layout = _layout_of_one(self.form, slot, self.whole_groups)
         payload = host.empty(layout.nbytes) if out is None else out
-        check_payload_room(payload, layout.nbytes)
+        check_payload_out(payload, layout.nbytes)
         kernels, nonfinite = of(x.device), False
         if scale is not None:
             given = self.check_scale(scale, layout.group_count)
@@ -214,7 +224,7 @@ class Codec(ABC):
         if header.nonfinite:
             return out.fill_(float("nan"))
         self.validate_packed(payload, layout)
-        here = out if home(out.device) == out.device else of(CPU).empty(size)
+        here = out if encoding_device(out.device) == out.device else of(CPU).empty(size)
         if self.decode_body(of(here.device), [payload], layout, here):
             refuse_unflagged([payload], [layout])
         return out if here is out else out.copy_(here)

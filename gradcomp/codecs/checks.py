@@ -55,7 +55,7 @@ def check_tensor(tensor: Tensor, name: str, *, contiguous: bool = True) -> None:
         )
 
 
-def check_payload_room(out: Tensor, nbytes: int) -> None:
+def check_payload_out(out: Tensor, nbytes: int) -> None:
     """Raise UnsupportedTensor or ValueError unless `out` can store a payload of `nbytes` bytes."""
     check_memory(out, "out", on_host=True)
     if out.dtype != torch.uint8 or out.dim() != 1:

@@ -92,8 +92,8 @@ def log_wait(rank: int, whom: Callable[[], str]) -> None:
         whom: returns a description of the ranks being waited for; "" if they are not known.
     """
     wait = current()
-    if wait is not None and wait.is_long() and not wait.told:
-        wait.told = True
+    if wait is not None and wait.is_long() and not wait.logged:
+        wait.logged = True
         seconds, known = f"{wait.seconds():.0f} s", whom() or "another rank, which is not known"
         logger.warning("gradcomp: rank %d waits %s in %s for %s", rank, seconds, wait.what, known)
 

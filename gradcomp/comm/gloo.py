@@ -125,7 +125,7 @@ class Groups:
             return None
         rank, what = found
         if store_is_gone(self._store) and self._world_size > 2:
-            what += "; the ranks' store went with it, so another rank may have ended before"
+            what += "; the ranks' store was lost with it, so another rank may have ended before"
         self.notes.give_up(what, rank=rank)
         return RankGone(rank, what=what)
 
@@ -261,7 +261,7 @@ class _GlooWork(Work):
             except RuntimeError as error:
                 # it may have completed just after the wait timed out; then its own result counts
                 if self._work.is_completed():
-                    self._settle(timeout_s)
+                    self._check_result(timeout_s)
                     return
                 self._look(error, timeout_s, ended=False, last=left <= SLICE_S)
                 self._groups.watch()
@@ -275,7 +275,7 @@ class _GlooWork(Work):
         if wait is not None and wait.noted:
             self._groups.notes.wait_for("")
 
-    def _settle(self, timeout_s: float) -> None:
+    def _check_result(self, timeout_s: float) -> None:
         """Return if a completed collective succeeded; raise its error otherwise."""
         try:
             self._work.wait(_patience(SLICE_S))

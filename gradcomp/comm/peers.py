@@ -83,7 +83,7 @@ def find_lost(cards: Sequence[bytes], rank: int) -> tuple[int, str] | None:
         cards: results of `here` on all ranks, in rank order.
         rank: rank of this process.
     """
-    _make_room()
+    _drain_probes()
     peers = {n: Peer(*json.loads(card)) for n, card in enumerate(cards) if n != rank}
     try:
         refused, silent = _probe({n: p.address for n, p in peers.items() if p.address is not None})
@@ -127,7 +127,7 @@ def _sockets() -> list[socket.socket]:
     return [made for made in found if made is not None]
 
 
-def _make_room() -> None:
+def _drain_probes() -> None:
     """Accept and close the queued probes, since a probe to a full queue gets no answer, as if the
     host were down.
     """

@@ -49,7 +49,7 @@ _CARD = struct.Struct("<d8s16s")
 _RANK = struct.Struct("<IIB")
 
 
-class _Home:
+class _Rendezvous:
     """A store in which sets of ranks meet, each set any number of times.
 
     Args:
@@ -71,15 +71,19 @@ class _Home:
         return private.store_below(self._store, prefix)
 
 
-_homes: weakref.WeakKeyDictionary[Any, _Home] = weakref.WeakKeyDictionary()  # by default group
+_by_group: weakref.WeakKeyDictionary[Any, _Rendezvous] = (
+    weakref.WeakKeyDictionary()
+)  # by default group
 
 
-def _default_home() -> _Home:
+def _default_rendezvous() -> _Rendezvous:
     world = dist.group.WORLD
-    home = _homes.get(world)
-    if home is None:
-        home = _homes[world] = _Home(private.default_store(), dist.get_rank(), weakref.ref(world))
-    return home
+    rendezvous = _by_group.get(world)
+    if rendezvous is None:
+        rendezvous = _by_group[world] = _Rendezvous(
+            private.default_store(), dist.get_rank(), weakref.ref(world)
+        )
+    return rendezvous
 
 
 @functools.cache  # once
@@ -143,7 +147,7 @@ class TorchCommunicator(Communicator):
             raise ValueError("this process is not a member of the process group")
         own_s = private.group_timeout_s(parent)
         members = tuple(dist.get_process_group_ranks(parent))
-        self._join(_default_home(), members, own_s if timeout_s is None else timeout_s)
+        self._join(_default_rendezvous(), members, own_s if timeout_s is None else timeout_s)
         if self.rank == 0 < self.world_size - 1 and own_s > PATIENCE * self.timeout_s:
             _warn(self.timeout_s, own_s)
 
@@ -159,17 +163,17 @@ class TorchCommunicator(Communicator):
         Raises:
             PeerLost, PeerMismatch, GradcompError: as for the constructor.
         """
-        home = _Home(store, rank, lambda: None)
-        return cls._of(home, tuple(range(world_size)), timeout_s)
+        rendezvous = _Rendezvous(store, rank, lambda: None)
+        return cls._of(rendezvous, tuple(range(world_size)), timeout_s)
 
-    def _join(self, home: _Home, members: tuple[int, ...], timeout_s: float) -> None:
-        """Initialise this communicator. Collective over `members`, ranks in `home`."""
-        self._home, self.members, self.timeout_s = home, members, timeout_s
-        self.rank, self.world_size = members.index(home.rank), len(members)
+    def _join(self, rendezvous: _Rendezvous, members: tuple[int, ...], timeout_s: float) -> None:
+        """Initialise this communicator. Collective over `members`, ranks in `rendezvous`."""
+        self._rendezvous, self.members, self.timeout_s = rendezvous, members, timeout_s
+        self.rank, self.world_size = members.index(rendezvous.rank), len(members)
         self._mailbox: Mailbox | None = None
         # for creating the mailbox, since one thread may send while another receives
         self._connecting = threading.Lock()
-        store = home.meeting(members, "communicator")
+        store = rendezvous.meeting(members, "communicator")
         what, seconds = "called register, or made its communicator", setup_timeout_s(timeout_s)
         host = hashlib.blake2b(host_identity().encode(), digest_size=16).digest()
         mine = _CARD.pack(timeout_s, secrets.token_bytes(8), host)
@@ -183,16 +187,18 @@ class TorchCommunicator(Communicator):
         inner = private.store_below(store, prefix)
         one_host = len(set(hosts)) == 1
         self._groups = Groups(
-            inner, self.rank, self.world_size, timeout_s, home.job, one_host=one_host
+            inner, self.rank, self.world_size, timeout_s, rendezvous.job, one_host=one_host
         )
         self._end = weakref.finalize(self, self._groups.drop)
         if self.world_size > 1:
             self._groups.connect(Channel.FIRST)
 
     @classmethod
-    def _of(cls, home: _Home, members: tuple[int, ...], timeout_s: float) -> TorchCommunicator:
+    def _of(
+        cls, rendezvous: _Rendezvous, members: tuple[int, ...], timeout_s: float
+    ) -> TorchCommunicator:
         comm = object.__new__(cls)
-        comm._join(home, members, timeout_s)
+        comm._join(rendezvous, members, timeout_s)
         return comm
 
     def _start_max(self, values: Tensor, channel: Channel) -> Work:
@@ -209,7 +215,7 @@ class TorchCommunicator(Communicator):
 
     def subset(self, ranks: Sequence[int], timeout_s: float) -> TorchCommunicator:
         members = tuple(self.members[rank] for rank in ranks)
-        return TorchCommunicator._of(self._home, members, timeout_s)
+        return TorchCommunicator._of(self._rendezvous, members, timeout_s)
 
     def start_send(self, message: Tensor, to: int) -> Work:
         """As `Communicator.start_send`. The first message connects all ranks (collective)."""
@@ -380,13 +386,13 @@ def same_ranks(
     native = (
         isinstance(comm, TorchCommunicator)
         and comm.members == members
-        and comm._home is _default_home()
+        and comm._rendezvous is _default_rendezvous()
     )
     here, seconds = members.index(dist.get_rank()), setup_timeout_s(timeout_s)
     kind = type(comm).__name__
 
     def gather(mine: bytes, what: str) -> tuple[Any, list[bytes]]:
-        store = _default_home().meeting(members, what)
+        store = _default_rendezvous().meeting(members, what)
         return store, meet(store, here, len(members), mine, seconds, what)
 
     card = _RANK.pack(comm.rank, comm.world_size, native)

@@ -33,7 +33,7 @@ logger = logging.getLogger("gradcomp")
 
 # without error feedback, because not every codec has residual planes
 LADDER: tuple[Codec, ...] = (Block(8, error_feedback=False), Identity("bf16"))
-SETTLE = 3  # first steps, not timed: buckets are rebuilt and buffers allocated
+UNTIMED = 3  # first steps, not timed: buckets are rebuilt and buffers allocated
 COMPRESSED, PLAIN = 5, 3  # timed steps; the first in bf16 allocates buffers and is not counted
 EVERY = 100  # steps between two comparisons of errors
 IN_A_ROW = 3
@@ -84,9 +84,9 @@ class Guard:
         now = perf_counter()
         seconds, self._ended = now - self._ended, now
         number = step - self._first
-        if SETTLE <= number < SETTLE + COMPRESSED + PLAIN and number != SETTLE + COMPRESSED:
+        if UNTIMED <= number < UNTIMED + COMPRESSED + PLAIN and number != UNTIMED + COMPRESSED:
             self._timed[self._is_plain(step)].append(seconds)
-        timed = number == SETTLE + COMPRESSED + PLAIN - 1
+        timed = number == UNTIMED + COMPRESSED + PLAIN - 1
         if self.level == len(LADDER) or not (timed or (number > 0 and number % EVERY == 0)):
             return None
         reports = self._gather(comm, timeout_s)
@@ -108,7 +108,7 @@ class Guard:
     # ---- parts -----------------------------------------------------------------------------------
 
     def _is_plain(self, step: int) -> bool:
-        return 0 <= step - self._first - SETTLE - COMPRESSED < PLAIN
+        return 0 <= step - self._first - UNTIMED - COMPRESSED < PLAIN
 
     def _gather(self, comm: Communicator, timeout_s: float) -> list[tuple[float, ...]]:
         packed, plain = self._timed[False], self._timed[True]

@@ -31,7 +31,7 @@ LARGE = 10.0  # least residual / gradient that counts as divergence
 
 
 @dataclass(frozen=True)
-class Measured:
+class Sample:
     """One parameter at one step, on this rank.
 
     Attributes:
@@ -62,10 +62,10 @@ class Quality:
         rows: samples by parameter name, in the order of ``named_parameters()``.
     """
 
-    def __init__(self, rows: Mapping[str, Measured]) -> None:
+    def __init__(self, rows: Mapping[str, Sample]) -> None:
         self.rows = dict(rows)
 
-    def worst(self, count: int = 10) -> list[Measured]:
+    def worst(self, count: int = 10) -> list[Sample]:
         """Return the samples with the lowest cosine, at most `count`, lowest first."""
         known = [row for row in self.rows.values() if not math.isnan(row.cosine)]
         return sorted(known, key=lambda row: (row.cosine, row.name))[:count]
@@ -137,7 +137,7 @@ class Probe:
 
     def __init__(self, every: int, names: Mapping[int, str]) -> None:
         self._every, self._names = every, names
-        self._rows: dict[str, Measured] = {}
+        self._rows: dict[str, Sample] = {}
         self._growing: dict[str, int] = {}
         self._warned: set[str] = set()
         self._lock = threading.Lock()
@@ -231,7 +231,7 @@ class Probe:
         with self._lock:
             self._rows, self._growing, self._warned = {}, {}, set()
 
-    def _enter(self, row: Measured) -> None:
+    def _enter(self, row: Sample) -> None:
         name = row.name
         with self._lock:
             before = self._rows.get(name)
@@ -294,17 +294,17 @@ class Sums:
         self.product += float(torch.dot(decoded.double(), g.double()))
         self.numel += g.numel()
 
-    def measured(self, name: str, step: int, *, keeps: bool, clips: bool) -> Measured:
+    def measured(self, name: str, step: int, *, keeps: bool, clips: bool) -> Sample:
         """Return the sample of a parameter.
 
         Args:
-            name, step: see `Measured`.
+            name, step: see `Sample`.
             keeps: whether the codec has residuals.
             clips: whether the codec has an outermost level.
         """
         sizes = math.sqrt(self.gradient) * math.sqrt(self.decoded)
         unknown = math.nan if keeps else 0.0
-        return Measured(
+        return Sample(
             name,
             step,
             self.numel,

@@ -14,13 +14,13 @@ from gradcomp.kernels.staging import Staged, on_stream, refuse_graphs, stream_of
 Step = Callable[[], None]
 
 
-def beside(exchange: Exchange, like: Tensor, home: torch.device) -> Exchange:
-    """Return an exchange for buckets like `like`, made from an exchange on the device `home`. Work
-    on an accelerator runs on its copy stream; `gradcomp.kernels.staging.join` waits for it.
+def beside(exchange: Exchange, like: Tensor, encodes_on: torch.device) -> Exchange:
+    """Return an exchange for buckets like `like`, made from an exchange on the device `encodes_on`.
+    Work on an accelerator runs on its copy stream; `gradcomp.kernels.staging.join` waits for it.
     """
     if like.is_cpu:
         return exchange
-    return DeviceExchange(exchange) if like.device == home else StagedExchange(exchange, like)
+    return DeviceExchange(exchange) if like.device == encodes_on else StagedExchange(exchange, like)
 
 
 class DeviceExchange:

@@ -22,7 +22,7 @@ from gradcomp.exchange.sizing import BucketPlan, Strategy
 from gradcomp.exchange.stats import Stats
 from gradcomp.fsdp.parts import Part, number_of, slots_of
 from gradcomp.fsdp.residuals import ModuleResiduals
-from gradcomp.kernels import empty, home
+from gradcomp.kernels import empty, encoding_device
 from gradcomp.kernels.staging import Shared, Staged, follow, join, on_stream
 from gradcomp.kernels.tables import DTYPES
 from gradcomp.memory.store import StateStore
@@ -89,7 +89,7 @@ class ReduceScatter:
         """
         output.fill_(float("nan"))
         exchange = self._exchange(grads.dtype, grads.device, self._trained())
-        staged = None if home(grads.device) == grads.device else self._staged.like(grads)
+        staged = None if encoding_device(grads.device) == grads.device else self._staged.like(grads)
         follow(grads.device)
         exchange.begin(grads if staged is None else staged.fetch(grads), self.steps, 0)
         self._stats.baseline_bytes += 2 * (grads.numel() - output.numel()) * grads.element_size()
@@ -202,7 +202,7 @@ class ReduceScatter:
                 self._stats,
                 seed=codec.seed,
                 timeout_s=self._comm.timeout_s,
-                device=home(device),
+                device=encoding_device(device),
                 module=number_of(self.parts),
                 draw_rank=group_rank(),  # replicas of a shard need different random numbers
                 state=StateStore(self._residuals if codec.error_feedback else None),

@@ -22,7 +22,7 @@ from gradcomp.errors import GradcompError
 from gradcomp.exchange.gather import BufferPool, ShardGather
 from gradcomp.exchange.stats import Stats
 from gradcomp.fsdp.parts import Part, number_of, slots_of
-from gradcomp.kernels import home
+from gradcomp.kernels import encoding_device
 from gradcomp.kernels.tables import DTYPES
 
 Result = TypeVar("Result")
@@ -114,7 +114,7 @@ class AllGather:
             output: ``(N * k,)``, the chunks of all ranks, written by the returned function.
             shard: ``(k,)`` weights of this rank's chunks.
         """
-        there = home(shard.device)
+        there = encoding_device(shard.device)
         gather = self._gather(shard.dtype, there)
         self._stats.baseline_bytes += (output.numel() - shard.numel()) * shard.element_size()
         in_backward = torch_private.graph_task() >= 0
@@ -163,9 +163,9 @@ class AllGather:
         """Call a function that writes to `output`; if the kernels run on the host, let it write to
         a host tensor and copy that.
         """
-        if home(output.device) == output.device:
+        if encoding_device(output.device) == output.device:
             return call(output)
-        host_output = torch.empty_like(output, device=home(output.device))
+        host_output = torch.empty_like(output, device=encoding_device(output.device))
         result = call(host_output)
         output.copy_(host_output)
         return result

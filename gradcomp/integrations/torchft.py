@@ -181,7 +181,7 @@ class ManagedAverager(GradientAverager):
         self._calls += 1
         manager.wait_quorum()
         number, error = manager.current_step(), manager.errored()
-        self._settle()
+        self._roll_back_uncommitted()
         with self._reports(number):
             if self._refused is not None:
                 raise self._refused
@@ -229,7 +229,7 @@ class ManagedAverager(GradientAverager):
     def state_dict(self) -> dict[str, Any]:
         """Return the state as `Controls.state_dict` does; roll back an uncommitted step first."""
         if self._averaged is not None and self._averaged == self._manager.current_step():
-            self._settle()
+            self._roll_back_uncommitted()
             self._engine.step = self._manager.current_step()
         return super().state_dict()
 
@@ -320,7 +320,7 @@ class ManagedAverager(GradientAverager):
 
     # ---- states ----------------------------------------------------------------------------------
 
-    def _settle(self) -> None:
+    def _roll_back_uncommitted(self) -> None:
         """Roll back residuals and second moments if the last averaged step was not committed."""
         if self._averaged is not None and self._averaged == self._manager.current_step():
             self._engine.discard_step()
@@ -328,7 +328,7 @@ class ManagedAverager(GradientAverager):
 
     def _healthy(self) -> dict[str, Any]:
         """Return the state for a joining group. Called on the manager's thread, between steps."""
-        self._settle()
+        self._roll_back_uncommitted()
         return self._engine.shared_state()
 
     def _heal(self, state: dict[str, Any]) -> None:
@@ -336,7 +336,7 @@ class ManagedAverager(GradientAverager):
         if self._has_healed:
             self._has_healed = False
             return
-        self._settle()
+        self._roll_back_uncommitted()
         self._engine.take_shared(state, keeps_residuals=self._has_trained)
 
     def _heal_early(self) -> None:

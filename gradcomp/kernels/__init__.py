@@ -79,7 +79,7 @@ __all__ = [
     "check_device",
     "device_of",
     "empty",
-    "home",
+    "encoding_device",
     "install",
     "of",
 ]
@@ -97,7 +97,7 @@ def of(device: torch.device) -> Kernels:
     return kernels
 
 
-def home(device: torch.device) -> torch.device:
+def encoding_device(device: torch.device) -> torch.device:
     """Return the device on which values of `device` are encoded and averaged: `device` itself if it
     has a kernel set, else the CPU.
     """
@@ -115,7 +115,7 @@ def _find(device: torch.device) -> Kernels | None:
 
 def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return an uninitialized ``(numel,)`` tensor on a device."""
-    if home(device) == device:
+    if encoding_device(device) == device:
         return of(device).empty(numel, dtype)
     return torch.empty(numel, dtype=dtype, device=device)
 
@@ -141,9 +141,9 @@ def check_device(device: torch.device, name: str, *, staged: bool = True) -> Non
 
 
 def device_of(tensors: Iterable[Tensor]) -> torch.device:
-    """Return the common `home` of some tensors; the CPU if there is not exactly one."""
-    homes = {home(tensor.device) for tensor in tensors}
-    return homes.pop() if len(homes) == 1 else CPU
+    """Return the common `encoding_device` of some tensors; the CPU if there is not exactly one."""
+    devices = {encoding_device(tensor.device) for tensor in tensors}
+    return devices.pop() if len(devices) == 1 else CPU
 
 
 def install(kind: str, make: MakeKernels | None) -> MakeKernels | None:

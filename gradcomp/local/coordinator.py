@@ -274,7 +274,7 @@ class _State:
         self._sync: _Sync | None = None
         self._verdicts: dict[str, dict[str, Any]] = {}
         self._changed = asyncio.Event()
-        self._told, self._noted = 0.0, ""
+        self._last_alive, self._noted = 0.0, ""
         self._is_closed = False
 
     async def serve(self, listener: socket.socket) -> None:
@@ -370,8 +370,8 @@ class _State:
         for writer, heard in self.heard.items():
             if now - heard > SILENT_S:  # frozen, or its machine has lost its power
                 writer.transport.abort()
-        if now - self._told > ALIVE_S:
-            self._told = now
+        if now - self._last_alive > ALIVE_S:
+            self._last_alive = now
             for writer in (*self.arrived, *waiting):
                 _send(writer, kind="alive")
 

@@ -177,7 +177,7 @@ class ElasticDiLoCo(DiLoCo):
         with contextlib.closing(self._client()) as client:
             while len(errors) < ATTEMPTS:
                 plan = client.arrive(self._arrival(trained))
-                self._settle(counts=plan["counted"])
+                self._resolve_pending(counts=plan["counted"])
                 trained = trained and not plan["counted"]
                 comm, error, why, is_sent = None, None, "", bool(plan["trained"])
                 syncs = plan["syncs"] + is_sent
@@ -201,7 +201,7 @@ class ElasticDiLoCo(DiLoCo):
                 finally:
                     engine.comm.close()
                 if not counts:
-                    self._settle(counts=False)
+                    self._resolve_pending(counts=False)
                     logger.warning("gradcomp: %s: a sync does not count: %s", self._name, why)
                     errors.append(error or PeerLost("sync", -1, 0.0, why))
                     if isinstance(error, PeerMismatch) and plan["rank"]:
@@ -215,7 +215,7 @@ class ElasticDiLoCo(DiLoCo):
                     fragment.apply(0.0)
                 self._synced = [*plan["synced"], plan["sync"]][-KEPT:]
                 self._distrusts = False
-                self._settle(counts=True)
+                self._resolve_pending(counts=True)
                 if is_sent and syncs == plan["syncs"]:
                     if joins:  # weights of others are not finite: wait for their next sync
                         continue
@@ -238,7 +238,7 @@ class ElasticDiLoCo(DiLoCo):
             "settings": self._settings,
         }
 
-    def _settle(self, *, counts: bool) -> None:
+    def _resolve_pending(self, *, counts: bool) -> None:
         """Keep or roll back the residuals of a sync whose verdict was not known, if there is one.
 
         If that sync counted without this site's anchors, its change is in those of the others.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from gradcomp.kernels import CPU, home
+from gradcomp.kernels import CPU, encoding_device
 from gradcomp.memory.moments import SecondMoments
 from gradcomp.memory.planes import Planes
 from gradcomp.memory.saved import Parts
@@ -122,7 +122,7 @@ class Feedback(StateStore):
     residuals: Planes
 
     def __init__(self, numels: Mapping[int, int], device: torch.device = CPU) -> None:
-        self.device = home(device)
+        self.device = encoding_device(device)
         super().__init__(Planes(numels, device=self.device))
 
     def owned(self, share: Callable[[int], int]) -> Planes:

@@ -178,7 +178,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def understand(args: argparse.Namespace, found: Any = None) -> tuple[Model, Prediction]:
     """Return the model and the prediction that a command line asks for. `found`, measured on the
-    ranks at hand (`gradcomp.bench.measure.Measured`), replaces the defaults.
+    ranks at hand (`gradcomp.bench.measure.Measurement`), replaces the defaults.
 
     Raises:
         ValueError: the command line is not valid; the message says why in one sentence.

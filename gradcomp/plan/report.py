@@ -115,8 +115,8 @@ def accuracy_lines(found: Prediction) -> list[str]:
         for cost in found.tolerance.costs(method).values():
             if cost is not None:
                 but = f" (decides nothing: {cost.doubt})" if cost.doubt else ""
-                told = lines.setdefault(str(cost.training), {})
-                told[f"{label(cost.codec)} {cost.price}{but}"] = None
+                listed = lines.setdefault(str(cost.training), {})
+                listed[f"{label(cost.codec)} {cost.price}{but}"] = None
     known = [f"Loss over fp32 of {where}: {', '.join(costs)}." for where, costs in lines.items()]
     if not all(method.keeps_loss for method in found.methods):
         known.append(

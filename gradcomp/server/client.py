@@ -23,7 +23,7 @@ from gradcomp.server.messages import (
     MAX_MESSAGE_NBYTES,
     Kind,
     Message,
-    home_of,
+    server_of,
     server_ranks,
 )
 from gradcomp.server.shards import DEFAULT_SHARD_NBYTES, check_shard_nbytes
@@ -373,7 +373,7 @@ class ParameterClient:
     ) -> Request:
         """Start a request to the server of a shard."""
         message = Message(kind, key=key, shard=shard, body=body, **how)
-        return self._requests.send(home_of(key, self._servers, shard), message)
+        return self._requests.send(server_of(key, self._servers, shard), message)
 
     def _started(self, pending: Pending[T], wait: bool) -> T | Pending[T]:
         """Return the result of a call; or `pending`, and let a thread receive its replies."""

@@ -19,16 +19,16 @@ from gradcomp.server.messages import (
     Kind,
     Message,
     as_bytes,
-    home_of,
     is_expected,
     pack,
     pack_error,
     parse,
     request_number,
+    server_of,
     server_ranks,
     servers_digest,
 )
-from gradcomp.server.parameters import AsynchronousParameter, Parameter
+from gradcomp.server.parameters import AsynchronousParameter, StoredParameter
 from gradcomp.server.spec import Spec, parse_spec
 from gradcomp.server.state import pack_state, read_states
 
@@ -128,7 +128,7 @@ class _Server:
         self._open = set(self._workers)
         self._ended: dict[int, str] = {}
         self._digest = servers_digest(servers, comm.world_size)
-        self._parameters: dict[tuple[str, int], Parameter] = {}  # by key and shard
+        self._parameters: dict[tuple[str, int], StoredParameter] = {}  # by key and shard
         # by rank: queued replies (request number and result), and replies that are being sent
         self._waiting = {rank: deque[tuple[int, _Result]]() for rank in self._workers}
         self._untaken: dict[int, list[Work]] = {rank: [] for rank in self._workers}
@@ -137,7 +137,7 @@ class _Server:
     def restore(self, path: str | os.PathLike[str]) -> None:
         """Restore the parameters of a checkpoint that this server owns."""
         servers, rank = self._servers, self._comm.rank
-        for key, shard, state in read_states(path, lambda k, s: home_of(k, servers, s) == rank):
+        for key, shard, state in read_states(path, lambda k, s: server_of(k, servers, s) == rank):
             self._make(rank, key, shard, state.spec, state.value).restore(state)
 
     def run(self, timeout_s: float | None) -> ServerStats:
@@ -225,7 +225,7 @@ class _Server:
         stats.staleness_max = max(stats.staleness_max, staleness)
         return _number(staleness)
 
-    def _init(self, rank: int, message: Message, parameter: Parameter | None) -> int:
+    def _init(self, rank: int, message: Message, parameter: StoredParameter | None) -> int:
         """Create a parameter, or let a client join it, and return its number of steps."""
         spec, value = parse_spec(message.body)
         if not message.key:
@@ -237,9 +237,11 @@ class _Server:
         parameter.join(rank, spec)
         return parameter.steps
 
-    def _make(self, rank: int, key: str, shard: int, spec: Spec, value: Tensor | None) -> Parameter:
+    def _make(
+        self, rank: int, key: str, shard: int, spec: Spec, value: Tensor | None
+    ) -> StoredParameter:
         """Create a parameter, add it to this server and return it."""
-        parameter = Parameter(key, spec, rank, self._workers)
+        parameter = StoredParameter(key, spec, rank, self._workers)
         if value is not None:
             parameter = AsynchronousParameter(key, spec, rank, self._workers, value)
         for ended, why in self._ended.items():
@@ -260,7 +262,7 @@ class _Server:
             parameter.lose(rank, why)
             self._answer(parameter)
 
-    def _answer(self, parameter: Parameter) -> None:
+    def _answer(self, parameter: StoredParameter) -> None:
         """Reply to every pull of a parameter whose result is available."""
         for rank, request, result in parameter.answers():
             self.stats.pulls += not isinstance(result, Exception)

@@ -177,7 +177,7 @@ def servers_digest(servers: Sequence[int], world_size: int) -> int:
     return _hash(repr((world_size, tuple(servers))), 4)
 
 
-def home_of(key: str, servers: Sequence[int], shard: int = 0) -> int:
+def server_of(key: str, servers: Sequence[int], shard: int = 0) -> int:
     """Return the server rank that owns a key, or one shard of it.
 
     A hash that is equal in all processes selects the server of a key; consecutive shards are on

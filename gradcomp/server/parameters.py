@@ -39,11 +39,12 @@ class _Round:
     result: Tensor | Exception | None = None  # result of every worker's pull
 
 
-class Parameter:
+class StoredParameter:
     """A synchronous key, or one shard of it. Round r consists of the r-th push of every worker, and
     its pulls wait for all of these pushes.
 
-    A cut key also has a `Parameter` for its settings, which clients compare, without any pushes.
+    A cut key also has a `StoredParameter` for its settings, which clients compare, and that nobody
+    pushes to.
 
     At most two rounds are open. The newest complete round is kept until the slowest worker has
     pushed a later one. The first shard of a cut key decides whether a push is accepted. The other
@@ -259,7 +260,7 @@ def _first_unlike(*scales: bytes) -> list[str]:
     return [f"{x[0]!r} as scale {at}" if x else f"{at} scales" for x in shown]
 
 
-class AsynchronousParameter(Parameter):
+class AsynchronousParameter(StoredParameter):
     """An asynchronous key, with a current value. Pulls do not wait, and lost workers are ignored.
 
     A push sets value = fl(value + fl(learning_rate * pushed value)), in order of arrival.

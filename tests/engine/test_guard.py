@@ -20,10 +20,10 @@ import gradcomp
 import gradcomp.ddp
 from gradcomp import Advanced, GradientAverager, OneBit, PeerLost
 from gradcomp.engine import guard
-from gradcomp.engine.guard import COMPRESSED, LADDER, PLAIN, SETTLE
+from gradcomp.engine.guard import COMPRESSED, LADDER, PLAIN, UNTIMED
 from gradcomp.onebit_sgd import AggregateAdagrad
 
-TIMED = SETTLE + COMPRESSED + PLAIN  # steps after which there is a decision
+TIMED = UNTIMED + COMPRESSED + PLAIN  # steps after which there is a decision
 PAYS, LOSES = (1.0, 2.0), (2.0, 1.0)  # seconds of a step with the codec and in bf16
 
 
@@ -81,7 +81,7 @@ def test_bf16_where_compression_does_not_pay(clock):
         mine = repr(averager._engine.codec)
         seen = steps(clock, averager, p, TIMED + 2, LOSES)
         bf16 = repr(LADDER[-1])
-        settled = SETTLE + COMPRESSED
+        settled = UNTIMED + COMPRESSED
         assert seen == [mine] * settled + [bf16] * (PLAIN + 2), "timed in bf16, and it stays"
         given = [gradient(p, TIMED + 1, rank)[0].bfloat16().float() for rank in range(2)]
         assert torch.equal(p.grad, sum(given) / 2)
@@ -109,7 +109,7 @@ def test_it_stays_on_where_it_pays_for_most_ranks(comm, clock):
 def test_timing_leaves_what_the_codec_keeps(comm, clock):
     """Steps in bf16 take no part in residuals: they are those of the steps before."""
     averager, p = averager_of(comm)
-    steps(clock, averager, p, SETTLE + COMPRESSED)
+    steps(clock, averager, p, UNTIMED + COMPRESSED)
     before = averager.state_dict()["ranks"][str(comm.rank)]["residual"]["w"].clone()
     steps(clock, averager, p, PLAIN)
     after = averager.state_dict()["ranks"][str(comm.rank)]["residual"]["w"]
@@ -163,14 +163,14 @@ def test_off(comm, clock, codec, guarded):
 
 
 def test_a_run_resumed_while_it_was_timed_keeps_its_codec(clock):
-    states = run_local(2, after, clock, SETTLE + 2)
+    states = run_local(2, after, clock, UNTIMED + 2)
     for seen in run_local(2, resumed, clock, states, TIMED, LOSES):
         assert seen[-1] not in map(repr, LADDER)
 
 
 def test_with_other_ranks_it_is_timed_again(clock):
     states = run_local(2, after, clock, TIMED + 1)
-    wanted = [False] * (SETTLE + COMPRESSED) + [True] * PLAIN + [False]
+    wanted = [False] * (UNTIMED + COMPRESSED) + [True] * PLAIN + [False]
     for seen in run_local(3, resumed, clock, states, TIMED + 1):
         assert [one == repr(LADDER[-1]) for one in seen] == wanted
 
@@ -253,7 +253,7 @@ def test_auto_under_ddp():
         assert optimizer.param_groups[0]["lr"] == 1e-3
         assert state.check_replicas() == (0, 1)
         line = state.describe()
-    mine, bf16, settled = codecs[0], repr(LADDER[-1]), SETTLE + COMPRESSED
+    mine, bf16, settled = codecs[0], repr(LADDER[-1]), UNTIMED + COMPRESSED
     assert losses[-1] < losses[0]
     assert codecs[:settled] == [mine] * settled
     assert codecs[settled:TIMED] == [bf16] * PLAIN

@@ -11,7 +11,7 @@ from _averaging import Run
 from _ranks import each_rank, logged, run_local
 
 from gradcomp import Block, EntropyCoded, OneBit, Precondition, TernGrad
-from gradcomp.exchange.quality import Measured, Quality, Sums
+from gradcomp.exchange.quality import Quality, Sample, Sums
 
 REDUCED = 1e-9  # relative: sums in float64, in an order that the library chooses
 SHAPES = {"a.weight": (20, 50), "b.weight": (30, 40), "bias": (7,)}
@@ -158,7 +158,7 @@ def test_a_table_has_no_nan():
     lines = str(run_local(2, quality_of, OneBit(), 2)[0]).splitlines()
     assert all(line.split()[-1] == "-" for line in lines[1:]) and len(lines) > 1
     assert len({len(line) for line in lines}) == 1
-    text = str(Quality({"w": Measured("w", 1, 4, math.nan, 0.5, math.nan, 0.25)}))
+    text = str(Quality({"w": Sample("w", 1, 4, math.nan, 0.5, math.nan, 0.25)}))
     assert "nan" not in "\n".join(lines) + text and "25.00%" in text
 
 

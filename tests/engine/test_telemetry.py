@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp
-from gradcomp.exchange.quality import Measured, Quality
+from gradcomp.exchange.quality import Quality, Sample
 from gradcomp.exchange.stats import Stats
 from gradcomp.exchange.telemetry import Telemetry
 
@@ -50,8 +50,8 @@ def test_a_sample_is_reported_once():
     reports, rows = [], {}
     one = Telemetry(lambda values, _: reports.append(values), Stats, lambda: Quality(rows), every=1)
     one.step(1)
-    rows["a"] = Measured("a", 0, 5, 0.5, 0.9, 1.0, math.nan)
-    rows["b"] = Measured("b", 0, 5, 0.7, 0.7, 3.0, math.nan)
+    rows["a"] = Sample("a", 0, 5, 0.5, 0.9, 1.0, math.nan)
+    rows["b"] = Sample("b", 0, 5, 0.7, 0.7, 3.0, math.nan)
     one.step(2)
     one.step(3)
     assert ["gradcomp/quality/cosine_worst" in values for values in reports] == [False, True, False]

@@ -111,7 +111,7 @@ def by_ddp(device, codec="onebit", group=None, **options):
     state = gradcomp.ddp.register(model, codec, min_numel=0, optimizer=optimizer, **options)
     copied = f"{device} tensors are copied to the host" in state.describe()
     assert copied == (
-        kernels.home(next(model.parameters()).device) != next(model.parameters()).device
+        kernels.encoding_device(next(model.parameters()).device) != next(model.parameters()).device
     )
     train(model, data[:3], optimizer)
     saved = state.state_dict()

@@ -170,13 +170,13 @@ def test_a_gpu_whose_kernels_cannot_be_had_is_named(release, why, monkeypatch, c
     before = kernels.install("cuda", kernels._cuda)  # forgets what was found
     there = torch.device("cuda:77")
     try:
-        assert kernels.home(there) == kernels.CPU
+        assert kernels.encoding_device(there) == kernels.CPU
         assert not caplog.records
         kernels.install("cuda", kernels._cuda)
         monkeypatch.setenv(kernels.USES_CUDA, "1")
         if release is not None:
             monkeypatch.setattr("importlib.metadata.version", lambda name: release)
-        assert kernels.home(there) == kernels.CPU
+        assert kernels.encoding_device(there) == kernels.CPU
         said = caplog.records[-1].getMessage()
         assert "gradients on cuda:77 are copied to the host" in said and why in said
         if why:

@@ -31,7 +31,7 @@ def test_alpha_and_beta_are_found(alpha, beta, seconds):
 
 def test_a_measurement_becomes_a_workload():
     transport = Transport({"all_gather": 1e-3}, {})
-    found = measure.Measured(2, 64, 1e-3, 0.4, 2e-3, 4e-3, Rates(), transport, 1.0)
+    found = measure.Measurement(2, 64, 1e-3, 0.4, 2e-3, 4e-3, Rates(), transport, 1.0)
     lenet, other = find_model("lenet"), find_model("resnet50")
     work = found.workload(lenet, None)
     assert (work.minibatch, work.overlaps) == (128, True)
@@ -55,7 +55,7 @@ def test_a_measurement_becomes_a_workload():
 )
 def test_measured_figures_take_the_place_of_defaults(words, wanted):
     transport, rates = Transport({"all_gather": 1e-3}, {}), Rates({OUTER: {}})
-    found = measure.Measured(2, 64, 1e-3, 0.4, 2e-3, 4e-3, rates, transport, 1.5)
+    found = measure.Measurement(2, 64, 1e-3, 0.4, 2e-3, 4e-3, rates, transport, 1.5)
     _, asked = understand(build_parser().parse_args(["--measure", *words.split()]), found)
     setting, work = asked.setting, asked.setting.workload
     times = work.t_frame, work.t_update, work.t_post

@@ -189,6 +189,15 @@ def test_python_files_fit_one_sitting():
 
 
 @pytest.mark.slow
+def test_names_that_were_used_twice():
+    """One name for one thing, in the field's words."""
+    text = "".join(path.read_text() for path in (ROOT / "gradcomp").rglob("*.py"))
+    for name in ("Memory", "Planes", "Row", "Measured", "Parameter"):
+        assert len(re.findall(rf"^class {name}\b", text, re.MULTILINE)) <= 1, name
+    metaphors = "told", "_settle", "home", "_make_room", "door", "house", "lone"
+    assert not [word for word in metaphors if re.search(rf"\b{word}\b", text)]
+
+
 def test_the_top_level_has_what_most_users_need():
     assert len(gradcomp.__all__) <= 29 and all(hasattr(gradcomp, name) for name in gradcomp.__all__)
     for name, place in gradcomp.MOVED.items():

@@ -180,7 +180,7 @@ def late_ends_are_failures():
     def late(self, timeout_s):
         self._look(sys.exc_info()[1], timeout_s, ended=True, last=True)
 
-    _GlooWork._settle = late
+    _GlooWork._check_result = late
 
 
 # ---- nothing lost -------------------------------------------------------------------------------

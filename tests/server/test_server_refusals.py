@@ -291,14 +291,14 @@ def test_clients_and_servers_refuse_wrong_places_and_options(call, rank, servers
 
 def test_keys_are_spread_by_a_pinned_hash_and_shards_in_turns():
     names = [f"layer{n}.weight" for n in range(300)]
-    homes = [messages.home_of(name, (4, 5, 6)) for name in names]
+    homes = [messages.server_of(name, (4, 5, 6)) for name in names]
     assert all(70 < homes.count(rank) < 130 for rank in (4, 5, 6))
     pinned = {"max_abs_grad": 1, "op_id_grads": 1, "ключ": 2}
-    assert {key: messages.home_of(key, (0, 1, 2)) for key in pinned} == pinned
+    assert {key: messages.server_of(key, (0, 1, 2)) for key in pinned} == pinned
     assert messages.server_ranks(2, 5) == (3, 4) and messages.server_ranks((2, 0), 3) == (2, 0)
-    homes = [messages.home_of("embedding", (4, 5, 6), shard) for shard in range(1, 301)]
+    homes = [messages.server_of("embedding", (4, 5, 6), shard) for shard in range(1, 301)]
     assert [homes.count(rank) for rank in (4, 5, 6)] == [100] * 3
-    assert messages.home_of("embedding", (4, 5, 6)) == homes[0]
+    assert messages.server_of("embedding", (4, 5, 6)) == homes[0]
 
 
 def use_closed(client, index):

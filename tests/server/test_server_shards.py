@@ -16,7 +16,7 @@ from gradcomp.errors import CorruptPayload
 from gradcomp.payload import wire
 from gradcomp.payload.form import PLAIN, TERNARY
 from gradcomp.server import keys, messages
-from gradcomp.server.parameters import Parameter
+from gradcomp.server.parameters import StoredParameter
 from gradcomp.server.shards import DEFAULT_SHARD_NBYTES, MAX_SHARDS, Shards, check_shard_nbytes
 from gradcomp.server.spec import make_spec
 
@@ -153,7 +153,7 @@ def test_later_shards_take_a_push_that_the_first_has_taken():
     """Where the slowest worker's push has reached the first shard, and not yet the others."""
     spec = replace(make_spec((NUMEL,), "float32", None), shard_numel=64, part_nbytes=256)
     for first, taken in ((0, 2), (64, 3)):
-        shard = Parameter("x", replace(spec, first=first), 0, [0, 1])
+        shard = StoredParameter("x", replace(spec, first=first), 0, [0, 1])
         for _ in range(taken):
             assert shard.push(0, torch.zeros(256, dtype=torch.uint8)) == 0
         error = caught(shard.push, 0, torch.zeros(256, dtype=torch.uint8))
