@@ -21,8 +21,16 @@ from test_faults import HERE, TIMEOUT_S, started
 from gradcomp.bench import hosts
 from gradcomp.plan.links import Link
 
-pytestmark = pytest.mark.long
+LONG = pytest.mark.long
+pytestmark = pytest.mark.slow
 WORLD, LAST = 3, 2
+# cells of CI; `make test-long` has the others
+SHORT = {
+    ("decode", "frozen"),
+    ("optimizer", "raises"),
+    ("checkpoint", "killed"),
+    ("outer step", "exits"),
+}
 # what survivors say of the last rank
 SAID = {
     "killed": r"rank 2 \(pid \d+ on \S+\) has ended",
@@ -46,8 +54,14 @@ def look_at(fault, out, errors):
     return found[2]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("phase", PLACES)
+@pytest.mark.parametrize(
+    ("phase", "fault"),
+    [
+        pytest.param(phase, fault, marks=[LONG] * ((phase, fault) not in SHORT))
+        for phase in PLACES
+        for fault in FAULTS
+    ],
+)
 def test_over_gloo(tmp_path, phase, fault):
     more = phase, fault, TIMEOUT_S, tmp_path / "saved"
     with started("_cells.py", free_port(), WORLD, *more, world=WORLD) as ranks:
@@ -71,6 +85,7 @@ LAST_LINE = {
 }
 
 
+@LONG
 @pytest.mark.every_row
 @pytest.mark.parametrize("flavour", ["mpich", "openmpi"])
 @pytest.mark.parametrize("fault", FAULTS)
@@ -116,6 +131,7 @@ def on_hosts(count, link, *cell):
         yield made, ranks
 
 
+@LONG
 @pytest.mark.parametrize("phase", ["forward", "encode", "reduce", "decode", "outer step"])
 def test_a_host_whose_link_is_cut(tmp_path, phase):
     """The last of three hosts: it hears of it, too, but not of whom."""
@@ -133,6 +149,15 @@ def test_a_host_whose_link_is_cut(tmp_path, phase):
         assert "PeerLost" in out, out + errors
 
 
+def test_the_page_has_every_cell():
+    page = HERE.parents[2] / "docs/explanation/reliability.md"
+    text = " ".join(page.read_text(encoding="utf-8").split())
+    cells = len(PLACES) * len(FAULTS)
+    assert f"({cells} cells over gloo, {2 * cells} over MPICH and Open MPI," in text
+    assert all(phase in text for phase in PLACES)
+
+
+@LONG
 @pytest.mark.parametrize("phase", ["forward", "reduce", "outer step"])
 def test_a_link_that_slows_down_to_a_hundredth_slows_training_down(tmp_path, phase):
     """Every message arrives in time, so nothing is said to be lost."""
