@@ -1244,7 +1244,7 @@ def lost_in_backward(folder, weights):
     try:
         model(torch.randn(8, 40)).square().mean().backward()
     except (RuntimeError, gradcomp.GradcompError) as error:
-        raised = type(error).__name__
+        raised = type(error).__name__, str(error)
 
     def found():
         return [None if p.grad is None else p.grad.to_local().clone() for p in model.parameters()]
@@ -1265,7 +1265,8 @@ def test_a_rank_lost_in_backward_leaves_nan_or_nothing(gloo, tmp_path, weights):
     with pytest.raises(RankFailed, match="rank 2 gave no result"):
         gloo(3, lost_in_backward, str(tmp_path), weights)
     for rank in range(2):
-        got, before, after = torch.load(tmp_path / str(rank))
+        (got, text), before, after = torch.load(tmp_path / str(rank))
+        assert weights is None or re.search(r"rank 2 \(pid \d+ on \S+\) has ended", text), text
         # or it died before it had sent all
         assert got == "PeerLost" or (got == "RuntimeError" and weights is None)
         assert all(grad is None or grad.isnan().all() for grad in after), after

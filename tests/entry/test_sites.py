@@ -115,6 +115,20 @@ def test_sites_with_other_numbers_of_inner_steps(run):
     assert found["a"] == found["b"] and found["a"][0] == 2
 
 
+def test_two_sites_of_one_name_are_two_sites(run):
+    sites = run(sites=2)
+
+    def site(name):
+        model, optimizer, local = sites.site("here")
+        with contextlib.closing(local):
+            steps(model, optimizer, local, range(2 * H), ord(name))
+            assert local.members == ["here", "here"]
+            return outcome(local)
+
+    found = sites.each("ab", site)
+    assert found["a"] == found["b"] and found["a"][0] == 2
+
+
 def test_in_a_with_block(run):
     sites = run(sites=2)
 

@@ -171,6 +171,16 @@ def test_addresses_are_taken_by_kernels_alone():
     }
 
 
+def test_no_clock_of_another_machine_is_trusted():
+    """Waits count their own seconds; a site whose clock is off by hours trains like the others."""
+    found = {
+        str(path.relative_to(ROOT / "gradcomp"))
+        for path in (ROOT / "gradcomp").rglob("*.py")
+        if re.search(r"\btime\.time\(|datetime\.now\(|utcnow\(", path.read_text())
+    }
+    assert found == {"doctor/card.py"}, "what is left of a Slurm job, on this machine"
+
+
 def test_nothing_unpickles():
     """SECURITY.md: what comes from other ranks, and files, are read as tensors and plain values."""
     for path in sorted((ROOT / "gradcomp").rglob("*.py")):
