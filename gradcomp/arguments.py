@@ -61,7 +61,8 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 def check_integer(name: str, value: object, least: int, most: int | None = None) -> None:
     """Raise ValueError unless an argument is an integer from `least` to `most`."""
     is_integer = isinstance(value, int) and not isinstance(value, bool)
-    if not is_integer or not least <= value <= (value if most is None else most):  # type: ignore[operator]
+    number: Any = value
+    if not is_integer or not least <= number <= (number if most is None else most):
         allowed = f"of at least {least}" if most is None else f"from {least} to {most}"
         raise ValueError(f"{name} must be an integer {allowed}, got {value!r}")
 

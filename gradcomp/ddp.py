@@ -230,7 +230,7 @@ class CompressionState(Controls):
 
     # ---- the hook --------------------------------------------------------------------------------
 
-    def handle(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+    def handle(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Average a bucket in place; return a future that completes with it."""
         buffer = bucket.buffer()
         # DDP's stream waits for what has been queued when the future completes
@@ -268,7 +268,8 @@ class CompressionState(Controls):
         self._task = -1
         try:
             self._step.finish()
-        except Exception as error:  # noqa: BLE001 - raised after DDP's own callback: its reducer must come to its end
+        except Exception as error:  # noqa: BLE001
+            # raised after DDP's own callback: its reducer must come to its end
             torch_private.after_backward(functools.partial(self._fail, error))
             return
         except BaseException:

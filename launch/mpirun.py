@@ -13,11 +13,13 @@ from typing import NamedTuple
 # Variables that a training needs, by name or prefix. Open MPI passes none to other hosts unless
 # they are named; MPICH passes all.
 FORWARDED = re.compile(
-    r"(MASTER_ADDR|MASTER_PORT|PYTHON\w+|PATH|LD_LIBRARY_PATH|(OMP|MKL|GRADCOMP|GLOO|NCCL|TORCH|CUDA)_\w+)"
+    r"(MASTER_ADDR|MASTER_PORT|PYTHON\w+|PATH|LD_LIBRARY_PATH"
+    r"|(OMP|MKL|GRADCOMP|GLOO|NCCL|TORCH|CUDA)_\w+)"
 )
 # Variables of another launcher that describe this process; the ranks must not inherit them.
 STALE = re.compile(
-    r"((LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|PMI_\w+|PMIX_(?!MCA_)\w+|MPI_LOCALN?RANK(ID|S)|OMPI_COMM_WORLD_\w+)"
+    r"((LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|PMI_\w+|PMIX_(?!MCA_)\w+"
+    r"|MPI_LOCALN?RANK(ID|S)|OMPI_COMM_WORLD_\w+)"
 )
 FLAVOURS = {"openmpi": r"Open ?MPI\D*(\d+)", "mpich": r"HYDRA build details:\s+Version:\s+(\d+)"}
 

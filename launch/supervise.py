@@ -55,7 +55,8 @@ def supervise(
         env=environ,
         start_new_session=True,
         stdin=stdin,
-        preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, mask),  # noqa: PLW1509 - no threads here
+        # no threads here
+        preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, mask),  # noqa: PLW1509
     )
     deadline, signalled, failed = float("inf"), False, False
     try:

@@ -124,7 +124,8 @@ class DynamicLossScalingUpdater:
         optimizer.zero_grad()
         total = 0.0
         for left in reversed(range(self._accumulate)):
-            with self._model.no_sync() if left and self._model is not None else nullcontext():  # type: ignore[operator]
+            accumulating: Any = self._model if left else None
+            with nullcontext() if accumulating is None else accumulating.no_sync():
                 loss = self._loss_fn(self._data_feeder())
                 if not isinstance(loss, Tensor) or loss.numel() != 1:
                     got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__

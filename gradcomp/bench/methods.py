@@ -48,7 +48,10 @@ Hook = Callable[..., Any]
 def _noop(model: DistributedDataParallel) -> None:
     """Register a hook that averages nothing, to measure DDP's own overhead."""
 
-    def hook(state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:  # type: ignore[name-defined]
+    def hook(
+        state: object,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+    ) -> Future[torch.Tensor]:
         done: Future[torch.Tensor] = Future()
         done.set_result(bucket.buffer())
         return done
@@ -59,7 +62,10 @@ def _noop(model: DistributedDataParallel) -> None:
 def _bf16(model: DistributedDataParallel) -> None:
     """Register a hook that averages buckets in bf16; torch's own bf16 hook fails on gloo."""
 
-    def hook(state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:  # type: ignore[name-defined]
+    def hook(
+        state: object,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+    ) -> Future[torch.Tensor]:
         whole = bucket.buffer()
         half = whole.to(torch.bfloat16).div_(dist.get_world_size())
         work: Any = dist.all_reduce(half, async_op=True)
@@ -370,7 +376,8 @@ def _own_hook(name: str) -> Hook:
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{name}: {error}; {KNOWN}") from None
     if not callable(found):
-        raise ValueError(f"{name} is not a function that registers a hook with a DDP model")  # noqa: TRY004 - a word's value
+        text = f"{name} is not a function that registers a hook with a DDP model"
+        raise ValueError(text)  # noqa: TRY004 - a word's value
     return found  # type: ignore[no-any-return]
 
 

@@ -90,7 +90,7 @@ def of_interface(name: str) -> Iterator[str]:
 def _resolved(host: str) -> Iterator[str]:
     with contextlib.suppress(OSError):
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        yield from (address for *_, (address, *_) in found if _is_public(str(address)))  # type: ignore[misc]
+        yield from filter(_is_public, (str(address) for *_, (address, *_) in found))
 
 
 def _on_the_way_to(host: str) -> Iterator[str]:

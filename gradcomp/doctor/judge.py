@@ -12,6 +12,7 @@ import os
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from gradcomp.comm.addresses import INTERFACE_VARIABLE
@@ -149,12 +150,16 @@ def _versions(found: Found) -> Said:
         yield "wrong", text, "start all of them with one"
 
 
+def _entry(card: Card, what: str, name: str) -> str:
+    return str(card[what].get(name, "none"))
+
+
 def _differing(cards: Sequence[Card], what: str) -> Iterator[tuple[str, str]]:
     """Yield the keys of the cards' dictionary `what` whose values differ between ranks, and these
     values as text.
     """
     for name in dict.fromkeys(name for card in cards for name in card[what]):
-        values = by(cards, lambda card, name=name: str(card[what].get(name, "none")))  # type: ignore[misc]
+        values = by(cards, partial(_entry, what=what, name=name))
         if len(values) > 1:
             yield name, _listed(values)
 

@@ -361,7 +361,8 @@ def check_names(given: Iterable[str], known: Sequence[str], called: str, others:
 
 
 # common options raise a TypeError here: they are not fields of `Advanced`
-Advanced.__init__ = takes(others="pass it beside advanced=")(Advanced.__init__)  # type: ignore[method-assign]
+_checked = takes(others="pass it beside advanced=")(Advanced.__init__)
+Advanced.__init__ = _checked  # type: ignore[method-assign]
 
 
 def _entries(exclude: object) -> tuple[Exempts, ...]:

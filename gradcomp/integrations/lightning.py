@@ -30,7 +30,7 @@ _OPTIONS = (*COMMON, "advanced")
 _HOOKS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
 
 
-class CompressedDDPStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning is not looked at by mypy
+class CompressedDDPStrategy(DDPStrategy):  # type: ignore[misc]  # mypy does not see Lightning
     """DDP strategy that compresses gradients; Lightning's checkpoints include all ranks' residuals.
 
     ::

@@ -93,7 +93,7 @@ class Compressed:
         return loss
 
 
-class CompressedTrainer(Compressed, Trainer):  # type: ignore[misc]  # Transformers is not looked at by mypy
+class CompressedTrainer(Compressed, Trainer):  # type: ignore[misc]  # not seen by mypy
     """A Trainer that compresses gradients; see `Compressed`."""
 
 

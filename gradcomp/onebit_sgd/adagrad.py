@@ -133,7 +133,9 @@ class MomentumAdagrad(torch.optim.Optimizer):
             )
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], Tensor] | None = None
+    ) -> Tensor | None:
         """Update every parameter that has a gradient; return the value of `closure`, or None.
 
         Raises:

@@ -101,7 +101,8 @@ class DoubleBuffer:
                 "DoubleBuffer averages gradients itself: pass the module inside DDP, model.module"
             )
         if not isinstance(whole_steps, bool):
-            raise ValueError(f"whole_steps must be True or False, got {whole_steps!r}")  # noqa: TRY004
+            text = f"whole_steps must be True or False, got {whole_steps!r}"
+            raise ValueError(text)  # noqa: TRY004
         self._model, self._optimizer, self._whole_steps = model, optimizer, whole_steps
         self._averager = GradientAverager(
             model,

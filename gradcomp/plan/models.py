@@ -241,5 +241,6 @@ def load_shapes(path: Path) -> Model:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(found, list):
         kind = type(found).__name__
-        raise ValueError(f"{path} must hold a list of [name, [dimensions]], got {kind}")  # noqa: TRY004
+        text = f"{path} must hold a list of [name, [dimensions]], got {kind}"
+        raise ValueError(text)  # noqa: TRY004
     return own_model(path.stem, found)

@@ -25,7 +25,8 @@ def main(rank, store, how):
             p.grad = torch.ones_like(p)
     else:
         model = DistributedDataParallel(model)
-        state = gradcomp.ddp.register(model, "terngrad", timeout_s=60)  # noqa: F841 - it lives as long as the program
+        # it lives as long as the program
+        state = gradcomp.ddp.register(model, "terngrad", timeout_s=60)  # noqa: F841
 
     def step():
         averager.average_delayed() if how == "rotate" else model(torch.ones(2, 64)).sum().backward()

@@ -199,6 +199,13 @@ def test_python_files_fit_one_sitting():
 
 
 @pytest.mark.slow
+def test_lines_of_python_have_at_most_100_columns():
+    """Ruff lets lines that end in a pragma pass."""
+    ours = [ROOT / name for name in ("gradcomp", "launch", "tests", "examples", "docs", "native")]
+    for path in (path for folder in ours for path in folder.rglob("*.py")):
+        assert max(map(len, path.read_text().splitlines()), default=0) <= 100, path
+
+
 def test_names_that_were_used_twice():
     """One name for one thing, in the field's words."""
     text = "".join(path.read_text() for path in (ROOT / "gradcomp").rglob("*.py"))

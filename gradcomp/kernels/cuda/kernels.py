@@ -138,7 +138,8 @@ class TritonKernels(Kernels):
             encode = self._encode_streams if name == "entropy" else self._encode_levels
             dropped = encode(plan, code, values, memory, residuals, kept)
             if dropped is not None and residuals.counted is not None and not flag.item():
-                residuals.counted((1.0 - code.decay) * float(dropped.sum()))  # type: ignore[operator]
+                decay: Any = code.decay
+                residuals.counted((1.0 - decay) * float(dropped.sum()))
         here, packed = _host_copy(memory), plan.packed
         measured = name not in ("values", "ternary")
         host.copy(payload, here, packed.down if measured else packed.codes_down)
