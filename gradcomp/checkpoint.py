@@ -148,11 +148,10 @@ class Checkpoints:
             own, shared = own["state"], own[SHARED]
         found_by = {"state": (self._state, own)}
         found_by |= {name: (one, shared[name]) for name, one in self._shared.items()}
-        before = [
-            (name, one, copy.deepcopy(one.state_dict())) for name, (one, _) in found_by.items()
-        ]
-        name = ""
+        before, name = list[tuple[str, Any, Any]](), ""
         try:
+            for name, (one, _) in found_by.items():
+                before.append((name, one, copy.deepcopy(one.state_dict())))
             for name, (one, its_state) in found_by.items():
                 one.load_state_dict(its_state)
             if self._has_own_weights and of_others:

@@ -24,7 +24,7 @@ from gradcomp.files import of_ranks, read_saved, write_saved
 CALLED = "the framework's own save or load of a checkpoint"
 # a rank's findings in a folder: no states, its own, those of another world size, an unreadable file
 NOTHING, OWN, OTHERS, BROKEN = range(4)
-PART_NBYTES = 4 << 20  # of a state, in one message
+PARTS_NBYTES = 8 << 20  # of the states of all ranks, in one collective
 _SIZE = struct.Struct("<Q")
 
 
@@ -54,8 +54,9 @@ def gather_states(state: Stateful, comm: Communicator) -> list[dict[str, Any]] |
     found = gather(comm, size, "checkpoint", comm.timeout_s, called=CALLED)
     sizes = [_SIZE.unpack(data)[0] for data in found]
     files = [bytearray() for _ in sizes if comm.rank == 0]
-    for first in range(0, max(sizes), PART_NBYTES):
-        part = mine[first : first + PART_NBYTES].ljust(min(PART_NBYTES, max(sizes) - first), b"\0")
+    length = max(1 << 16, PARTS_NBYTES // comm.world_size)
+    for first in range(0, max(sizes), length):
+        part = mine[first : first + length].ljust(min(length, max(sizes) - first), b"\0")
         parts = gather(comm, part, "checkpoint", comm.timeout_s, called=CALLED)
         for whole, more in zip(files, parts, strict=False):
             whole += more

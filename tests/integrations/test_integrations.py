@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradcomp.ddp
 from gradcomp.errors import GradcompError
 from gradcomp.integrations import versions
+from gradcomp.integrations.checkpoints import gather_states
 
 pytestmark = pytest.mark.extras
 PYPROJECT = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
@@ -112,3 +113,19 @@ def test_a_watched_model_is_copied_and_saved():
     other(torch.ones(1, 4))
     watch.close()
     state.close()
+
+
+@each_rank(3, "local")
+def test_states_of_any_size_are_gathered(comm):
+    """In parts: the longest has several, the shortest one."""
+
+    class State:
+        def state_dict(self):
+            return {"values": torch.arange(50_000.0 * comm.rank), "rank": comm.rank}
+
+    found = gather_states(State(), comm)
+    if comm.rank:
+        assert found is None
+        return
+    assert [one["rank"] for one in found] == [0, 1, 2]
+    assert all(torch.equal(one["values"], torch.arange(50_000.0 * one["rank"])) for one in found)
