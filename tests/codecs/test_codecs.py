@@ -161,6 +161,13 @@ def test_wrong_arguments_are_value_errors_with_the_value(make, word):
         make()
 
 
+@pytest.mark.parametrize("names", [("fp32", "float32"), ("bf16", "bfloat16")])
+def test_identity_takes_names_of_dtypes_and_torch_s(names):
+    same = [Identity(name) for name in (*names, getattr(torch, names[1]))]
+    assert {repr(codec) for codec in same} == {repr(Identity(names[0]))}
+    assert all(codec.options() == same[0].options() for codec in same)
+
+
 @pytest.mark.parametrize(
     ("tensor", "word"),
     [
@@ -174,13 +181,6 @@ def test_wrong_arguments_are_value_errors_with_the_value(make, word):
         (torch.ones(3, device="meta"), "meta"),
     ],
 )
-@pytest.mark.parametrize("names", [("fp32", "float32"), ("bf16", "bfloat16")])
-def test_identity_takes_names_of_dtypes_and_torch_s(names):
-    same = [Identity(name) for name in (*names, getattr(torch, names[1]))]
-    assert {repr(codec) for codec in same} == {repr(Identity(names[0]))}
-    assert all(codec.options() == same[0].options() for codec in same)
-
-
 @pytest.mark.parametrize("codec", [TernGrad(), OneBit(), Identity()])
 def test_unsupported_tensors_are_named(codec, tensor, word):
     with pytest.raises(UnsupportedTensor, match=word):
