@@ -151,7 +151,7 @@ def test_the_self_check_passes(interpreted, monkeypatch, caplog):
     monkeypatch.setattr(check, "CODES", {"bf16": check.CODES["bf16"]})
     monkeypatch.setattr(check, "LARGE", 3_000)
     assert check.checked(kernels.CPU, lambda device: interpreted) is interpreted
-    assert not caplog.records
+    assert not [one for one in caplog.records if one.levelname == "WARNING"]
 
 
 @functools.cache

@@ -148,7 +148,7 @@ def test_a_device_has_the_set_that_was_installed_for_its_kind():
 def test_kernels_that_differ_from_the_cpus_are_not_used(monkeypatch, caplog):
     shadow_set = ShadowKernels()
     assert check.checked(kernels.CPU, lambda device: shadow_set) is shadow_set
-    assert not caplog.records
+    assert not [one for one in caplog.records if one.levelname == "WARNING"]
     monkeypatch.setattr(check, "CODES", {"bf16": check.CODES["bf16"]})
     monkeypatch.setattr(shadow_set, "sum_decode", lambda *_: False)
     assert check.checked(kernels.CPU, lambda device: shadow_set) is None
@@ -171,7 +171,7 @@ def test_a_gpu_whose_kernels_cannot_be_had_is_named(release, why, monkeypatch, c
     there = torch.device("cuda:77")
     try:
         assert kernels.encoding_device(there) == kernels.CPU
-        assert not caplog.records
+        assert not [one for one in caplog.records if one.levelname == "WARNING"]
         kernels.install("cuda", kernels._cuda)
         monkeypatch.setenv(kernels.USES_CUDA, "1")
         if release is not None:
