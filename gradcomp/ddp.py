@@ -231,7 +231,9 @@ class CompressionState(Controls):
     # ---- the hook --------------------------------------------------------------------------------
 
     def handle(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Average a bucket in place; return a future that completes with it."""
+        """Average a bucket (`torch.distributed.GradBucket`, its buffer ``(numel,)`` float32,
+        bfloat16 or float16) in place; return a future that completes with its buffer.
+        """
         buffer = bucket.buffer()
         # DDP's stream waits for what has been queued when the future completes
         devices = [] if buffer.is_cpu else [buffer.device]

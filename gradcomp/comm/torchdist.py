@@ -71,9 +71,8 @@ class _Rendezvous:
         return private.store_below(self._store, prefix)
 
 
-_by_group: weakref.WeakKeyDictionary[Any, _Rendezvous] = (
-    weakref.WeakKeyDictionary()
-)  # by default group
+# by default group
+_by_group: weakref.WeakKeyDictionary[Any, _Rendezvous] = weakref.WeakKeyDictionary()
 
 
 def _default_rendezvous() -> _Rendezvous:
