@@ -15,7 +15,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from gradcomp.version import __version__
+from gradcomp.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from gradcomp import amp, codecs, comm, ddp, fsdp, onebit_sgd, optim, plan, server
@@ -54,7 +54,6 @@ __all__ = [
     "Ternary",
     "Transform",
     "UnsupportedTensor",
-    "__version__",
     "all_reduce",
     "amp",
     "codecs",

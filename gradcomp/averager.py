@@ -55,7 +55,7 @@ class GradientAverager(Controls):
             shards.
         codec: codec or name; for "auto" see `gradcomp.ddp.register`.
         optimizer: the optimizer of these parameters. "auto" chooses by its kind, a codec that is
-            known to lose with it causes a warning, and `scale_lr` changes its learning rate.
+            known to lose with it causes a warning, and `Advanced.scale_lr` changes its rate.
         comm: communicator; torch.distributed's default group when None. Closed with the averager.
         bucket_cap_mb: size in MiB at which a bucket is closed, as in DDP.
         common, advanced: see `gradcomp.ddp.register`.

@@ -455,11 +455,8 @@ def register(
             takes an eighth of the bytes. Its scale groups are those of `codec`. None: fp32.
         precondition: encode gradients in units of the root of their second moment, which all ranks
             compute from the averages. For Adam and similar optimizers with codecs of 1 and 2 bits.
-            True, or `Precondition` for other settings than its defaults.
-        scale_lr: during each step multiply the learning rate of Adam and similar optimizers by a
-            factor (1.08 for ``EntropyCoded(2.2)``). It makes up for the noise of codes, which
-            enlarges the second moments that they divide by. Weight decay does not change. None: on
-            with `precondition` and such an `optimizer`, except for `OneBit`, which lost more.
+            True, or `Precondition` for other settings than its defaults. With such an `optimizer`
+            its learning rate is scaled, too (`Advanced.scale_lr`).
         grad_scaler: a `torch.amp.GradScaler` or similar: residuals follow its scale, and are
             committed for a whole step at a time. A step is one backward: to accumulate several, run
             all but the last under ``no_sync()``.

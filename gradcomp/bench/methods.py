@@ -232,6 +232,9 @@ def _with(method: Method, option: Option, text: str) -> Method:
     new, codec = {name: read(text)}, method.codec
     if not place:
         return replace(method, **new)
+    if place == "advanced":
+        rare = replace(method.options.get("advanced", Advanced()), **new)
+        place, new = "options", {"advanced": rare}
     if place != "codec":
         return replace(method, **{place: getattr(method, place) | new})
     given = {} if codec is None else codec.options()
@@ -278,10 +281,10 @@ OPTIONS: dict[str, Option] = {
     "decay": Option("codec", "residual_decay", float),
     "group": Option("codec", "group", lambda text: int(text) if text.isdecimal() else text),
     "min_numel": Option("options", "min_numel", int),
-    "slice_numel": Option("options", "advanced", lambda text: Advanced(slice_numel=int(text))),
+    "slice_numel": Option("advanced", "slice_numel", int),
     "exchange": Option("options", "exchange", str),
     "precondition": Option("options", "precondition", _switch),
-    "scale_lr": Option("options", "scale_lr", _switch),
+    "scale_lr": Option("advanced", "scale_lr", _switch),
     "double": Option("", "double", _switch),
     "feedback": Option("", "feedback", _one_of({"off": False})),
     "every": Option("local", "sync_every", int),
@@ -444,7 +447,7 @@ def wrap(
     if codec is None:
         assert method.hook is not None
         return Ready(method, wrapped, optimizers, method.hook(wrapped, **method.options))
-    if options.get("scale_lr"):
+    if "advanced" in options and options["advanced"].scale_lr:
         options["optimizer"] = optimizers[0]
     state = gradcomp.ddp.register(wrapped, codec, comm=comm, **options)
     return Ready(method, wrapped, optimizers, state)

@@ -60,6 +60,10 @@ class Advanced:
             Switch to a safer codec, in the end bf16, if compression is not faster or the error is
             too large; rank 0 logs why. None: only with ``codec="auto"``. Cannot be used with a
             `transform`.
+        scale_lr: during each step multiply the learning rate of Adam and similar optimizers by a
+            factor (1.08 for ``EntropyCoded(2.2)``). It makes up for the noise of codes, which
+            enlarges the second moments that they divide by. Weight decay does not change. None: on
+            with `precondition` and such an `optimizer`, except for `OneBit`, which lost more.
 
     Raises:
         TypeError: `transform` is of another type, or an option is unknown.
@@ -71,6 +75,7 @@ class Advanced:
     slice_numel: int | None = None
     quality_every: int = 100
     guard: bool | None = None
+    scale_lr: bool | None = None
 
     def __post_init__(self) -> None:
         _check_count("quality_every", self.quality_every)
@@ -88,6 +93,8 @@ class Advanced:
             raise ValueError(f"guard must be None, True or False, got {self.guard!r}")
         if self.guard and self.transform is not None:
             raise ValueError(f"guard=True cannot be used with {self.transform!r}")
+        if self.scale_lr not in (None, True, False):
+            raise ValueError(f"scale_lr must be None, True or False, got {self.scale_lr!r}")
 
 
 class _Options(TypedDict, total=False):
@@ -132,7 +139,6 @@ class DelayedOptions(LocalOptions, total=False):
 class CommonOptions(DelayedOptions, total=False):
     """All common options; `gradcomp.ddp.register` documents them."""
 
-    scale_lr: bool | None
     grad_scaler: Any
 
 
@@ -153,7 +159,6 @@ class Options:
     warmup_steps: int = 0
     warmup_codec: Codec | str | None = None
     precondition: Precondition | bool | None = None
-    scale_lr: bool | None = None
     grad_scaler: Any = None
     atomic_steps: bool | None = None
     timeout_s: float | None = None
@@ -197,9 +202,7 @@ class Options:
                 f"precondition cannot be used with {transform!r}, which changes means where they"
                 " are owned"
             )
-        if self.scale_lr not in (None, True, False):
-            raise ValueError(f"scale_lr must be None, True or False, got {self.scale_lr!r}")
-        if self.scale_lr and self.precondition is None:
+        if self.advanced.scale_lr and self.precondition is None:
             raise ValueError(
                 "scale_lr=True needs precondition=True, with which noise is alike in all elements"
             )

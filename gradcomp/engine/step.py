@@ -340,18 +340,18 @@ class Engine:
         """
         options = self.options
         shortens = optimizer is not None and divides_by_squares(optimizer)
-        if options.scale_lr and not shortens:
+        if options.advanced.scale_lr and not shortens:
             raise ValueError(
                 "scale_lr=True needs optimizer=, one that divides by the root of squares (Adam,"
                 f" AdamW, RMSprop, SplitAdamW), got {type(optimizer).__name__}"
             )
-        wanted = options.precondition is not None and options.scale_lr is not False
+        wanted = options.precondition is not None and options.advanced.scale_lr is not False
         if self._longer is not None:  # made for an earlier communicator
             self._longer.close()
             self._longer, self._rate, self.layouts.lr_factor = None, "", 1.0
         if not (shortens and wanted and self.layouts.compresses):
             return
-        if options.scale_lr is None and not gains(self.codec):
+        if options.advanced.scale_lr is None and not gains(self.codec):
             return
         factor = self.layouts.lr_factor = shortening(self.codec, self.layouts.strategy)
         if factor != 1.0:

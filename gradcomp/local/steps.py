@@ -76,9 +76,9 @@ class DiLoCo:
             owns, and sends the compressed outer step. Needs outer SGD with a constant learning rate
             and ``exchange="reduce_scatter"``.
         comm: communicator; torch.distributed's default group when None. Closed with this object.
-        common, advanced: see `gradcomp.ddp.register`; without `transform`. During the first
-            `warmup_steps` inner steps `average_gradients` averages gradients at every step, in fp32
-            or with `warmup_codec`.
+        common, advanced: see `gradcomp.ddp.register`; without `transform` and
+            ``scale_lr=True``. During the first `warmup_steps` inner steps `average_gradients`
+            averages gradients at every step, in fp32 or with `warmup_codec`.
 
     Attributes:
         inner_steps: number of inner steps so far.
@@ -118,6 +118,11 @@ class DiLoCo:
             raise ValueError(
                 f"transform={options.advanced.transform!r} is of gradients, and what travels here"
                 " are changes of weights"
+            )
+        if options.advanced.scale_lr:
+            raise ValueError(
+                "scale_lr=True is for gradients of every step: codes of changes of weights do not"
+                " shorten the inner optimizer's steps"
             )
         codec = resolve(codec)
         self._turns = Turns(sync_every, fragments)

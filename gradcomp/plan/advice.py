@@ -86,7 +86,7 @@ def resolve_auto(
     ranks = world_size if nodes is None else len(nodes)
     scales = (
         optimizer is not None
-        and mine.scale_lr is not False
+        and mine.advanced.scale_lr is not False
         and divides_by_squares(optimizer)
         # fused updates from payloads to weights cannot use preconditioned averages
         and not isinstance(optimizer, SplitOptimizer)

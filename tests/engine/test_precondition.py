@@ -263,7 +263,8 @@ def test_ddp_with_and_without_an_optimizer_that_takes_packed_averages():
         layers = nn.Linear(40, 64), nn.ReLU(), nn.Linear(64, 10)
         net = DDP(nn.Sequential(*layers).bfloat16())
         optimizer = SplitAdamW(net.parameters(), lr=1e-3)
-        options = {"min_numel": 100, "precondition": True, "scale_lr": False}
+        options = {"min_numel": 100, "precondition": True}
+        options["advanced"] = gradcomp.Advanced(scale_lr=False)
         options["optimizer"] = optimizer if fused else None
         with gradcomp.ddp.register(net, Block(2, residual_decay=1), **options) as state:
             for step in range(4):

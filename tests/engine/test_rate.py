@@ -166,7 +166,7 @@ def test_steps_are_as_long_as_without_codes(world_size):
     """Drift of weights under AdamW: gradients are noise with a mean."""
     (exact, _), *_ = run_local(world_size, partial(moved, warmup_steps=1000))
     (scaled, line), *_ = run_local(world_size, moved)
-    (plain, other), *_ = run_local(world_size, partial(moved, scale_lr=False))
+    (plain, other), *_ = run_local(world_size, partial(moved, advanced=Advanced(scale_lr=False)))
     factor = shortening(Ternary(), choose(Ternary(), world_size))
     assert f"learning rate of AdamW x {factor:.3g} in steps" in line
     assert "learning rate" not in other
@@ -197,7 +197,7 @@ def test_off_in_bf16(monkeypatch):
     [
         (torch.optim.AdamW, {"precondition": None}),  # units are not shared
         (torch.optim.SGD, {}),
-        (torch.optim.AdamW, {"scale_lr": False}),
+        (torch.optim.AdamW, {"advanced": Advanced(scale_lr=False)}),
         (torch.optim.AdamW, {"exclude": "*"}),  # every tensor travels in fp32
         # all ranks are on one node: nothing is compressed
         (torch.optim.AdamW, {"exchange": "hierarchical", "advanced": Advanced(nodes=[[0, 1]])}),
@@ -214,18 +214,18 @@ def test_the_rate_stays(comm, make, options):
 @each_rank(4, "local")
 def test_the_factor_of_1_bit_is_for_those_who_ask(comm):
     """It loses more with it (docs/explanation/accuracy.md)."""
-    for options, said in (({}, False), ({"scale_lr": True}, True)):
-        averager, _ = averager_of(comm, parameter(), "onebit", precondition=True, **options)
-        assert ("learning rate of AdamW x 1.55" in averager.describe()) is said
+    for asked in (None, True):
+        options = {"precondition": True, "advanced": Advanced(scale_lr=asked)}
+        averager, _ = averager_of(comm, parameter(), "onebit", **options)
+        assert ("learning rate of AdamW x 1.55" in averager.describe()) is bool(asked)
 
 
 @each_rank(2, "local")
 def test_bad_options(comm):
-    asked = {"scale_lr": True, "precondition": True}
+    asked = {"advanced": Advanced(scale_lr=True)}
     for options, why in (
-        ({"scale_lr": True}, "needs precondition=True"),
-        ({**asked, "scale_lr": "yes"}, "None, True or False"),
-        ({**asked, "make": torch.optim.SGD}, "got SGD"),
+        (asked, "needs precondition=True"),
+        ({**asked, "precondition": True, "make": torch.optim.SGD}, "got SGD"),
     ):
         with pytest.raises(ValueError, match=why):
             averager_of(comm, parameter(), **options)

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map
 
 from gradcomp import (
+    Advanced,
     DiLoCo,
     GradcompError,
     GradientAverager,
@@ -31,6 +32,7 @@ from gradcomp import (
 from gradcomp.engine import watch
 from gradcomp.local.fragment import cut
 from gradcomp.local.inner import Turns
+from gradcomp.onebit_sgd import AggregateAdagrad
 from gradcomp.optim import SplitSGD
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -795,6 +797,12 @@ SHARDED = {"shard_outer": True}
         ({"fragment_update_alpha": 1.5}, ValueError, "alpha"),
         ({"grad_scaler": torch.amp.GradScaler("cpu")}, TypeError, "grad_scaler"),
         ({"warmup_codec": "block4"}, ValueError, "warmup_codec"),
+        ({"advanced": Advanced(transform=AggregateAdagrad())}, ValueError, "is of gradients"),
+        (
+            {"precondition": True, "advanced": Advanced(scale_lr=True)},
+            ValueError,
+            "scale_lr=True is for gradients",
+        ),
         ({**SHARDED, "outer_optimizer": torch.optim.Adam}, ValueError, "momentum of torch.optim.S"),
         ({**SHARDED, "outer_optimizer": with_decay}, ValueError, "this is SGD"),
         ({**SHARDED, "outer_optimizer": two_rates}, ValueError, "the same for all anchors"),

@@ -95,8 +95,10 @@ ROWS = {  # by option; after a comma, which of its rows
     "transform": Row((None, AggregateAdagrad()), both={"exchange": "reduce_scatter"}),
     "guard": Row((False, True)),
 }
-# DoubleBuffer's optimizer is what it trains; DiLoCo refuses a transform
-NOT_THERE = {("double_buffer", "optimizer"), ("diloco", "transform"), ("local_sgd", "transform")}
+# DoubleBuffer's optimizer is what it trains, here SGD; DiLoCo refuses options of gradients
+NOT_THERE = {("double_buffer", "optimizer"), ("double_buffer", "scale_lr")}
+NOT_THERE |= {("diloco", "transform"), ("diloco", "scale_lr")}
+NOT_THERE |= {("local_sgd", "transform"), ("local_sgd", "scale_lr")}
 
 
 def options_of(name):

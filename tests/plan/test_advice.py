@@ -163,7 +163,8 @@ BETTER = tuple(
     for row in TABLE
     if row.codec.name != "entropy"
 )
-UNSCALED = {"precondition": True, "scale_lr": False}
+PLAIN_RATE = {"advanced": gradcomp.Advanced(scale_lr=False)}
+UNSCALED = {"precondition": True, **PLAIN_RATE}
 LOSSY = tuple(replace(r, got=r.training.fp32 + 1) for r in TABLE if r.training.unit == "nats")
 
 
@@ -172,7 +173,7 @@ LOSSY = tuple(replace(r, got=r.training.fp32 + 1) for r in TABLE if r.training.u
     [
         ("Adagrad", TABLE, {}, 8, f"Block(8) for Adagrad: {BLOCK8}"),
         ("AdamW", TABLE, {"precondition": False}, 8, f"Block(8) for AdamW: {BLOCK8}"),
-        ("AdamW", TABLE, {"scale_lr": False}, 8, f"Block(8) for AdamW: {BLOCK8}"),
+        ("AdamW", TABLE, PLAIN_RATE, 8, f"Block(8) for AdamW: {BLOCK8}"),
         ("SGD", TABLE, {}, 1.25, "EntropyCoded(1.25) for SGD: +0.06 points of test error (LeNet"),
         (Muon, TABLE, {}, 8, "Block(8) for Muon: not measured (this optimizer is not in the"),
         ("Rprop", TABLE, {}, 8, "Block(8) for Rprop: not measured (this optimizer is not in"),
