@@ -44,8 +44,8 @@ typedef enum {
 const char *gc_status_name(int status);
 
 /* ---- tiers ----------------------------------------------------------------------------------- */
-/* Tier 0 is "portable"; tier 1 is "avx2" (needs avx2, bmi2, fma, f16c, sse4.2); tier 2 is "avx512" (those
- * and avx512f, avx512bw, avx512dq, avx512vl); tier 3 is "neon" (aarch64). */
+/* Tier 0 is "portable"; tier 1 is "avx2" (needs avx2, bmi2, fma, f16c, sse4.2); tier 2 is "avx512"
+ * (those and avx512f, avx512bw, avx512dq, avx512vl); tier 3 is "neon" (aarch64). */
 int gc_tier_count(void);
 const char *gc_tier_name(int tier); /* NULL when out of range */
 int gc_tier_supported(int tier);    /* 1 when this build and this CPU run it */
@@ -239,8 +239,8 @@ gc_status gc_onebit_sum_decode(const uint8_t *const *payloads, size_t payload_co
 /* ---- blocks: 2, 4 or 8 bits with error feedback, evenly spaced levels ------------------------ */
 /* x = fl(g + r) (x = g when residual_in is NULL). One fp32 scale S a group at the segment's
  * `scales`, the distance of two levels: 2 bits: (float)(GC_BLOCK2_STEP * sqrt(sumsq / n)), sumsq
- * that of x as in gc_block_sums, blocks from the group's cut start, added in runs (GC_RUN_NUMEL); 4 bits:
- * fl(max|x| / 7); 8 bits: fl(max|x| / 127). S is 0 for a group whose g is +-0 throughout (its
+ * that of x as in gc_block_sums, blocks from the group's cut start, added in runs (GC_RUN_NUMEL); 4
+ * bits: fl(max|x| / 7); 8 bits: fl(max|x| / 127). S is 0 for a group whose g is +-0 throughout (its
  * residual stays), and where it would be below 2^-126. With i = fl(1 / S), 0 for S = 0, and Z =
  * 1.5, 7 or 127:
  *   t = fl(fl(x * i) + Z), below 0 or NaN 0, above 3, 14 or 254 that; code = t rounded to nearest
@@ -275,14 +275,14 @@ gc_status gc_block_sum_decode(const uint8_t *const *payloads, size_t payload_cou
 
 /* ---- entropy-coded codes in a fixed number of bytes, with error feedback --------------------- */
 /* Groups are of GC_STREAM_NUMEL elements of the parameter (group_numel must be that): a group, or
- * what the segment has of it, is a stream of n elements. With B = stream_nbytes, what a whole stream
- * takes with its scale, its codes take B - 4 bytes where n = GC_STREAM_NUMEL, else ceil(n * B /
- * GC_STREAM_NUMEL) + 4; streams follow one another.
+ * what the segment has of it, is a stream of n elements. With B = stream_nbytes, what a whole
+ * stream takes with its scale, its codes take B - 4 bytes where n = GC_STREAM_NUMEL, else ceil(n *
+ * B / GC_STREAM_NUMEL) + 4; streams follow one another.
  *
  * x, its sum of squares and zero groups as gc_block_encode. R = sqrt(sumsq / n) in float64. One of
  * the steps S = (float)(fl64(R * 2^(i/32)) * 2^(k - 4)), i = 0..31, k = 0..7, at most FLT_MAX /
- * 32768, is the stream's scale; 0 where the first of them is below 2^-126, and where the codes of no
- * step fit, which happens to R above FLT_MAX / 2^19 alone. With v = fl(1 / S): code = fl(x * v)
+ * 32768, is the stream's scale; 0 where the first of them is below 2^-126, and where the codes of
+ * no step fit, which happens to R above FLT_MAX / 2^19 alone. With v = fl(1 / S): code = fl(x * v)
  * rounded to nearest even, cut to -32767 and 32767; q = fl(code * S).
  * residual_out = fl(decay * fl(x - q)).
  *
@@ -291,16 +291,16 @@ gc_status gc_block_sum_decode(const uint8_t *const *payloads, size_t payload_cou
  * significant bit of a byte first; zeros; the bit stream of the other half, whose first byte is
  * the last one of the codes and so on backwards. A pair is a symbol of the table's Huffman code, or
  * where it has none the escape symbol, and behind it each code c: the number L of bits of |c| in 4
- * bits, and where L > 0 a bit that is set for c < 0 and the L - 1 bits of |c| below the leading one.
- * The last byte of both is filled with zeros. S = 0: table 7, whose zero bits are pairs of 0 (others
- * begin with negative codes, which decode to -0), and zeros. A NaN or Inf among x: S NaN, these
- * bytes, residuals NaN.
+ * bits, and where L > 0 a bit that is set for c < 0 and the L - 1 bits of |c| below the leading
+ * one. The last byte of both is filled with zeros. S = 0: table 7, whose zero bits are pairs of 0
+ * (others begin with negative codes, which decode to -0), and zeros. A NaN or Inf among x: S NaN,
+ * these bytes, residuals NaN.
  *
  * Tables (entropy_tables.c): from weights f[|a|] * f[|b|] of pairs, what is missing from 2^28 that
- * of the escape; symbols by a, then b, the escape last. Lengths of at most 11 bits by package-merge:
- * at every level symbols and packages by weight, symbols before packages and lower numbers before
- * higher ones of the same; canonical codes by length, then number, written most significant bit
- * first.
+ * of the escape; symbols by a, then b, the escape last. Lengths of at most 11 bits by
+ * package-merge: at every level symbols and packages by weight, symbols before packages and lower
+ * numbers before higher ones of the same; canonical codes by length, then number, written most
+ * significant bit first.
  *
  * The step: the smallest that is found to fit. entropy_encode.c is the rule; it reads counts of
  * |code| 0 to 7 and above, and the bytes that came out, so that all tiers choose alike. Which step
@@ -326,7 +326,8 @@ gc_status gc_entropy_sum_decode(const uint8_t *const *payloads, size_t payload_c
  * bits, least significant first, and from bit 16 on their number, [0] the escape; decode[2048], by
  * the next 11 bits, a pair's codes, a byte each, from bit 16 on its number of bits, bit 24 set for
  * the escape; pair_costs[9][16], in 1/64 bit, by both |code|, 8 standing for all above; tops, the
- * largest |code| that has symbols. costs[9][16]: of one |code|, by table. octave[32]: 2^(i / 32). */
+ * largest |code| that has symbols. costs[9][16]: of one |code|, by table. octave[32]: 2^(i / 32).
+ * */
 enum { GC_TABLE_COUNT = 16 };
 void gc_entropy_tables_of(uint32_t *symbols, uint32_t *decode, uint32_t *costs,
                           uint32_t *pair_costs, uint32_t *tops, double *octave);
@@ -394,8 +395,8 @@ gc_status gc_copy(uint8_t *dst, const uint8_t *src, const gc_copy_range *ranges,
  *                GC_SUM_LANES, lanes as in blocks); APPLY: w = fma(step_size, u, w). GC_LAMB_START
  *                is MOMENTS and NORMS in one pass.
  *   GC_SQUARES:  adds g^2 up in the same way and changes nothing. Of payloads, the sums of runs of
- *                GC_UPDATE_NUMEL elements of a segment are added in order (entropy: of a stream, and
- *                then the streams' sums). */
+ *                GC_UPDATE_NUMEL elements of a segment are added in order (entropy: of a stream,
+ *                and then the streams' sums). */
 enum {
     GC_SGD = 0,
     GC_ADAGRAD = 1,

@@ -99,8 +99,8 @@ GC_INLINE void gc_fetch_next(const gc_entropy_stage *stage, uint32_t i)
 
 typedef struct {
     gc_block_take *take;
-    /* Count the codes that x * inverse rounds to, by |code|: of all elements, or of a whole stream's
-     * the first `sampled` of every GC_SAMPLE_EVERY. */
+    /* Count the codes that x * inverse rounds to, by |code|: of all elements, or of a whole
+     * stream's the first `sampled` of every GC_SAMPLE_EVERY. */
     void (*count)(const gc_entropy_stage *stage, uint32_t numel, uint32_t sampled, float inverse,
                   uint32_t counts[GC_COUNTED_CODES]);
     /* sums[i]: counts times column i. */

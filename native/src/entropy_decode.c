@@ -1,5 +1,5 @@
-/* entropy_decode.c - averages of streams of entropy-coded codes: which streams are read together, and
- * what becomes of their codes. Any bytes are safe to decode.
+/* entropy_decode.c - averages of streams of entropy-coded codes: which streams are read together,
+ * and what becomes of their codes. Any bytes are safe to decode.
  */
 #include "entropy.h"
 

@@ -1,5 +1,5 @@
-/* entropy_encode.c - a stream of codes in a fixed number of bytes: the smallest step whose codes fit,
- * the table that codes them best, and its bits.
+/* entropy_encode.c - a stream of codes in a fixed number of bytes: the smallest step whose codes
+ * fit, the table that codes them best, and its bits.
  *
  * What is chosen depends on counts of codes alone, which are integers, so every tier chooses alike.
  *
@@ -78,8 +78,8 @@ typedef struct {
     int32_t size; /* of the codes, expected, in 1/64 bit */
 } choice;
 
-/* Step j for the first `sampled` elements of every GC_SAMPLE_EVERY: the table by what its codes cost
- * one by one, then what they cost in pairs, as if pairs were independent. */
+/* Step j for the first `sampled` elements of every GC_SAMPLE_EVERY: the table by what its codes
+ * cost one by one, then what they cost in pairs, as if pairs were independent. */
 static choice choice_at(const stream *of, int j, uint32_t sampled)
 {
     uint32_t counts[GC_COUNTED_CODES], sums[16], total = 0;

@@ -6,13 +6,13 @@
 
 enum { MOST_SYMBOLS = (2 * GC_TABLE_TOP + 1) * (2 * GC_TABLE_TOP + 1) + 1, TOTAL = 1 << 14 };
 
-/* How often a code is 0, 1, ... 7, in 1/2^14, and -1, ... -7 as often; 0: it has no symbols. What is
- * missing from 1 is left to the escape symbol. */
+/* How often a code is 0, 1, ... 7, in 1/2^14, and -1, ... -7 as often; 0: it has no symbols. What
+ * is missing from 1 is left to the escape symbol. */
 typedef uint16_t distribution[GC_TABLE_TOP + 1];
 
-/* Codes of normal, Laplace and t distributions (3 degrees of freedom) and of generalized normal ones
- * (of the shape given), at steps of 2^s root mean squares: the sixteen, of 215, that coded streams
- * best at 1 to 3.5 bits: gradients of three models, normal and Laplace numbers. */
+/* Codes of normal, Laplace and t distributions (3 degrees of freedom) and of generalized normal
+ * ones (of the shape given), at steps of 2^s root mean squares: the sixteen, of 215, that coded
+ * streams best at 1 to 3.5 bits: gradients of three models, normal and Laplace numbers. */
 static const distribution distributions[GC_TABLE_COUNT] = {
     /* normal, s = -0.375, 0.125, 0.375 */
     {4918, 3706, 1585, 384, 53, 0, 0, 0},
@@ -73,8 +73,8 @@ static void sort(symbol *symbols, uint32_t count)
     }
 }
 
-/* Lengths of at most GC_CODE_NBITS bits for sorted symbols: at every level, symbols and the packages
- * of two from the level below, by weight, symbols first. */
+/* Lengths of at most GC_CODE_NBITS bits for sorted symbols: at every level, symbols and the
+ * packages of two from the level below, by weight, symbols first. */
 static void find_lengths(symbol *symbols, uint32_t count)
 {
     static uint32_t weights[2][2 * MOST_SYMBOLS];
@@ -184,7 +184,8 @@ static void make_table(const distribution from, gc_entropy_table *table,
             uint32_t code = reversed(next >> (GC_CODE_NBITS - length), length);
             table->symbols[one->index] = (uint64_t)code << (64 - length) | length;
             uint64_t a = (uint8_t)((one->index >> 4) - 8), b = (uint8_t)((one->index & 15) - 8);
-            uint64_t found = one->index ? a | b << 8 | (uint64_t)length << 32 | UINT64_C(2) << 56 : 0;
+            uint64_t pair = a | b << 8 | (uint64_t)length << 32 | UINT64_C(2) << 56;
+            uint64_t found = one->index ? pair : 0;
             for (uint32_t bits = code; bits < 1u << GC_CODE_NBITS; bits += 1u << length)
                 table->decode[bits] = found | (uint64_t)length << 48;
             next += 1u << (GC_CODE_NBITS - length);

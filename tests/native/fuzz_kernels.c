@@ -1,5 +1,5 @@
-/* fuzz_kernels.c - test_tiers.c with cases that libFuzzer chooses: every encoder, decoder, check and
- * round trip, on every tier, from buffers that end or begin at a page that may not be touched.
+/* fuzz_kernels.c - test_tiers.c with cases that libFuzzer chooses: every encoder, decoder, check
+ * and round trip, on every tier, from buffers that end or begin at a page that may not be touched.
  */
 #define main tiers_main
 #include "test_tiers.c"

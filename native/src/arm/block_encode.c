@@ -7,8 +7,8 @@
 
 enum { VECTORS_NUMEL = 16, EMIT_NUMEL = 32 };
 
-/* Bits of |g| seen, and the largest |x| or sixteen lanes of a block's sum of squares, lanes 2j and 2j
- * + 1 in vector j. */
+/* Bits of |g| seen, and the largest |x| or sixteen lanes of a block's sum of squares, lanes 2j and
+ * 2j + 1 in vector j. */
 typedef struct {
     uint32x4_t any_gradient, absmax;
     float64x2_t lanes[8];

@@ -131,7 +131,7 @@ GC_AVX2_INLINE wide_levels spread(const gc_block_staged *staged)
     return wide;
 }
 
-/* Write what codes leave of eight elements to `out`, decayed; their magnitudes are added to `all`. */
+/* Write what codes leave of eight elements to `out`, decayed; add their magnitudes to `all`. */
 GC_AVX2_INLINE void leave8(__m256 left, const wide_levels *levels, float *out, int streams,
                            __m256 *all)
 {
@@ -212,7 +212,7 @@ GC_AVX2_INLINE __m256i ternary8(const float *x, const wide_levels *levels, float
     return _mm256_sub_epi32(_mm256_castps_si256(below), _mm256_castps_si256(above));
 }
 
-/* The codes of 32 elements, less 85, four in a lane: 0-3, 8-11, 16-19, 24-27, then 4-7 and so on. */
+/* The codes of 32 elements, less 85, four in a lane: 0-3, 8-11, 16-19, 24-27, then 4-7 etc. */
 GC_AVX2_INLINE __m256i ternary32(const float *x, const wide_levels *levels, float *out, int streams,
                                  __m256 *all)
 {

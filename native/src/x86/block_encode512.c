@@ -66,7 +66,7 @@ typedef struct {
     int ternary;
 } emitter;
 
-/* Codes of 2 bits of sixteen elements; what they leave of those in `counted`, decayed, to `left`. */
+/* Codes of 2 bits of sixteen elements; what they leave of `counted`, decayed, goes to `left`. */
 GC_AVX512_INLINE uint32_t emit16(__m512 x, emitter *with, __mmask16 counted, __m512 *left)
 {
     __mmask16 high, low;
