@@ -2,7 +2,8 @@
 faster, or if the error of the codes is larger than in any training of the accuracy table.
 
 **Time**: `COMPRESSED` early steps are timed with the codec and `PLAIN` in bf16, from the end of one
-exchange to the end of the next. If the codec's steps take longer, the run continues in bf16.
+exchange to the end of the next. If the codec's steps take longer, the run continues in bf16, after
+one step in 8 bits that sends what the residuals hold.
 
 **Error**: every `EVERY` steps, ranks gather their latest samples of `gradcomp.exchange.quality`.
 After `IN_A_ROW` errors above the limit, or once residuals grow without bound, the run continues
@@ -33,6 +34,8 @@ logger = logging.getLogger("gradcomp")
 
 # without error feedback, because not every codec has residual planes
 LADDER: tuple[Codec, ...] = (Block(8, error_feedback=False), Identity("bf16"))
+# of the step before bf16, if the chosen codec has residuals
+SENDS_RESIDUALS = Block(8, residual_decay=1.0)
 UNTIMED = 3  # first steps, not timed: buckets are rebuilt and buffers allocated
 COMPRESSED, PLAIN = 5, 3  # timed steps; the first in bf16 allocates buffers and is not counted
 EVERY = 100  # steps between two comparisons of errors
@@ -62,13 +65,14 @@ class Guard:
         self._codec, self._first, self._probe = codec, first, probe
         self._limit = max(LIMIT, TIMES_NORMAL * of_normal(codec).error)
         self.level, self._bad = 0, 0
+        self._last = -1  # number of the step that sends the residuals
         self._timed: dict[bool, list[float]] = {True: [], False: []}  # seconds; True: in bf16
         self._ended = math.nan
 
     def fallback(self, step: int) -> Codec | None:
         """Return the codec that replaces the chosen one in a step; None if none does."""
         if self.level:
-            return LADDER[self.level - 1]
+            return SENDS_RESIDUALS if step == self._last else LADDER[self.level - 1]
         return LADDER[-1] if self._is_plain(step) else None
 
     def look(self, step: int, comm: Communicator, timeout_s: float) -> str | None:
@@ -91,7 +95,10 @@ class Guard:
             return None
         reports = self._gather(comm, timeout_s)
         if timed:
-            return self._judge_time(reports)
+            reason = self._judge_time(reports)
+            if reason is not None and self._codec.error_feedback:
+                self._last = step + 1
+            return reason
         return self._judge_error(max((e for _, _, e in reports if not math.isnan(e)), default=0.0))
 
     def state(self) -> dict[str, int]:

@@ -329,8 +329,9 @@ class Engine:
             self.fail(error)
             raise
         if reason is not None and self.comm.rank == 0:
-            codec = self.guard.fallback(step + 1)
-            logger.warning("from step %d on gradients travel by %r: %s", step + 1, codec, reason)
+            codec = self.guard.fallback(step + 2)
+            first = step + 1 if codec is self.guard.fallback(step + 1) else step + 2
+            logger.warning("from step %d on gradients travel by %r: %s", first, codec, reason)
 
     def scale_lr_of(self, optimizer: Any) -> None:
         """Correct the optimizer's learning rates if options say so (`gradcomp.engine.rate`).
