@@ -601,7 +601,7 @@ def scaled() -> Iterator[Figure]:
     once_more = "repeated-gpt-1m-zen4.jsonl"
 
     def excess(method_again: str, **settings: Any) -> float:
-        fp32 = losses("fp32", again, **settings)
+        fp32 = losses("fp32", once_more, **settings)
         return statistics.fmean(losses(method_again, once_more, **settings)) - statistics.fmean(
             fp32
         )
@@ -610,13 +610,12 @@ def scaled() -> Iterator[Figure]:
         "`Ternary()` {:+.3f}, N = 2 {:+.3f}, N = 8 {:+.3f}, 2,000 steps {:+.3f}",
         tuple(excess(ternary, **s) for s in ({}, {"workers": 2}, {"workers": 8}, long)),
     )
-    found = losses(onebit, once_more, steps=400)
     text = "`EntropyCoded(1.25)` {:+.3f}, N = 2 {:+.3f}, source code {:+.3f}, N = 2 {:+.3f};"
     yield (
         f"{text} `OneBit()` {{:+.3f}}",
         (
             *(excess(method, **s) for s in ({}, {"workers": 2}, code, two_code)),
-            statistics.fmean(found) - base,
+            excess(onebit, steps=400),
         ),
     )
     rare = {"steps": 2000, "batch": 0}

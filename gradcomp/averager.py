@@ -88,7 +88,7 @@ class GradientAverager(Controls):
             Newcomers(named_parameters) if isinstance(named_parameters, nn.Module) else None
         )
         self._sources = [Gradient(name, p) for name, p in self._named]
-        codec, options, chosen, guarded = resolve_auto(
+        codec, options, chosen, guarded, faster = resolve_auto(
             codec, common, advanced, optimizer, self._sources, self._expected_ranks(comm)
         )
         if optimizer is not None:
@@ -97,7 +97,9 @@ class GradientAverager(Controls):
         own_comm = comm if comm is not None else torch_communicator(options.timeout_s)
         self._given = own_comm
         try:
-            self._engine = Engine(self._sources, codec, own_comm, options, chosen, guarded=guarded)
+            self._engine = Engine(
+                self._sources, codec, own_comm, options, chosen, guarded=guarded, faster=faster
+            )
             self._engine.scale_lr_of(optimizer)
         except BaseException:
             if "_engine" in vars(self):

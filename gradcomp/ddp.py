@@ -98,7 +98,7 @@ class CompressionState(Controls):
             raise ValueError(f"this model has no communication hook left for gradcomp: {taken}")
         named = _averaged(model)
         sources = [Gradient(name, p) for name, p in named]
-        codec, options, chosen, guarded = resolve_auto(
+        codec, options, chosen, guarded, faster = resolve_auto(
             codec, common, advanced, optimizer, sources, model.process_group.size()
         )
         self._known = {
@@ -116,7 +116,9 @@ class CompressionState(Controls):
             same_ranks(
                 own_comm, model.process_group, timeout_s=options.timeout_s or own_comm.timeout_s
             )
-            self._engine = Engine(sources, codec, own_comm, options, chosen, guarded=guarded)
+            self._engine = Engine(
+                sources, codec, own_comm, options, chosen, guarded=guarded, faster=faster
+            )
             self._engine.scale_lr_of(optimizer)
             self._step = Step(self._engine)  # an empty step
             self._fused = self._fuse(optimizer, has_scaler=options.grad_scaler is not None)

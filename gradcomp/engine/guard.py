@@ -1,9 +1,10 @@
-"""Guard of ``codec="auto"``: switches a run to a safer codec if compression does not make steps
-faster, or if the error of the codes is larger than in any training of the accuracy table.
+"""Guard of ``codec="auto"``: switches a run to a faster codec of the accuracy table or to bf16 if
+that makes steps shorter, and to a safer one if the error of the codes is larger than in any
+training of the table.
 
-**Time**: `COMPRESSED` early steps are timed with the codec and `PLAIN` in bf16, from the end of one
-exchange to the end of the next. If the codec's steps take longer, the run continues in bf16, after
-one step in 8 bits that sends what the residuals hold.
+**Time**: early steps are timed with the codec, with a faster one that sends more bytes, if the
+table has one, and in bf16, from the end of one exchange to the end of the next. The run continues
+with what took the shortest; in bf16 after one step in 8 bits that sends what the residuals hold.
 
 **Error**: every `EVERY` steps, ranks gather their latest samples of `gradcomp.exchange.quality`.
 After `IN_A_ROW` errors above the limit, or once residuals grow without bound, the run continues
@@ -37,7 +38,10 @@ LADDER: tuple[Codec, ...] = (Block(8, error_feedback=False), Identity("bf16"))
 # of the step before bf16, if the chosen codec has residuals
 SENDS_RESIDUALS = Block(8, residual_decay=1.0)
 UNTIMED = 3  # first steps, not timed: buckets are rebuilt and buffers allocated
-COMPRESSED, PLAIN = 5, 3  # timed steps; the first in bf16 allocates buffers and is not counted
+# timed steps with each codec and in bf16; the first with another than the chosen codec allocates
+# buffers and is not counted
+COMPRESSED, PLAIN = 5, 3
+SHORTER = 0.95  # a faster codec's steps take less than this of the chosen one's
 EVERY = 100  # steps between two comparisons of errors
 IN_A_ROW = 3
 # Limits of the relative error (norm of the encoding error / norm of the encoded values): absolute,
@@ -45,7 +49,8 @@ IN_A_ROW = 3
 # table have smaller errors.
 LIMIT, TIMES_NORMAL = 0.5, 1.25
 
-_REPORT = struct.Struct("<ddd")  # seconds with the codec and in bf16, error
+_FASTER = -1  # level of the faster codec
+_REPORT = struct.Struct("<dddd")  # seconds with the codec, a faster one and in bf16; error
 _KEYS = ("level", "first", "bad")
 
 
@@ -56,24 +61,38 @@ class Guard:
         codec: the codec that ``"auto"`` has chosen.
         first: number of the first step after the warm-up.
         probe: samples the error of the codes.
+        faster: a codec with residuals like those of `codec`, which may take less time; None: none.
 
     Attributes:
-        level: 0 for the chosen codec, n for ``LADDER[n - 1]``.
+        level: 0 for the chosen codec, -1 for the faster one, n for ``LADDER[n - 1]``.
     """
 
-    def __init__(self, codec: Codec, first: int, probe: Probe) -> None:
-        self._codec, self._first, self._probe = codec, first, probe
-        self._limit = max(LIMIT, TIMES_NORMAL * of_normal(codec).error)
+    _ended: float  # `perf_counter` at the end of the latest step
+    _seconds: dict[Codec, list[float]]  # of the timed steps
+
+    def __init__(self, codec: Codec, first: int, probe: Probe, faster: Codec | None = None) -> None:
+        self._codec, self._first, self._probe, self._faster = codec, first, probe, faster
+        # what is timed: codec, number of steps
+        self._timings = [(codec, COMPRESSED), (LADDER[-1], PLAIN)]
+        if faster is not None:
+            self._timings.insert(1, (faster, COMPRESSED + 1))
         self.level, self._bad = 0, 0
         self._last = -1  # number of the step that sends the residuals
-        self._timed: dict[bool, list[float]] = {True: [], False: []}  # seconds; True: in bf16
-        self._ended = math.nan
+        self._forget_times()
+
+    @property
+    def codec(self) -> Codec:
+        """The codec that the run continues with, from the latest decision."""
+        if self.level == _FASTER and self._faster is not None:
+            return self._faster
+        return LADDER[self.level - 1] if self.level > 0 else self._codec
 
     def fallback(self, step: int) -> Codec | None:
         """Return the codec that replaces the chosen one in a step; None if none does."""
-        if self.level:
-            return SENDS_RESIDUALS if step == self._last else LADDER[self.level - 1]
-        return LADDER[-1] if self._is_plain(step) else None
+        if step == self._last:
+            return SENDS_RESIDUALS
+        codec = self.codec if self.level else self._timed_codec(step)
+        return None if codec is self._codec else codec
 
     def look(self, step: int, comm: Communicator, timeout_s: float) -> str | None:
         """Record the end of a step. Collective in steps that all ranks derive from `step` alone.
@@ -87,19 +106,19 @@ class Guard:
         """
         now = perf_counter()
         seconds, self._ended = now - self._ended, now
-        number = step - self._first
-        if UNTIMED <= number < UNTIMED + COMPRESSED + PLAIN and number != UNTIMED + COMPRESSED:
-            self._timed[self._is_plain(step)].append(seconds)
-        timed = number == UNTIMED + COMPRESSED + PLAIN - 1
+        number, codec = step - self._first, self._timed_codec(step)
+        if codec is not None and codec in (self._codec, self._timed_codec(step - 1)):
+            self._seconds[codec].append(seconds)
+        timed = codec is not None and self._timed_codec(step + 1) is None
         if self.level == len(LADDER) or not (timed or (number > 0 and number % EVERY == 0)):
             return None
         reports = self._gather(comm, timeout_s)
         if timed:
             reason = self._judge_time(reports)
-            if reason is not None and self._codec.error_feedback:
+            if self.level > 0 and self._codec.error_feedback:
                 self._last = step + 1
             return reason
-        return self._judge_error(max((e for _, _, e in reports if not math.isnan(e)), default=0.0))
+        return self._judge_error(max((r[-1] for r in reports if not math.isnan(r[-1])), default=0))
 
     def state(self) -> dict[str, int]:
         """Return the state to save."""
@@ -107,47 +126,75 @@ class Guard:
 
     def load(self, state: dict[str, int] | None, step: int) -> None:
         """Resume at `step` from `state`; None: start watching there, as in a new run."""
-        self._timed = {True: [], False: []}
-        self._ended = math.nan
+        self._forget_times()
         state = {"level": 0, "first": max(step, self._first), "bad": 0} if state is None else state
         self.level, self._first, self._bad = (state[key] for key in _KEYS)
+        if self.level == _FASTER and self._faster is None:
+            self.level = 0
 
     # ---- parts -----------------------------------------------------------------------------------
 
-    def _is_plain(self, step: int) -> bool:
-        return 0 <= step - self._first - UNTIMED - COMPRESSED < PLAIN
+    @property
+    def _limit(self) -> float:
+        """The largest error that is tolerated."""
+        return LIMIT if self.level > 0 else max(LIMIT, TIMES_NORMAL * of_normal(self.codec).error)
+
+    def _timed_codec(self, step: int) -> Codec | None:
+        """Return the codec that is timed in a step; None if none is."""
+        number = step - self._first - UNTIMED
+        for codec, count in self._timings:
+            if 0 <= number < count:
+                return codec
+            number -= count
+        return None
+
+    def _forget_times(self) -> None:
+        self._ended, self._seconds = math.nan, {codec: [] for codec, _ in self._timings}
 
     def _gather(self, comm: Communicator, timeout_s: float) -> list[tuple[float, ...]]:
-        packed, plain = self._timed[False], self._timed[True]
         # a run that was resumed in between has too few timed steps
-        complete = len(packed) == COMPRESSED and len(plain) == PLAIN - 1
-        report = _REPORT.pack(
-            statistics.median(packed) if complete else math.nan,
-            min(plain) if complete else math.nan,
-            self._probe.error(),
+        complete = all(
+            len(self._seconds[codec]) == count - (codec is not self._codec)
+            for codec, count in self._timings
         )
+        times = [math.nan] * 3
+        if complete:
+            times[0] = statistics.median(self._seconds[self._codec])
+            if self._faster is not None:
+                times[1] = statistics.median(self._seconds[self._faster])
+            times[2] = min(self._seconds[LADDER[-1]])
+        report = _REPORT.pack(*times, self._probe.error())
         reports = gather(
             comm, report, "guard", timeout_s, Channel.SCALE, called='the guard of codec="auto"'
         )
         return [_REPORT.unpack(data) for data in reports]
 
     def _judge_time(self, reports: Sequence[tuple[float, ...]]) -> str | None:
-        packed, plain = (statistics.fmean(report[n] for report in reports) for n in (0, 1))
-        if self.level or not packed > plain:  # NaN: not timed
+        packed, faster, plain = (statistics.fmean(r[n] for r in reports) for n in range(3))
+        if self.level:
             return None
-        self.level = len(LADDER)
-        return (
-            f"a step takes {packed * 1e3:.1f} ms with {self._codec!r} and {plain * 1e3:.1f} ms in"
-            " bf16: the network is not what limits this run"
-        )
+        # NaN, which is not less than anything: not timed
+        wins = faster < SHORTER * packed
+        best = faster if wins else packed
+        text = f"a step takes {packed * 1e3:.1f} ms with {self._codec!r}"
+        if self._faster is not None:
+            text += f", {faster * 1e3:.1f} ms with {self._faster!r}"
+        text += f" and {plain * 1e3:.1f} ms in bf16"
+        if plain < best:
+            self.level = len(LADDER)
+            return f"{text}: the network is not what limits this run"
+        if not wins:
+            return None
+        self.level = _FASTER
+        self._probe.forget()
+        return text
 
     def _judge_error(self, error: float) -> str | None:
-        limit = LIMIT if self.level else self._limit
-        self._bad = self._bad + 1 if error > limit else 0
+        old = self.codec
+        self._bad = self._bad + 1 if error > self._limit else 0
         if self._bad < IN_A_ROW and not math.isinf(error):
             return None
-        old = self._codec if not self.level else LADDER[self.level - 1]
-        self.level, self._bad = self.level + 1, 0
+        self.level, self._bad = max(self.level, 0) + 1, 0
         self._probe.forget()
         if math.isinf(error):
             return f"residuals of {old!r} grow without bound"
@@ -166,9 +213,9 @@ def check_state(given: Any) -> dict[str, int] | None:
     if given is None:
         return None
     check_mapping(given, "'guard' of this state", _KEYS)
-    levels = range(len(LADDER) + 1)
-    if not all(type(given[key]) is int and given[key] >= 0 for key in _KEYS) or (
-        given["level"] not in levels
+    levels = range(_FASTER, len(LADDER) + 1)
+    if not all(type(given[key]) is int for key in _KEYS) or not (
+        given["level"] in levels and given["first"] >= 0 and given["bad"] >= 0
     ):
         raise ValueError(f"this state has a guard {given!r}, which no run has saved")
     return dict(given)

@@ -193,7 +193,7 @@ class Layouts:
                 f"the bucket is on {buffer.device}, and its residuals on {self._device}: move the"
                 " model before it is registered"
             )
-        slots = self._slots(members)
+        slots = self._slots(members, codec)
         if sum(s.numel for s in slots) != buffer.numel():
             raise ValueError(
                 f"the bucket holds {buffer.numel()} elements, its parameters"
@@ -280,7 +280,7 @@ class Layouts:
             if p.index in self.trained:
                 members.append((p.index, offset))
                 offset += p.numel
-        sent_nbytes = self.route.sent_nbytes(self._slots(tuple(members)), self.codec)
+        sent_nbytes = self.route.sent_nbytes(self._slots(tuple(members), self.codec), self.codec)
         return ring_bytes(offset, self.comm.world_size) / sent_nbytes if sent_nbytes else 1.0
 
     # ---- parts -----------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ class Layouts:
         residuals = Planes(numels, device=self._device)
         return residuals, Planes(owned, device=self._device) if owner else None
 
-    def _slots(self, members: Members) -> list[Slot]:
+    def _slots(self, members: Members, codec: Codec) -> list[Slot]:
         slots, transform = [], self.store.transform
         # a single rank sends nothing, so it makes no residuals
         residuals = self.store.residuals if self.comm.world_size > 1 else None
@@ -323,7 +323,9 @@ class Layouts:
                     " unfreezing"
                 )
             residual = residuals.offset(index) if residuals is not None and p.compressed else 0
-            slots.append(Slot(index, p.numel, p.group_numel, p.compressed, offset, residual))
+            own = codec in (self.codec, self._plain)  # else a codec that the guard has chosen
+            group = p.group_numel if own else codec.group_numel(p.shape)
+            slots.append(Slot(index, p.numel, group, p.compressed, offset, residual))
         return slots
 
     def _compared(

@@ -56,10 +56,10 @@ class Advanced:
             sent in slices: one is encoded while the previous one is sent. Slices change no value.
             None: 2,097,152. For experiments.
         quality_every: number of steps between two samples for `quality()` on this rank; 0: none.
-        guard: time some early steps with and without compression, and watch the error of the codes.
-            Switch to a safer codec, in the end bf16, if compression is not faster or the error is
-            too large; rank 0 logs why. None: only with ``codec="auto"``. Cannot be used with a
-            `transform`.
+        guard: time some early steps with the codec, with a faster one that "auto" names, and in
+            bf16, and continue with the fastest; watch the error of the codes, and switch to a safer
+            codec if it is too large. Rank 0 logs why. None: only with ``codec="auto"``. Cannot be
+            used with a `transform`.
         scale_lr: during each step multiply the learning rate of Adam and similar optimizers by a
             factor (1.08 for ``EntropyCoded(2.2)``). It makes up for the noise of codes, which
             enlarges the second moments that they divide by. Weight decay does not change. None: on

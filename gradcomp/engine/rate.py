@@ -90,6 +90,7 @@ class Noise(NamedTuple):
     error: float
 
 
+@lru_cache(maxsize=16)
 def of_normal(codec: Codec) -> Noise:
     """Measure the error of a codec on normally distributed numbers."""
     x = _normal()
@@ -127,12 +128,12 @@ class LongerSteps:
 
     Attributes:
         steps: number of exchanges so far, including that of this step; set by the engine.
-        off: whether exchanges no longer use codes; set by the engine.
+        coded: `shortening` of the codec in use; set by the engine.
     """
 
     def __init__(self, optimizer: Optimizer, factor: float, begun: int) -> None:
-        self._factor, self._begun = factor, begun
-        self.steps, self.off = 0, False
+        self.coded, self._begun, self.steps = factor, begun, 0
+        self._name = type(optimizer).__name__
         self._originals: list[tuple[dict[str, Any], dict[str, Any]]] = []
         before, after = weakref.WeakMethod(self._before), weakref.WeakMethod(self._after)
 
@@ -159,10 +160,14 @@ class LongerSteps:
         """
         beta = group["betas"][1] if "betas" in group else group.get("alpha", 0.0)
         coded = self.steps - self._begun
-        if self.off or coded <= 0:
+        if self.coded == 1 or coded <= 0:
             return 1.0
         clean = (beta**coded - beta**self.steps) / (1 - beta**self.steps)
-        return math.sqrt(clean + (1 - clean) * self._factor**2)
+        return math.sqrt(clean + (1 - clean) * self.coded**2)
+
+    def describe(self) -> str:
+        """Return the factor as text."""
+        return f"learning rate of {self._name} x {self.coded:.3g} in steps"
 
     def close(self) -> None:
         """Remove the hooks."""

@@ -31,6 +31,7 @@ from gradcomp.errors import GradcompError, PeerMismatch, peers_answer
 from gradcomp.exchange.averages import Averages
 from gradcomp.exchange.pipeline import InlinePipeline, Pipeline, Task
 from gradcomp.exchange.routes import Exchange
+from gradcomp.exchange.sizing import replaced
 from gradcomp.exchange.stats import Stats
 from gradcomp.exchange.telemetry import Telemetry
 from gradcomp.kernels.staging import join, on_stream
@@ -227,7 +228,8 @@ class Engine:
         comm: communicator, closed with the engine.
         options: see `Options`.
         chosen: text for `describe` on how codec and options were chosen.
-        guarded: whether a `Guard` may switch the run to a safer codec.
+        guarded: whether a `Guard` may switch the run to another codec.
+        faster: (guarded) a faster codec to try.
 
     Attributes:
         named: (name, tensor) of every source; the tensors are the same on every rank.
@@ -252,6 +254,7 @@ class Engine:
         chosen: str = "",
         *,
         guarded: bool = False,
+        faster: Codec | None = None,
     ) -> None:
         if not sources:
             raise ValueError("there are no parameters to average")
@@ -275,13 +278,12 @@ class Engine:
         self.orders = self.layouts.orders
         self._growth = Growth(self._noisy_weights())
         self.guard = (
-            Guard(self.codec, options.warmup_steps, self.layouts.probe)
+            Guard(self.codec, options.warmup_steps, self.layouts.probe, faster)
             if guarded and comm.world_size > 1
             else None
         )
         self.step = 0
         self._longer: LongerSteps | None = None
-        self._rate = ""  # text about `_longer` for `describe`
         self.reports: list[Telemetry] = []
         self.origin: dict[str, object] = {"kind": "gradients"}
         self._start()
@@ -313,7 +315,8 @@ class Engine:
             self.layouts.fallback = self.guard.fallback(self.step)
         if self._longer is not None:
             self._longer.steps = self.step + 1
-            self._longer.off = self.guard is not None and self.guard.level > 0
+            if self.guard is not None:
+                self._longer.coded = self._shortening(self.guard.codec)
         scale = self.options.loss_scale()
         if scale is not None and scale != self.store.loss_scale:
             self.store.change_loss_scale(scale)
@@ -329,7 +332,7 @@ class Engine:
             self.fail(error)
             raise
         if reason is not None and self.comm.rank == 0:
-            codec = self.guard.fallback(step + 2)
+            codec = self.guard.codec
             first = step + 1 if codec is self.guard.fallback(step + 1) else step + 2
             logger.warning("from step %d on gradients travel by %r: %s", first, codec, reason)
 
@@ -349,16 +352,14 @@ class Engine:
         wanted = options.precondition is not None and options.advanced.scale_lr is not False
         if self._longer is not None:  # made for an earlier communicator
             self._longer.close()
-            self._longer, self._rate, self.layouts.lr_factor = None, "", 1.0
+            self._longer, self.layouts.lr_factor = None, 1.0
         if not (shortens and wanted and self.layouts.compresses):
             return
         if options.advanced.scale_lr is None and not gains(self.codec):
             return
-        factor = self.layouts.lr_factor = shortening(self.codec, self.layouts.strategy)
+        factor = self.layouts.lr_factor = self._shortening(self.codec)
         if factor != 1.0:
-            stepping = unwrapped(optimizer)
-            self._longer = LongerSteps(stepping, factor, options.warmup_steps)
-            self._rate = f"learning rate of {type(stepping).__name__} x {factor:.3g} in steps"
+            self._longer = LongerSteps(unwrapped(optimizer), factor, options.warmup_steps)
 
     # ---- failures --------------------------------------------------------------------------------
 
@@ -537,7 +538,11 @@ class Engine:
 
     def describe(self) -> str:
         """Return one line of text: exchange, choice of the codec, correction of learning rates."""
-        return "; ".join(filter(None, (self.layouts.describe(), self._chosen, self._rate)))
+        parts = [self.layouts.describe(), self._chosen]
+        if self.guard is not None and self.guard.level:
+            parts.append(f"now {self.guard.codec!r}")
+        parts.append("" if self._longer is None else self._longer.describe())
+        return "; ".join(filter(None, parts))
 
     def close(self, *, keep_comm: bool = False) -> None:
         """Stop the threads, and close the communicator, or only release it if `keep_comm`. Closing
@@ -567,6 +572,13 @@ class Engine:
             self.comm.close()
 
     # ---- parts -----------------------------------------------------------------------------------
+
+    def _shortening(self, codec: Codec) -> float:
+        """Return the factor by which a codec shortens steps in this engine's exchanges."""
+        strategy, ranks = self.layouts.strategy, len(self.layouts.route.nodes)
+        if codec is not self.codec:
+            strategy = replaced(strategy, codec, ranks or self.comm.world_size)
+        return shortening(codec, strategy)
 
     def _lease(self, comm: Communicator) -> Lease:
         return comm.lease(

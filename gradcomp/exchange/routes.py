@@ -21,7 +21,7 @@ from gradcomp.exchange.averages import Averages
 from gradcomp.exchange.bucket import BucketExchange
 from gradcomp.exchange.nodes import HierarchicalExchange, find_nodes, join_nodes
 from gradcomp.exchange.quality import Probe
-from gradcomp.exchange.sizing import BucketPlan, Strategy, choose
+from gradcomp.exchange.sizing import BucketPlan, Strategy, choose, replaced
 from gradcomp.exchange.slices import WHOLE, Slicing
 from gradcomp.exchange.stages import AddResiduals, Job, LocalTransform, Stage
 from gradcomp.exchange.stats import Stats
@@ -239,10 +239,7 @@ class FlatRoute(Route):
         if not self.packs:
             codec = self._codec
         elif codec is not self._codec:
-            # a warm-up codec with residuals uses the same exchange as the codec after it
-            strategy = choose(
-                codec, world_size, strategy.exchange if codec.error_feedback else "auto"
-            )
+            strategy = replaced(strategy, codec, world_size)
         offsets = (
             {s.index: owner_residuals.offset(s.index) for s in slots if s.compressed}
             if owner_residuals is not None

@@ -77,6 +77,13 @@ def choose(
     return Strategy("reduce_scatter", second)
 
 
+def replaced(strategy: Strategy, codec: Codec, world_size: int) -> Strategy:
+    """Return the strategy of another codec in the exchanges of a strategy: residuals need the same
+    exchange.
+    """
+    return choose(codec, world_size, strategy.exchange if codec.error_feedback else "auto")
+
+
 class BucketPlan:
     """The layouts and sizes of all payloads in one bucket's exchange, for one rank.
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from gradcomp.codecs import Block, Codec, resolve
+from gradcomp.codecs import Block, Codec, EntropyCoded, resolve
 from gradcomp.engine.buckets import Source
 from gradcomp.engine.options import Advanced, CommonOptions, Options
 from gradcomp.engine.rate import divides_by_squares, gains, unwrapped
@@ -30,12 +30,14 @@ class Chosen(NamedTuple):
         codec, options: the given ones, or for "auto" the chosen ones.
         said: text about the choice for `describe`, "" for none.
         guarded: whether the guard watches the run (`gradcomp.engine.guard`).
+        faster: ("auto") a codec that takes less time and sends more bytes, for the guard to try.
     """
 
     codec: Codec
     options: Options
     said: str
     guarded: bool
+    faster: Codec | None = None
 
 
 def resolve_auto(
@@ -77,10 +79,10 @@ def resolve_auto(
     name = type(unwrapped(optimizer)).__name__
     if not (isinstance(codec, str) and codec == AUTO):
         known = resolve(codec)
-        found = decayed(known, optimizer)
-        changed = found.decay != known.decay
-        said = f"residual_decay={found.decay:g} for {name}" if changed else ""
-        return Chosen(found, mine, said, bool(mine.advanced.guard))
+        given = decayed(known, optimizer)
+        changed = given.decay != known.decay
+        said = f"residual_decay={given.decay:g} for {name}" if changed else ""
+        return Chosen(given, mine, said, bool(mine.advanced.guard))
     guarded = mine.advanced.guard is not False and mine.advanced.transform is None
     nodes = mine.advanced.nodes
     ranks = world_size if nodes is None else len(nodes)
@@ -91,14 +93,24 @@ def resolve_auto(
         # fused updates from payloads to weights cannot use preconditioned averages
         and not isinstance(optimizer, SplitOptimizer)
     )
+    found: list[tuple[Measured, Options]] = []
     for row in within(family, table):
         fits = _as_measured(row, ranks) and not row.start
-        chosen = _with(row, mine, common, scales) if fits else None
-        if chosen is not None:
-            best = decayed(_not_thin(row.codec, chosen, sources), optimizer)
-            how = f" with {row.given()}" if row.given() else ""
-            said = f"auto: {written(best)}{how} for {name}: {row.cost} ({row.training})"
-            return Chosen(best, chosen, said, guarded)
+        fitting = _with(row, mine, common, scales) if fits else None
+        if fitting is not None:
+            found.append((row, fitting))
+    if found:
+        row, chosen = found[0]
+        codecs = [
+            decayed(_not_thin(one.codec, chosen, sources), optimizer)
+            for one, options in found
+            if options == chosen
+        ]
+        how = f" with {row.given()}" if row.given() else ""
+        said = f"auto: {written(codecs[0])}{how} for {name}: {row.cost} ({row.training})"
+        coded = isinstance(codecs[0], EntropyCoded)  # a code of variable lengths takes longest
+        faster = (one for one in codecs if coded and not isinstance(one, EntropyCoded))
+        return Chosen(codecs[0], chosen, said, guarded, next(faster, None))
     best = decayed(_not_thin(FALLBACK, mine, sources), optimizer)
     why = ", which is safe for every optimizer; pass optimizer= for fewer bytes"
     if optimizer is not None:

@@ -18,13 +18,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp
 import gradcomp.ddp
-from gradcomp import Advanced, GradientAverager, OneBit, PeerLost
+from gradcomp import Advanced, EntropyCoded, GradientAverager, OneBit, PeerLost
 from gradcomp.engine import guard
 from gradcomp.engine.guard import COMPRESSED, LADDER, PLAIN, UNTIMED
+from gradcomp.engine.rate import shortening
+from gradcomp.exchange.sizing import choose
 from gradcomp.onebit_sgd import AggregateAdagrad
 
-TIMED = UNTIMED + COMPRESSED + PLAIN  # steps after which there is a decision
-PAYS, LOSES = (1.0, 2.0), (2.0, 1.0)  # seconds of a step with the codec and in bf16
+# steps after which there is a decision, with a faster codec and without one
+TIMED, TIMED_ALONE = UNTIMED + 2 * COMPRESSED + 1 + PLAIN, UNTIMED + COMPRESSED + PLAIN
+# seconds of a step with the codec, with the faster one and in bf16
+PAYS, LOSES, FASTER = (1.0, 1.5, 2.0), (2.0, 1.5, 1.0), (2.0, 1.0, 1.5)
+BF16, LAST = repr(LADDER[-1]), repr(guard.SENDS_RESIDUALS)
 
 
 @pytest.fixture
@@ -51,8 +56,9 @@ def steps(clock, averager, p, count, seconds=PAYS, sparse=False):
     """Average `count` gradients; return the codec of every step."""
     engine, seen = averager._engine, []
     for _ in range(count):
-        in_bf16 = engine.guard is not None and engine.guard.fallback(engine.step) is LADDER[-1]
-        clock.seconds = getattr(clock, "seconds", 0.0) + seconds[in_bf16]
+        codec = engine.guard and engine.guard.fallback(engine.step)
+        now = 0 if codec is None else 2 if codec is LADDER[-1] else 1
+        clock.seconds = getattr(clock, "seconds", 0.0) + seconds[now]
         p.grad, generator = gradient(p, engine.step, engine.comm.rank)
         if sparse:
             p.grad *= torch.rand(p.shape, generator=generator) < 0.1
@@ -78,12 +84,11 @@ def resumed(comm, clock, states, count, seconds=PAYS):
 def test_bf16_where_compression_does_not_pay(clock):
     def run(comm):
         averager, p = averager_of(comm)
-        mine = repr(averager._engine.codec)
+        mine, other = repr(averager._engine.codec), repr(averager._engine.guard._faster)
         seen = steps(clock, averager, p, TIMED + 2, LOSES)
-        bf16 = repr(LADDER[-1])
-        settled = UNTIMED + COMPRESSED
-        last = repr(guard.SENDS_RESIDUALS)
-        assert seen == [mine] * settled + [bf16] * PLAIN + [last, bf16], "timed in bf16; it stays"
+        tried = [mine] * (UNTIMED + COMPRESSED) + [other] * (COMPRESSED + 1) + [BF16] * PLAIN
+        assert seen == [*tried, LAST, BF16], "what was timed; bf16 stays"
+        assert f"now {BF16}" in averager.describe()
         given = [gradient(p, TIMED + 1, rank)[0].bfloat16().float() for rank in range(2)]
         assert torch.equal(p.grad, sum(given) / 2)
         return averager.state_dict()
@@ -92,14 +97,53 @@ def test_bf16_where_compression_does_not_pay(clock):
         states = run_local(2, run)
     (said,) = found
     assert f"from step {TIMED + 1} on" in said
-    assert "2000.0 ms" in said and "1000.0 ms in bf16" in said
-    assert run_local(2, resumed, clock, states, 3) == [[repr(LADDER[-1])] * 3] * 2
+    assert "2000.0 ms" in said and "1000.0 ms in bf16" in said and "1500.0 ms with Tern" in said
+    assert run_local(2, resumed, clock, states, 3) == [[BF16] * 3] * 2
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_faster_codec_where_it_takes_less_time(clock, world_size):
+    """`Ternary` under AdamW: with its own groups, its own factor of the rate, the same residuals;
+    resumed, too.
+    """
+
+    def run(comm):
+        averager, p = averager_of(comm)
+        engine = averager._engine
+        one = engine._longer.coded
+        steps(clock, averager, p, TIMED, FASTER)
+        before = averager.state_dict()["ranks"][str(comm.rank)]["residual"]["w"].clone()
+        seen = steps(clock, averager, p, 3, FASTER)
+        assert seen == [repr(engine.guard._faster)] * 3
+        (exchange,) = {id(e): e for kind, e in engine.layouts._exchanges.items()}.values()
+        assert {slot.group_numel for slot in exchange.plan.slots} == {130}, "rows of Ternary"
+        assert engine._longer.coded < one
+        assert f"x {engine._longer.coded:.3g} in steps" in averager.describe()
+        after = averager.state_dict()["ranks"][str(comm.rank)]["residual"]["w"]
+        assert before.any() and after.any() and not torch.equal(before, after)
+        return averager.state_dict()
+
+    with logged("travel") as found:
+        states = run_local(world_size, run)
+    (said,) = found
+    assert f"from step {TIMED} on" in said and "1000.0 ms with Ternary" in said
+    for seen in run_local(world_size, resumed, clock, states, 2, PAYS):
+        assert all("Ternary" in one for one in seen)
+
+
+def test_a_state_with_a_faster_codec_that_is_no_longer_tried(clock):
+    def run(comm):
+        averager, _ = averager_of(comm, OneBit(), True)
+        averager._engine.guard.load({"level": -1, "first": 0, "bad": 0}, 50)
+        return averager._engine.guard.fallback(50)
+
+    assert run_local(2, run) == [None] * 2
 
 
 @each_rank(2, "local")
 def test_it_stays_on_where_it_pays_for_most_ranks(comm, clock):
     averager, p = averager_of(comm)
-    seconds = (1.0, 1.1) if comm.rank else (1.0, 0.95)
+    seconds = (1.0, 1.1, 1.1) if comm.rank else (1.0, 0.9, 0.95)
     with logged("travel") as found:
         seen = steps(clock, averager, p, TIMED + 2, seconds)
     assert seen[-2:] == [repr(averager._engine.codec)] * 2
@@ -110,7 +154,7 @@ def test_it_stays_on_where_it_pays_for_most_ranks(comm, clock):
 def test_timing_leaves_what_the_codec_keeps(comm, clock):
     """Steps in bf16 take no part in residuals: they are those of the steps before."""
     averager, p = averager_of(comm)
-    steps(clock, averager, p, UNTIMED + COMPRESSED)
+    steps(clock, averager, p, TIMED - PLAIN)
     before = averager.state_dict()["ranks"][str(comm.rank)]["residual"]["w"].clone()
     steps(clock, averager, p, PLAIN)
     after = averager.state_dict()["ranks"][str(comm.rank)]["residual"]["w"]
@@ -125,12 +169,12 @@ def test_the_switch_to_bf16_loses_no_residuals(clock, world_size):
     def run(comm):
         averager, p = averager_of(comm, OneBit(residual_decay=1), True)
         total, sent = torch.zeros_like(p), torch.zeros_like(p)
-        for step in range(TIMED + 2):
+        for step in range(TIMED_ALONE + 2):
             steps(clock, averager, p, 1, LOSES)
             sent += p.grad
             total += sum(gradient(p, step, rank)[0] for rank in range(comm.world_size))
             kept = (sent - total / comm.world_size).abs().max()
-            if step < TIMED:
+            if step < TIMED_ALONE:
                 assert kept > 0.3, "1 bit leaves out much"
         assert kept < 0.1
         return averager.state_dict()["ranks"][str(comm.rank)]["residual"]["w"].abs().max()
@@ -191,9 +235,9 @@ def test_a_run_resumed_while_it_was_timed_keeps_its_codec(clock):
 
 def test_with_other_ranks_it_is_timed_again(clock):
     states = run_local(2, after, clock, TIMED + 1)
-    wanted = [False] * (UNTIMED + COMPRESSED) + [True] * PLAIN + [False]
+    wanted = [False] * (TIMED - PLAIN) + [True] * PLAIN + [False]
     for seen in run_local(3, resumed, clock, states, TIMED + 1):
-        assert [one == repr(LADDER[-1]) for one in seen] == wanted
+        assert [one == BF16 for one in seen] == wanted
 
 
 @each_rank(2, "local")
@@ -274,12 +318,12 @@ def test_auto_under_ddp():
         assert optimizer.param_groups[0]["lr"] == 1e-3
         assert state.check_replicas() == (0, 1)
         line = state.describe()
-    mine, bf16, settled = codecs[0], repr(LADDER[-1]), UNTIMED + COMPRESSED
+    mine, first = codecs[0], UNTIMED + COMPRESSED
+    other = codecs[first]
     assert losses[-1] < losses[0]
-    assert codecs[:settled] == [mine] * settled
-    assert codecs[settled:TIMED] == [bf16] * PLAIN
-    last = repr(guard.SENDS_RESIDUALS)
-    assert codecs[TIMED:] in ([mine] * 4, [last, bf16, bf16, bf16])
-    scaled = [1e-3 * float(line.split(" x ")[1].split(" ")[0])]
-    assert sorted(rates)[-1:] == pytest.approx(scaled, rel=0.01)
+    assert codecs[:first] == [mine] * first and "Ternary" in other
+    assert codecs[first:TIMED] == [other] * (COMPRESSED + 1) + [BF16] * PLAIN
+    assert codecs[TIMED:] in ([mine] * 4, [other] * 4, [LAST, BF16, BF16, BF16])
+    factor = shortening(EntropyCoded(1.25), choose(EntropyCoded(1.25), 2))
+    assert max(rates) == pytest.approx(1e-3 * factor, rel=0.01)
     return line, codecs, sorted(rates)

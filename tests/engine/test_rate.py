@@ -137,7 +137,7 @@ def test_after_a_warm_up_it_follows_the_average_of_squares():
             longer.steps = step
             wanted = math.sqrt(v / (1 - beta**step))
             assert longer.factor({"betas": (0.9, beta)}) == pytest.approx(wanted)
-    longer.off = True
+    longer.coded = 1.0
     assert longer.factor({"betas": (0.9, 0.95)}) == 1
 
 

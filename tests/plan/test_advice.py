@@ -241,7 +241,7 @@ NAMED = (OneBit(residual_decay=0.5), OneBit(residual_decay=1.0), TernGrad())
 )
 def test_a_codec_that_is_named_is_left_alone_but_for_an_open_decay(codec, optimizer, decay, says):
     given = {"warmup_steps": 2, "warmup_codec": "block4"}
-    found, options, said, _ = resolve_auto(codec, given, None, optimizer, [], 2)
+    found, options, said, *_ = resolve_auto(codec, given, None, optimizer, [], 2)
     assert (found.decay, said) == (decay, says) and found.name == resolve(codec).name
     assert says or repr(found) == repr(resolve(codec))
     assert options.warmup_codec.decay == (DECAYS["adam"] if optimizer is ADAM else 1.0)

@@ -6,7 +6,14 @@ from torch import nn
 
 from gradcomp import Advanced, GradientAverager
 
-RARE = ("nodes", "transform", "slice_numel", "quality_every", "guard")  # options of `Advanced`
+RARE = (
+    "nodes",
+    "transform",
+    "slice_numel",
+    "quality_every",
+    "guard",
+    "scale_lr",
+)  # options of `Advanced`
 
 
 def gradient(name, shape, step, rank):
