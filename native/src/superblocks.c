@@ -1,8 +1,8 @@
 /* superblocks.c - see superblocks.h. */
 #include "superblocks.h"
 
-void gc_settle_superblock(const gc_encode_job *job, const gc_segment *segment, uint32_t position,
-                          const uint16_t distance[GC_SUPERBLOCK_NUMEL])
+void gc_recheck_superblock(const gc_encode_job *job, const gc_segment *segment, uint32_t position,
+                           const uint16_t distance[GC_SUPERBLOCK_NUMEL])
 {
     for (uint32_t k = 0; k < GC_SUPERBLOCK_NUMEL; k++) {
         if (distance[k] > GC_OPEN_DISTANCE)

@@ -58,7 +58,7 @@ void gc_encode_superblocks(gc_encode_job *job, const gc_segment *segment,
 
 /* Settle, as the contract words them, the decisions of a superblock at `position` whose codes are
  * written and whose distance u, in the order of the elements, is not above GC_OPEN_DISTANCE. */
-void gc_settle_superblock(const gc_encode_job *job, const gc_segment *segment, uint32_t position,
-                          const uint16_t distance[GC_SUPERBLOCK_NUMEL]);
+void gc_recheck_superblock(const gc_encode_job *job, const gc_segment *segment, uint32_t position,
+                           const uint16_t distance[GC_SUPERBLOCK_NUMEL]);
 
 #endif

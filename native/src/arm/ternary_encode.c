@@ -131,7 +131,7 @@ GC_INLINE void encode_body(gc_encode_job *job, const gc_segment *segment,
             uint16_t distance[GC_SUPERBLOCK_NUMEL];
             for (int v = 0; v < 2 * WORDS; v++)
                 vst1q_u16(distance + 8 * v, distances[v]);
-            gc_settle_superblock(job, segment, position, distance);
+            gc_recheck_superblock(job, segment, position, distance);
         }
     }
     job->nonfinite |= vmaxvq_u32(absmax) >= GC_INF_BITS;

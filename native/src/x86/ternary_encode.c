@@ -5,7 +5,7 @@
  * multiplication ignores the high ones). Even and odd blocks are then woven into eight 32-bit
  * lanes; lane l of word w holds the 16-bit draws of elements 16w + l and 16w + 8 + l, which is
  * where the pinned layout comes from. Superblocks in which a draw is too close to its threshold
- * (three in about a thousand) are settled one by one, and those cut by the segment are left to the
+ * (three in about a thousand) are checked again one by one, and those cut by the segment are left to the
  * portable encoder.
  */
 #include "internal.h"
@@ -167,15 +167,15 @@ GC_AVX2_INLINE __m128i pack64(__m256i low, __m256i high_words)
 
 /* ---- superblocks ----------------------------------------------------------------------------- */
 /* Decisions lie as decide16 leaves them: a0-3 b0-3 a4-7 b4-7 of every word. */
-static __attribute__((noinline)) GC_AVX2 void settle(const gc_encode_job *job,
-                                                     const gc_segment *segment, uint32_t position,
-                                                     const __m256i distances[WORDS])
+static __attribute__((noinline)) GC_AVX2 void recheck(const gc_encode_job *job,
+                                                      const gc_segment *segment, uint32_t position,
+                                                      const __m256i distances[WORDS])
 {
     uint16_t packed[GC_SUPERBLOCK_NUMEL], distance[GC_SUPERBLOCK_NUMEL];
     memcpy(packed, distances, sizeof packed);
     for (uint32_t k = 0; k < GC_SUPERBLOCK_NUMEL; k++)
         distance[k / 16 * 16 + k % 8 / 4 * 8 + k % 16 / 8 * 4 + k % 4] = packed[k];
-    gc_settle_superblock(job, segment, position, distance);
+    gc_recheck_superblock(job, segment, position, distance);
 }
 
 GC_AVX2_INLINE void encode_body(gc_encode_job *job, const gc_segment *segment,
@@ -207,7 +207,7 @@ GC_AVX2_INLINE void encode_body(gc_encode_job *job, const gc_segment *segment,
         if (has_open(&seen)) {
             const __m256i distances[WORDS] = {d[0].distance, d[1].distance, d[2].distance,
                                               d[3].distance};
-            settle(job, segment, position, distances);
+            recheck(job, segment, position, distances);
         }
     }
     uint32_t absmax = gc_max8(seen.absmax);

@@ -29,10 +29,10 @@ GC_AVX512_INLINE __m512i xor3(__m512i a, __m512i b, __m512i c)
  * elements 16w to 16w + 15, the upper half the second one's, in the order of the elements. */
 GC_AVX512_INLINE void draw128(const gc_philox_plan *plan, uint32_t superblock, __m512i draws[WORDS])
 {
-    static const uint16_t order[32] = {
-        /* a 32-bit lane has the draws of elements l and 8 + l */
-        0,  2,  4,  6,  8,  10, 12, 14, 1,  3,  5,  7,  9,  11, 13, 15,
-        16, 18, 20, 22, 24, 26, 28, 30, 17, 19, 21, 23, 25, 27, 29, 31};
+    static const uint16_t order[32] = {/* a 32-bit lane has the draws of elements l and 8 + l */
+                                       0,  2,  4,  6,  8,  10, 12, 14, 1,  3,  5,
+                                       7,  9,  11, 13, 15, 16, 18, 20, 22, 24, 26,
+                                       28, 30, 17, 19, 21, 23, 25, 27, 29, 31};
     const __m512i m0 = every(GC_PHILOX_M0), m1 = every(GC_PHILOX_M1);
     __m512i first = _mm512_set1_epi64((long long)superblock * 8), p0[2], p1[2], c[2][WORDS];
     p0[0] = _mm512_mul_epu32(_mm512_add_epi64(first, _mm512_setr_epi64(0, 2, 4, 6, 8, 10, 12, 14)),
@@ -100,9 +100,10 @@ GC_AVX512_INLINE uint64_t codes32(__m512 a, __m512 b, __m512i ta, __m512i tb, __
 /* ---- superblocks ----------------------------------------------------------------------------- */
 /* `distances` are those of superblocks at `position` in their lower halves, and at position + 64 in
  * their upper ones. */
-static __attribute__((noinline)) GC_AVX512 void settle(const gc_encode_job *job,
-                                                       const gc_segment *segment, uint32_t position,
-                                                       const __m512i distances[WORDS], int count)
+static __attribute__((noinline)) GC_AVX512 void recheck(const gc_encode_job *job,
+                                                        const gc_segment *segment,
+                                                        uint32_t position,
+                                                        const __m512i distances[WORDS], int count)
 {
     uint16_t distance[2][GC_SUPERBLOCK_NUMEL];
     for (int w = 0; w < WORDS; w++) {
@@ -112,8 +113,8 @@ static __attribute__((noinline)) GC_AVX512 void settle(const gc_encode_job *job,
                             _mm512_extracti64x4_epi64(distances[w], 1));
     }
     for (int s = 0; s < count; s++)
-        gc_settle_superblock(job, segment, position + (uint32_t)s * GC_SUPERBLOCK_NUMEL,
-                             distance[s]);
+        gc_recheck_superblock(job, segment, position + (uint32_t)s * GC_SUPERBLOCK_NUMEL,
+                              distance[s]);
 }
 
 /* Encode `count` superblocks, one or two. */
@@ -143,7 +144,7 @@ GC_AVX512_INLINE void encode_pair(gc_encode_job *job, const gc_segment *segment,
         least = _mm512_min_epu16(least, distances[w]);
     }
     if (_mm512_cmple_epu16_mask(least, _mm512_set1_epi16(GC_OPEN_DISTANCE)))
-        settle(job, segment, position, distances, count);
+        recheck(job, segment, position, distances, count);
 }
 
 GC_AVX512_INLINE void encode_body(gc_encode_job *job, const gc_segment *segment,
