@@ -24,7 +24,7 @@ from gradcomp.kernels.rules import NO_RULE, RULE, Flag, Kind
 from gradcomp.kernels.tables import CHUNK_NUMEL, Table
 
 LANES = 16  # GC_SUM_LANES: partial sums of a row's squares
-SPAN_NUMEL = 32 * CHUNK_NUMEL  # elements per operation: its float64 tensors take 16 MB each
+SPAN_NUMEL = 16 * CHUNK_NUMEL  # elements per operation: its float64 tensors take 8 MB each
 FIELDS = ("weight", "trail", "gradient", "state0", "state1")
 NUMBERS = [name for name in RULE.names or () if RULE[name] == np.float32]
 TARGET = np.dtype([(name, "O") for name in FIELDS] + [("rule", "<u4")])

@@ -309,6 +309,19 @@ def test_squares(any_row):
         assert not norms[1::2].any()
 
 
+def test_fma_in_torch_rounds_once():
+    """Sums nearer to the middle of two float32 numbers than float64 can tell, and any numbers."""
+    odd, near = 1 + 2.0**-23, 2.0**-24 * (1 - 2.0**-23)  # odd * near = 2^-24 * (1 - 2^-46)
+    for scale, sign, c in itertools.product((2.0**-100, 1.0, 2.0**100), (1, -1), (odd, -odd)):
+        found = torch_weights.fma(
+            *(torch.tensor([x]) for x in (odd, sign * near * scale, c * scale))
+        )
+        assert found.item() == c * scale
+    drawn = np.random.default_rng(0).integers(0, 1 << 32, (3, 100_000), np.uint32).view("f")
+    found = torch_weights.quiet(torch_weights.fma(*map(torch.from_numpy, drawn)))
+    assert found.numpy().tobytes() == optim.quiet(optim.fma(*drawn)).tobytes()
+
+
 @pytest.mark.parametrize("is_in_order", [True, False])
 def test_sums_in_torch_have_the_order_of_c(is_in_order, monkeypatch):
     """On a device whose cumsum adds in another order, it is not used."""
