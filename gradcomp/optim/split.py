@@ -235,8 +235,8 @@ def split_parameters(
     gradients of split parameters become None.
 
     Args:
-        model: module with dense float32 or bfloat16 parameters, on any of these devices: the CPU,
-            accelerators with float64. Trails are made where the weights are.
+        model: module with float32 or bfloat16 parameters, on the CPU or accelerators with float64;
+            a trail is made on the device of its parameter.
         predicate: predicate(name, parameter) returns whether to split an fp32 parameter (default:
             all); the others stay fp32, for instance those of norms.
         rounding: as in `split`. Both values keep all 32 bits.

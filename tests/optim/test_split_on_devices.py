@@ -158,6 +158,9 @@ def test_bits_on_a_device_are_those_of_the_cpu():
         assert bits(model, optimizer) == expected, name
         state = [t for p in model.parameters() for t in optimizer.state[p].items()]
         assert all(t.is_cpu == (key in ("step", "top_checksum")) for key, t in state)
+    with torch.device(device):  # whose steps are counted on the host all the same
+        p = nn.Parameter(torch.zeros(3))
+        assert SplitSGD([p]).state[p]["step"].is_cpu and not p.is_cpu
 
 
 @each_rank(1, "accelerator")
