@@ -17,8 +17,16 @@ import torch
 from torch import Tensor
 
 from gradcomp.errors import UnsupportedTensor
-from gradcomp.kernels.interface import NO_RESIDUALS, Code, Kernels, Payloads, Residuals
+from gradcomp.kernels.interface import (
+    NO_RESIDUALS,
+    Code,
+    Kernels,
+    Payloads,
+    Residuals,
+    WeightKernels,
+)
 from gradcomp.kernels.native import NativeKernels
+from gradcomp.kernels.weights import TorchWeights
 from gradcomp.version import warn_about_torch
 
 warn_about_torch(torch.__version__)
@@ -76,12 +84,14 @@ __all__ = [
     "MakeKernels",
     "Payloads",
     "Residuals",
+    "WeightKernels",
     "check_device",
     "device_of",
     "empty",
     "encoding_device",
     "install",
     "of",
+    "of_weights",
 ]
 
 
@@ -95,6 +105,13 @@ def of(device: torch.device) -> Kernels:
     if kernels is None:
         raise UnsupportedTensor(f"there are no kernels for {device}")
     return kernels
+
+
+def of_weights(device: torch.device) -> WeightKernels:
+    """Return what splits, joins and updates weights of a device: torch operations, except on the
+    CPU.
+    """
+    return of(device) if device.type == CPU.type else TorchWeights(device)
 
 
 def encoding_device(device: torch.device) -> torch.device:
@@ -120,18 +137,14 @@ def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(numel, dtype=dtype, device=device)
 
 
-def check_device(device: torch.device, name: str, *, staged: bool = True) -> None:
-    """Raise UnsupportedTensor if the device of tensor `name` is not supported.
-
-    Args:
-        device, name: device of the tensor, and its name for messages.
-        staged: True: the CPU, devices with a kernel set, and this machine's accelerator are
-            supported; False: only the CPU.
+def check_device(device: torch.device, name: str) -> None:
+    """Raise UnsupportedTensor if the device of tensor `name` is not supported: the CPU, devices
+    with a kernel set, and this machine's accelerator are.
     """
-    if device.type == CPU.type or (staged and _find(device) is not None):
+    if device.type == CPU.type or _find(device) is not None:
         return
     kinds = ["CPU"]
-    if staged and (accelerator := torch.accelerator.current_accelerator()) is not None:
+    if (accelerator := torch.accelerator.current_accelerator()) is not None:
         if accelerator.type == device.type:
             return
         kinds.append(accelerator.type.upper())

@@ -82,7 +82,46 @@ class Payloads:
     prepared: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
 
-class Kernels(Protocol):
+class WeightKernels(Protocol):
+    """Operations on the weights of one device."""
+
+    def update(
+        self,
+        table: Table,
+        targets: NDArray[Any],
+        rules: NDArray[Any],
+        payloads: Payloads | None = None,
+        norms: NDArray[Any] | None = None,
+    ) -> bool:
+        """Update weights in place; return True if an average is not finite.
+
+        Args:
+            table: the elements of each parameter to update.
+            targets: result of `targets`, indexed by the parameter numbers of the table.
+            rules: array of `rules.RULE`, indexed by the rule numbers of the targets.
+            payloads: payloads to decode gradients from; None: use the targets' gradient tensors.
+            norms: ``(2 * len(table),)`` float64, overwritten by rules that compute sums, two per
+                row.
+        """
+
+    def targets(self, **tensors: Sequence[Tensor | None]) -> NDArray[Any]:
+        """Return the targets of an update, an array with one row per parameter; parameter k uses
+        rule k (field "rule"). The caller must keep the tensors as long as the array, which may have
+        their addresses (`rules.TARGET`).
+
+        Args:
+            tensors: lists by field (weight, trail, gradient, state0, state1); None for a parameter
+                without the field.
+        """
+
+    def split(self, weights: Tensor, top: Tensor, trail: Tensor, *, nearest: bool) -> None:
+        """Split float32 numbers into bfloat16 tops and 16-bit trails, which are overwritten."""
+
+    def join(self, top: Tensor, trail: Tensor, weights: Tensor, *, nearest: bool) -> None:
+        """Join bfloat16 tops and 16-bit trails to float32 `weights`; the inverse of `split`."""
+
+
+class Kernels(WeightKernels, Protocol):
     """The kernel set of one device."""
 
     # ---- memory ----------------------------------------------------------------------------------
@@ -159,34 +198,6 @@ class Kernels(Protocol):
                 larger than that of `table`: large outputs bypass the CPU's cache.
         """
 
-    def update(
-        self,
-        table: Table,
-        targets: NDArray[Any],
-        rules: NDArray[Any],
-        payloads: Payloads | None = None,
-        norms: NDArray[Any] | None = None,
-    ) -> bool:
-        """Update weights in place; return True if an average is not finite.
-
-        Args:
-            table: the elements of each parameter to update.
-            targets: result of `targets`, indexed by the parameter numbers of the table.
-            rules: array of `rules.RULE`, indexed by the rule numbers of the targets.
-            payloads: payloads to decode gradients from; None: use the targets' gradient tensors.
-            norms: ``(2 * len(table),)`` float64, overwritten by rules that compute sums, two per
-                row.
-        """
-
-    def targets(self, **tensors: Sequence[Tensor | None]) -> NDArray[Any]:
-        """Return an array of `rules.TARGET`, one per parameter; parameter k uses rule k. The caller
-        must keep the tensors as long as the array, which has their addresses.
-
-        Args:
-            tensors: lists by field (weight, trail, gradient, state0, state1); None for a parameter
-                without the field.
-        """
-
     def are_finite(self, values: Tensor) -> bool:
         """Return whether all float32 values are finite."""
 
@@ -250,13 +261,7 @@ class Kernels(Protocol):
         under random rotations.
         """
 
-    # ---- residuals and weights -------------------------------------------------------------------
+    # ---- residuals -------------------------------------------------------------------------------
 
     def rescale(self, plane: Tensor, factor: float) -> None:
         """Multiply a residual plane by `factor`, in place."""
-
-    def split(self, weights: Tensor, top: Tensor, trail: Tensor, *, nearest: bool) -> None:
-        """Split float32 numbers into bfloat16 tops and 16-bit trails, which are overwritten."""
-
-    def join(self, top: Tensor, trail: Tensor, weights: Tensor, *, nearest: bool) -> None:
-        """Join bfloat16 tops and 16-bit trails to float32 `weights`; the inverse of `split`."""

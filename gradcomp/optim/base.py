@@ -34,7 +34,7 @@ from gradcomp.optim.split import (
     waiting_trail,
 )
 from gradcomp.optim.state import CHECKSUM, check_saved
-from gradcomp.optim.tracking import Tracking, TrailKeeper
+from gradcomp.optim.tracking import Tracking, TrailKeeper, check_moved
 
 # torch wraps a class's `step` in the first constructor call; two threads would wrap it twice, and
 # hooks would run twice
@@ -144,14 +144,16 @@ class SplitOptimizer(TrailKeeper):
     def _begin(self, p: nn.Parameter, group: dict[str, Any]) -> None:
         """Create a parameter's state, and record the trail that waits for it."""
         state = self.state[p]
-        state["step"] = torch.zeros(())
+        state["step"] = torch.zeros((), device="cpu")
         self._tracking.begin(p)
         if p.dtype == torch.bfloat16:
             found = waiting_trail(p)
             if found is None:
                 state["trail"] = new_trail(p)
             else:
-                state["trail"] = found.trail
+                # the model may have been moved since split_parameters
+                moved = found.trail.device != p.device
+                state["trail"] = new_trail(p).copy_(found.trail) if moved else found.trail
                 self._tracking.expect(p, found.checksum, "it was changed after split_parameters")
                 if found.family not in self._families:
                     self._families.append(found.family)
@@ -186,7 +188,7 @@ class SplitOptimizer(TrailKeeper):
             UnsupportedTensor: a sparse gradient that this optimizer cannot apply; a dtype other
                 than float32 and bfloat16; a gradient on another device than its parameter.
             ValueError: a gradient whose shape is not its parameter's; a parameter that was replaced
-                or no longer matches its trail; trails that no optimizer has adopted.
+                or moved, or no longer matches its trail; trails that no optimizer has adopted.
             GradcompError: a placeholder that was written to, or whose packed gradient is gone.
         """
         loss = None
@@ -226,6 +228,7 @@ class SplitOptimizer(TrailKeeper):
         gradient, name = p.grad, self.name_of(p)
         assert gradient is not None
         entry = Entry(p, group, self.state[p])
+        check_moved(p, entry.state, ("trail", *self.moments), name)
         self._tracking.check(p, entry.state.get("trail"), name)
         for packed in self._packed:
             position = packed.position(p)

@@ -71,7 +71,7 @@ def whole_rows(numels: tuple[int, ...]) -> Table:
 def run_rules(
     entries: Sequence[Entry], rules: NDArray[Any], moments: Sequence[str], *, gradients: bool = True
 ) -> NDArray[np.float64]:
-    """Run the rule of each entry in the kernel, which reads packed gradients from their payloads.
+    """Run the rule of each entry on its device, which reads packed gradients from their payloads.
 
     Args:
         rules: ``(len(entries),)`` of `rules.RULE`.
@@ -81,7 +81,15 @@ def run_rules(
     Returns:
         ``(len(entries), 2)`` float64: the norms, or zeros for rules that compute none.
     """
-    kernel_set = kernels.of(entries[0].parameter.device)
+    devices = {entry.parameter.device for entry in entries}
+    if len(devices) > 1:
+        found = np.zeros((len(entries), 2))
+        for device in devices:
+            mine = [k for k, e in enumerate(entries) if e.parameter.device == device]
+            part = [entries[k] for k in mine]
+            found[mine] = run_rules(part, rules[mine], moments, gradients=gradients)
+        return found
+    kernel_set = kernels.of_weights(devices.pop())
     targets = kernel_set.targets(
         weight=[e.parameter for e in entries],
         trail=[e.state.get("trail") for e in entries],

@@ -42,6 +42,8 @@ def why_not_fused(optimizer: Any, engine: Engine, *, has_scaler: bool) -> str:
     if not optimizer.takes_packed:
         return f"{type(optimizer).__name__} with these options needs the gradients twice"
     trained = {p for group in optimizer.param_groups for p in group["params"]}
+    if any(p.device.type != "cpu" for _, p in engine.named):
+        return "the weights are on an accelerator"
     left = [name for name, p in engine.named if p.requires_grad and p not in trained]
     return f"{left[0]!r} is not in the optimizer" if left else ""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gradcomp.errors import UnsupportedTensor
 from gradcomp.kernels.rules import Kind
 from gradcomp.optim.entries import GRADIENT_DTYPES, Entry, make_rules, run_rules
 from gradcomp.optim.split import check_dense, check_dtype, check_rounding
@@ -18,8 +19,8 @@ def packed_add(
     again, in one pass.
 
     Args:
-        top, trail: the result of `split`, or a parameter and its trail; bfloat16 and int16, dense
-            on the CPU, with the same shape and strides.
+        top, trail: the result of `split`, or a parameter and its trail; bfloat16 and int16, dense,
+            on one device, with the same shape and strides.
         delta: shape of `top`, float32 or bfloat16.
         alpha: factor of `delta`, rounded to float32.
         rounding: how tops are made, as in `split`.
@@ -41,6 +42,8 @@ def packed_add(
     check_dtype(delta, "delta", *GRADIENT_DTYPES)
     for name, tensor in (("top", top), ("trail", trail), ("delta", delta)):
         check_dense(tensor.detach(), name)
+        if tensor.device != top.device:
+            raise UnsupportedTensor(f"{name} is on {tensor.device}, top on {top.device}")
         if tensor.shape != top.shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, top {tuple(top.shape)}")
     if trail.stride() != top.stride():

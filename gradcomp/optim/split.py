@@ -39,7 +39,12 @@ def check_dtype(tensor: Tensor, name: str, *dtypes: torch.dtype) -> None:
 
 def check_dense(tensor: Tensor, name: str) -> None:
     """Raise UnsupportedTensor unless a tensor is dense: strided, without gaps, in any order."""
-    kernels.check_device(tensor.device, name, staged=False)
+    kernels.check_device(tensor.device, name)
+    if tensor.device.type == "mps":
+        raise UnsupportedTensor(
+            f"{name} is on {tensor.device}, which has no float64, and exact updates need it: keep"
+            " split weights on the CPU"
+        )
     if tensor.layout != torch.strided:
         raise UnsupportedTensor(f"{name} is {tensor.layout}; split optimizers take dense tensors")
     if torch.empty_like(tensor, device="meta").stride() != tensor.stride():
@@ -76,7 +81,7 @@ def split(weight: Tensor, *, rounding: str = "truncate") -> tuple[Tensor, Tensor
     """Split an fp32 tensor; return (top, trail).
 
     Args:
-        weight: any shape, float32, dense, on the CPU.
+        weight: any shape, float32, dense, on the CPU or an accelerator with float64.
         rounding: with "truncate" the top is the first 16 bits; with "nearest" it is `weight`
             rounded to bfloat16, ties away from zero. The trail is the last 16 bits in both cases.
 
@@ -98,7 +103,7 @@ def split(weight: Tensor, *, rounding: str = "truncate") -> tuple[Tensor, Tensor
 
 def write_split(weight: Tensor, rounding: str, top: Tensor, trail: Tensor) -> None:
     """Split `weight` into the tensors `top` and `trail`, without checks."""
-    kernels.of(weight.device).split(weight, top, trail, nearest=rounding == "nearest")
+    kernels.of_weights(weight.device).split(weight, top, trail, nearest=rounding == "nearest")
 
 
 def join(top: Tensor, trail: Tensor, *, rounding: str = "truncate") -> Tensor:
@@ -108,7 +113,7 @@ def join(top: Tensor, trail: Tensor, *, rounding: str = "truncate") -> Tensor:
     NaNs quiet.
 
     Args:
-        top: bfloat16, dense, on the CPU.
+        top: bfloat16, dense, on the CPU or an accelerator with float64.
         trail: int16, in the shape of `top`.
         rounding: the same as for `split`.
 
@@ -122,10 +127,10 @@ def join(top: Tensor, trail: Tensor, *, rounding: str = "truncate") -> Tensor:
     check_dtype(trail, "trail", torch.int16)
     if trail.shape != top.shape:
         raise ValueError(f"trail has shape {tuple(trail.shape)}, top {tuple(top.shape)}")
-    if trail.stride() != top.stride():
+    if (trail.stride(), trail.device) != (top.stride(), top.device):
         trail = torch.empty_like(top, dtype=torch.int16).copy_(trail)
     weight = torch.empty_like(top, dtype=torch.float32)
-    kernels.of(top.device).join(top, trail, weight, nearest=rounding == "nearest")
+    kernels.of_weights(top.device).join(top, trail, weight, nearest=rounding == "nearest")
     return weight
 
 
@@ -230,7 +235,8 @@ def split_parameters(
     gradients of split parameters become None.
 
     Args:
-        model: module with float32 or bfloat16 parameters on the CPU.
+        model: module with float32 or bfloat16 parameters, on the CPU or accelerators with float64;
+            a trail is made on the device of its parameter.
         predicate: predicate(name, parameter) returns whether to split an fp32 parameter (default:
             all); the others stay fp32, for instance those of norms.
         rounding: as in `split`. Both values keep all 32 bits.

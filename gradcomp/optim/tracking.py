@@ -114,6 +114,18 @@ class Tracking:
             self._stood[p] = p.data_ptr(), p._version
 
 
+def check_moved(p: Tensor, state: dict[str, Any], keys: Iterable[str], name: str) -> None:
+    """Raise ValueError unless the tensors of a parameter's state with these keys are on its
+    device.
+    """
+    for key in keys:
+        if key in state and state[key].device != p.device:
+            raise ValueError(
+                f"{name} is on {p.device}, its {key} on {state[key].device}: move the model before"
+                " the optimizer is made, or load the optimizer's state into a new one"
+            )
+
+
 class TrailKeeper(torch.optim.Optimizer):
     """Base class of `SplitOptimizer` with its methods on trails, the ``state[p]["trail"]``."""
 
@@ -167,7 +179,7 @@ class TrailKeeper(torch.optim.Optimizer):
         """Set a parameter and its trail to an fp32 weight.
 
         Raises:
-            ValueError: the weight has another shape.
+            ValueError: the weight has another shape; the parameter was moved away from its trail.
         """
         if weight.shape != parameter.shape:
             theirs, mine = tuple(weight.shape), tuple(parameter.shape)
@@ -177,6 +189,7 @@ class TrailKeeper(torch.optim.Optimizer):
         if trail is None:
             parameter.copy_(source)
             return
+        check_moved(parameter, self.state[parameter], ["trail"], "the parameter")
         write_split(source, self.rounding(parameter), parameter, trail)
         torch.autograd.graph.increment_version(parameter)
         self._tracking.trust(parameter)

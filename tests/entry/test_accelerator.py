@@ -36,6 +36,7 @@ from gradcomp.integrations.torchtitan import ReplicaAverage
 from gradcomp.kernels import staging
 from gradcomp.onebit_sgd import AggregateAdagrad, DoubleBuffer, LocalAdagrad
 from gradcomp.onebit_sgd.restore import rolled_back
+from gradcomp.optim import fp32_state_dict, split_parameters
 
 STEPS = 5
 
@@ -122,6 +123,31 @@ def by_ddp(device, codec="onebit", group=None, **options):
     train(model, data[:1], optimizer)
     state.close()
     return digest(list(model.parameters()), saved, after)
+
+
+def by_split_weights(device, optimizer="SplitSGD", entry="ddp", **options):
+    """DDP on the CPU updates from payloads, everything else from averages."""
+    model, data = network(device)
+    options |= {"lr": 0.01, "weight_decay": 0.1}
+    parameters = split_parameters(
+        model, predicate=lambda name, p: name != "layers.1.bias", rounding="nearest"
+    )
+    optimizer = getattr(gradcomp.optim, optimizer)(parameters, **options)
+    if entry == "ddp":
+        model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.01)
+        state = gradcomp.ddp.register(model, "onebit", min_numel=0, optimizer=optimizer)
+        assert state.describe().endswith(
+            "from payloads to weights" if device == "cpu" else "weights are on an accelerator"
+        )
+        train(model, data, optimizer)
+        state.check_replicas()
+    else:
+        state = gradcomp.GradientAverager(model, "ternary", min_numel=0, optimizer=optimizer)
+        train(model, data, optimizer, state.average)
+    saved = state.state_dict()
+    state.close()
+    trails = optimizer.state_dict()["state"]
+    return digest(list(model.parameters()), trails, fp32_state_dict(model, optimizer), saved)
 
 
 def by_mixed_group(device):
@@ -315,6 +341,12 @@ SAME = {
     "ddp rotated": (by_ddp, {"codec": OneBit(rotate=True)}),
     "ddp atomic": (by_ddp, {"atomic_steps": True, "warmup_steps": 2}),
     "ddp auto": (by_ddp, {"codec": "auto"}),
+    "ddp of split weights": (by_split_weights, {"momentum": 0.9}),
+    "ddp of split weights, lamb": (by_split_weights, {"optimizer": "SplitLAMB"}),
+    "averager of split weights": (
+        by_split_weights,
+        {"optimizer": "SplitAdamW", "entry": "averager"},
+    ),
     "a stream of the user's": (by_ddp_of_a_stream, {}),
     "a group of two backends": (by_mixed_group, {}),
     "averager": (by_averager, {}),
@@ -353,6 +385,7 @@ BY_KERNELS = [
     "ddp ternary",
     "ddp entropy",
     "ddp slices",
+    "ddp of split weights",
     "a stream of the user's",
     "averager delayed",
     "averager on two devices",
@@ -590,9 +623,7 @@ def test_a_rolled_back_training_draws_the_same_numbers_again():
 
 @each_rank(1, "lazy")
 def test_what_is_not_taken_is_refused_by_name():
-    bf16 = nn.Linear(4, 4).to(torch.bfloat16).to("lazy")
     for call in (
-        lambda: gradcomp.optim.SplitSGD(bf16.parameters(), lr=0.1),
         lambda: gradcomp.Ternary().encode(torch.zeros(4), residual=torch.zeros(4, device="lazy")),
         lambda: gradcomp.OneBit().decode(torch.zeros(64, dtype=torch.uint8, device="lazy")),
     ):

@@ -1,5 +1,6 @@
-"""Updates, splits and joins of every kernel set against the NumPy reference, bit for bit; SGD
-against torch as well. What C refuses is in `tests/native/test_update.c`.
+"""Updates, splits and joins of every kernel set, and in torch operations, against the NumPy
+reference, bit for bit; SGD against torch as well. What C refuses is in
+`tests/native/test_update.c`.
 """
 
 from __future__ import annotations
@@ -12,16 +13,17 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from _codes import on
-from _tables import ARRAY_DTYPES, GUARD, guarded, same_bytes, values
+from _codes import SETS, Row, on, running
+from _tables import ARRAY_DTYPES, GUARD, TIERS, guarded, same_bytes, values
 from reference import codec as ref
 from reference import optim
 
 from gradcomp import Block, EntropyCoded, Identity, OneBit, TernGrad
 from gradcomp.errors import NativeError
 from gradcomp.kernels import CPU, Code, Payloads, native, of
+from gradcomp.kernels import weights as torch_weights
 from gradcomp.kernels.rules import NO_RULE, RULE, TARGET, Flag, Kind
-from gradcomp.kernels.tables import SEGMENT, Table
+from gradcomp.kernels.tables import CHUNK_NUMEL, SEGMENT, Table
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.pieces import Slot, whole_pieces
 from gradcomp.payload.rng import RngKey
@@ -30,6 +32,20 @@ KERNELS = of(CPU)
 LENGTHS = [1, 2, 7, 15, 16, 17, 31, 33, 64, 100, 255, 256, 257, 5000]
 BETAS, EPS, LR = (0.9, 0.95), 1e-8, 0.013
 STORED = ["fp32", optim.TRUNCATE, optim.NEAREST]
+
+
+class InTorch(torch_weights.TorchWeights):
+    """What weights of an accelerator are updated by, on the CPU."""
+
+    def empty(self, numel, dtype):
+        return torch.empty(numel, dtype=dtype)
+
+
+@pytest.fixture(params=[*SETS, Row("torch", InTorch(CPU), TIERS[-1])], ids=str)
+def any_row(request):
+    """Return the row of the kernel set, or of torch operations, that the test runs on."""
+    with running(request.param):
+        yield request.param
 
 
 def rule(kind, rounding, **numbers):
@@ -213,10 +229,10 @@ OPTIMIZERS = [
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("dtype", [ref.F32, ref.BF16])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda one: one.name)
-def test_steps(row, stored, dtype, optimizer):
+def test_steps(any_row, stored, dtype, optimizer):
     kinds, first = ("normal", "tiny", "special"), OPTIMIZERS.index(optimizer) + STORED.index(stored)
     cases = [(n, kinds[(first + k) % 3]) for k, n in enumerate(LENGTHS)]  # other ones in other rows
-    for n, kind in cases[:: row.part]:
+    for n, kind in cases[:: any_row.part]:
         w, gradients, rng = data(n, dtype, len(optimizer.states), kind)
         states = [np.full(n, value, np.float32) for value in optimizer.states]
         weights = Weights(w, stored, int(rng.integers(0, 8)))
@@ -225,10 +241,10 @@ def test_steps(row, stored, dtype, optimizer):
         for t, g in enumerate(gradients, 1):
             given, table = g.copy(), segments(n, optimizer.cuts)
             w, states = optimizer.step(w, ref.to_float32(g), states, t)
-            step(weights, given, optimizer.row(stored, t), table, kernels=row.kernels)
-            same_bytes(weights.read(n), w, row.tier)
+            step(weights, given, optimizer.row(stored, t), table, kernels=any_row.kernels)
+            same_bytes(weights.read(n), w, any_row.tier)
             for memory, state in zip(weights.state, states, strict=False):
-                same_bytes(memory[:n], state, row.tier)
+                same_bytes(memory[:n], state, any_row.tier)
             assert given.tobytes() == g.tobytes(), "the gradient was written to"
         weights.check_guards()
 
@@ -251,11 +267,12 @@ def test_sgd_equals_torch(options):
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("dtype", [ref.F32, ref.BF16])
 @pytest.mark.parametrize("fused", [True, False])
-def test_lamb(row, stored, dtype, fused):
+def test_lamb(any_row, stored, dtype, fused):
     """`fused`: moments and norms in one pass, or moments from segments of any cut and norms in a
     pass of their own.
     """
-    for n, weight_decay in list(itertools.product([*LENGTHS, 70000], [0.1, 0.0]))[:: row.part]:
+    cases = list(itertools.product([*LENGTHS, 70000], [0.1, 0.0]))
+    for n, weight_decay in cases[:: any_row.part]:
         w, gradients, rng = data(n, dtype, 4)
         m, v = np.zeros(n, np.float32), np.zeros(n, np.float32)
         whole = segments(n, (1 << 16,))
@@ -268,27 +285,79 @@ def test_lamb(row, stored, dtype, fused):
             norms = np.full(2 * len(whole), np.nan)
             if not fused:
                 made["kind"] = Kind.MOMENTS
-                step(weights, g, made, segments(n, (8, 16, 120)), kernels=row.kernels)
+                step(weights, g, made, segments(n, (8, 16, 120)), kernels=any_row.kernels)
                 made["kind"] = Kind.LAMB_NORMS
-            step(weights, g, made, whole, norms, row.kernels)
+            step(weights, g, made, whole, norms, any_row.kernels)
             above, under = (float(np.sqrt(sum(norms[k::2], 0.0))) for k in (0, 1))
             made["kind"] = Kind.LAMB_APPLY
             made["step_size"] = -LR * (above / under if above > 0 and under > 0 else 1.0)
-            step(weights, None, made, segments(n, (24,)), kernels=row.kernels)
-            same_bytes(weights.read(n), w, row.tier)
-            same_bytes(weights.state[0][:n], m, row.tier)
-            same_bytes(weights.state[1][:n], v, row.tier)
+            step(weights, None, made, segments(n, (24,)), kernels=any_row.kernels)
+            same_bytes(weights.read(n), w, any_row.tier)
+            same_bytes(weights.state[0][:n], m, any_row.tier)
+            same_bytes(weights.state[1][:n], v, any_row.tier)
         weights.check_guards()
 
 
-def test_squares(row):
-    for n, dtype in list(itertools.product([*LENGTHS, 70000], [ref.F32, ref.BF16]))[:: row.part]:
+def test_squares(any_row):
+    cases = list(itertools.product([*LENGTHS, 70000], [ref.F32, ref.BF16]))
+    for n, dtype in cases[:: any_row.part]:
         _, gradients, _ = data(n, dtype, 5)
         table, norms = segments(n, (1 << 16,)), np.zeros(2 * -(-n // (1 << 16)))
         weights = Weights(np.zeros(n, "f"), "fp32", 0)
-        step(weights, gradients[0], rule(Kind.SQUARES, ""), table, norms, row.kernels)
+        step(weights, gradients[0], rule(Kind.SQUARES, ""), table, norms, any_row.kernels)
         assert float(np.sqrt(sum(norms[::2], 0.0))) == optim.norm(ref.to_float32(gradients[0]))
         assert not norms[1::2].any()
+
+
+def test_fma_in_torch_rounds_once():
+    """Sums nearer to the middle of two float32 numbers than float64 can tell, and any numbers."""
+    odd, near = 1 + 2.0**-23, 2.0**-24 * (1 - 2.0**-23)  # odd * near = 2^-24 * (1 - 2^-46)
+    for scale, sign, c in itertools.product((2.0**-100, 1.0, 2.0**100), (1, -1), (odd, -odd)):
+        found = torch_weights.fma(
+            *(torch.tensor([x]) for x in (odd, sign * near * scale, c * scale))
+        )
+        assert found.item() == c * scale
+    drawn = np.random.default_rng(0).integers(0, 1 << 32, (3, 100_000), np.uint32).view("f")
+    found = torch_weights.quiet(torch_weights.fma(*map(torch.from_numpy, drawn)))
+    assert found.numpy().tobytes() == optim.quiet(optim.fma(*drawn)).tobytes()
+
+
+@pytest.mark.parametrize("is_in_order", [True, False])
+def test_sums_in_torch_have_the_order_of_c(is_in_order, monkeypatch):
+    """On a device whose cumsum adds in another order, it is not used."""
+    assert torch_weights._cumsum_is_in_order(CPU)
+    monkeypatch.setattr(torch_weights, "_cumsum_is_in_order", lambda _: is_in_order)
+    if not is_in_order:
+        monkeypatch.setattr(torch.Tensor, "cumsum", None, raising=False)
+    n = 2 * CHUNK_NUMEL + 77
+    w, g = np.random.default_rng(0).standard_normal((2, n)).astype("f")
+    table = Table(
+        [(0, 0, 0, 0, 0, a, min(CHUNK_NUMEL, n - a), n, 0) for a in range(0, n, CHUNK_NUMEL)]
+    )
+    assert [span.rows for span in torch_weights.spans_of(table)] == [3]
+    row, norms = adam_rule(Kind.LAMB_START, "", 1, BETAS, 0.1), np.zeros((2, 6))
+    for kernels, found in zip((KERNELS, InTorch(CPU)), norms, strict=True):
+        step(Weights(w, optim.NEAREST, 3), g, row, table, found, kernels)
+    assert norms.all() and norms[0].tobytes() == norms[1].tobytes()
+
+
+def test_rows_are_joined_where_they_go_on():
+    chunk, most = CHUNK_NUMEL, torch_weights.SPAN_NUMEL // CHUNK_NUMEL
+    rows = [(a * chunk, chunk, 0) for a in range(most + 1)]  # as many as one operation takes, and 1
+    rows += [(0, 0, 1), (0, 100, 2), (100, 100, 2), (200, 5, 2), (300, 16, 2), (316, 16, 2)]
+    rows += [(332, 32, 2), (0, 64, 3), (64, 64, 3), (128, 3, 3), (131, 3, 3)]
+    table = Table([(0, 0, 0, 0, 0, a, n, max(n, 1), p) for a, n, p in rows])
+    spans = [tuple(span)[:5] for span in torch_weights.spans_of(table)]
+    first = most + 2
+    assert spans == [
+        (0, 0, most * chunk, 0, most),
+        (0, most * chunk, chunk, most, 1),
+        *[(2, a, n, first + k, 1) for k, (a, n) in enumerate([(0, 100), (100, 100), (200, 5)])],
+        (2, 300, 32, first + 3, 2),
+        (2, 332, 32, first + 5, 1),
+        (3, 0, 131, first + 6, 3),
+        (3, 131, 3, first + 9, 1),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -470,7 +539,7 @@ def check_patterns(bits, kernels=KERNELS):
     return int((top != even)[~np.isnan(w)].sum())
 
 
-def test_split_and_join_lose_nothing_sample(row):
+def test_split_and_join_lose_nothing_sample(any_row):
     rng, product = np.random.default_rng(0), itertools.product
     fields = product((0, 1), (0, 1, 127, 254, 255), range(0, 1 << 23, 4097))
     corners = [sign << 31 | exponent << 23 | mantissa for sign, exponent, mantissa in fields]
@@ -480,8 +549,8 @@ def test_split_and_join_lose_nothing_sample(row):
         [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-45, 3.4028235e38, -3.4028235e38]
     )
     everything = [*corners, *edges, 0x7F800001, 0xFFBFFFFF, *special.view(np.uint32).tolist()]
-    drawn = rng.integers(0, 1 << 32, (1 << 18) // row.part, np.uint32)
-    check_patterns(np.concatenate([np.array(everything, np.uint32), drawn]), row.kernels)
+    drawn = rng.integers(0, 1 << 32, (1 << 18) // any_row.part, np.uint32)
+    check_patterns(np.concatenate([np.array(everything, np.uint32), drawn]), any_row.kernels)
 
 
 @pytest.mark.long

@@ -1,7 +1,7 @@
 """The kernel set of CUDA devices: Triton kernels that give the same bits as the CPU's kernels.
 
-The CPU's set rotates values, on copies in host memory. Splitting and updating weights is not
-supported.
+The CPU's set rotates values, on copies in host memory. Weights are split and updated in torch
+operations (`gradcomp.kernels.of_weights`), not here.
 """
 
 from __future__ import annotations
