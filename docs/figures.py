@@ -618,6 +618,17 @@ def scaled() -> Iterator[Figure]:
             excess(onebit, steps=400),
         ),
     )
+    six = {"workload": "gpt-6m", "batch": 4}
+    (base,) = losses("fp32", "gpt-6m.jsonl", **six)
+    yield "| fp32 | 32.0 | {:.4f} | |\n| `EntropyCoded(1.25)", (base,)
+    for label, bits in (
+        ('`EntropyCoded(1.25), precondition=True`, which is `"auto"`', "1.25"),
+        ("`EntropyCoded(2.2), precondition=True`", "2.2"),
+    ):
+        coded = f"{usual.format(bits)},scale_lr"
+        run = next(r for r in load("gpt-6m.jsonl") if r["method"] == coded)
+        values = (run["bits"], run["measure"], run["measure"] - base)
+        yield f"| {label} | {{:.1f}} | {{:.4f}} | {{:+.3f}} |", values
     rare = {"steps": 2000, "batch": 0}
     local = "entropy:bits=1.25,every=30,warmup_steps=200,exempt=vectors"
     for label, one in (
