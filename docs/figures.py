@@ -607,8 +607,9 @@ def scaled() -> Iterator[Figure]:
         )
 
     yield (
-        "`Ternary()` {:+.3f}, N = 2 {:+.3f}, N = 8 {:+.3f}, 2,000 steps {:+.3f}",
-        tuple(excess(ternary, **s) for s in ({}, {"workers": 2}, {"workers": 8}, long)),
+        "`Ternary()` {:+.3f}, N = 2 {:+.3f}, N = 8 {:+.3f}, 2,000 steps {:+.3f},"
+        " source code {:+.3f}",
+        tuple(excess(ternary, **s) for s in ({}, {"workers": 2}, {"workers": 8}, long, code)),
     )
     text = "`EntropyCoded(1.25)` {:+.3f}, N = 2 {:+.3f}, source code {:+.3f}, N = 2 {:+.3f};"
     yield (

@@ -4,7 +4,7 @@ training of the table.
 
 **Time**: early steps are timed with the codec, with a faster one that sends more bytes, if the
 table has one, and in bf16, from the end of one exchange to the end of the next. The run continues
-with what took the shortest; in bf16 after one step in 8 bits that sends what the residuals hold.
+with what took the shortest; in bf16 after steps in 8 bits that send what the residuals hold.
 
 **Error**: every `EVERY` steps, ranks gather their latest samples of `gradcomp.exchange.quality`.
 After `IN_A_ROW` errors above the limit, or once residuals grow without bound, the run continues
@@ -35,8 +35,9 @@ logger = logging.getLogger("gradcomp")
 
 # without error feedback, because not every codec has residual planes
 LADDER: tuple[Codec, ...] = (Block(8, error_feedback=False), Identity("bf16"))
-# of the step before bf16, if the chosen codec has residuals
-SENDS_RESIDUALS = Block(8, residual_decay=1.0)
+# of the first steps after the decision for bf16, if the chosen codec has residuals; one suffices,
+# unless it is discarded
+SENDS_RESIDUALS, SENDING = Block(8, residual_decay=1.0), 3
 UNTIMED = 3  # first steps, not timed: buckets are rebuilt and buffers allocated
 # timed steps with each codec and in bf16; the first with another than the chosen codec allocates
 # buffers and is not counted
@@ -77,7 +78,6 @@ class Guard:
         if faster is not None:
             self._timings.insert(1, (faster, COMPRESSED + 1))
         self.level, self._bad = 0, 0
-        self._last = -1  # number of the step that sends the residuals
         self._forget_times()
 
     @property
@@ -89,7 +89,9 @@ class Guard:
 
     def fallback(self, step: int) -> Codec | None:
         """Return the codec that replaces the chosen one in a step; None if none does."""
-        if step == self._last:
+        timed = sum(count for _, count in self._timings)
+        sending = 0 <= step - self._first - UNTIMED - timed < SENDING
+        if sending and self.level == len(LADDER) and self._codec.error_feedback:
             return SENDS_RESIDUALS
         codec = self.codec if self.level else self._timed_codec(step)
         return None if codec is self._codec else codec
@@ -114,10 +116,7 @@ class Guard:
             return None
         reports = self._gather(comm, timeout_s)
         if timed:
-            reason = self._judge_time(reports)
-            if self.level > 0 and self._codec.error_feedback:
-                self._last = step + 1
-            return reason
+            return self._judge_time(reports)
         return self._judge_error(max((r[-1] for r in reports if not math.isnan(r[-1])), default=0))
 
     def state(self) -> dict[str, int]:
@@ -154,7 +153,7 @@ class Guard:
     def _gather(self, comm: Communicator, timeout_s: float) -> list[tuple[float, ...]]:
         # a run that was resumed in between has too few timed steps
         complete = all(
-            len(self._seconds[codec]) == count - (codec is not self._codec)
+            len(self._seconds[codec]) >= count - (codec is not self._codec)
             for codec, count in self._timings
         )
         times = [math.nan] * 3
@@ -175,7 +174,7 @@ class Guard:
             return None
         # NaN, which is not less than anything: not timed
         wins = faster < SHORTER * packed
-        best = faster if wins else packed
+        best = min(packed, faster)
         text = f"a step takes {packed * 1e3:.1f} ms with {self._codec!r}"
         if self._faster is not None:
             text += f", {faster * 1e3:.1f} ms with {self._faster!r}"

@@ -26,6 +26,7 @@ from gradcomp.exchange.routes import (
     make_route,
 )
 from gradcomp.exchange.second import owners_feed_back
+from gradcomp.exchange.sizing import Strategy, replaced
 from gradcomp.exchange.staged import beside
 from gradcomp.exchange.stats import Stats
 from gradcomp.kernels import CPU, device_of
@@ -160,6 +161,12 @@ class Layouts:
             first, _ = before.bounds(self._packed[index], rank)
             part = own.current(index)[first : first + numel]
             part.add_(owned.current(index), alpha=comm.world_size)
+
+    def strategy_of(self, codec: Codec) -> Strategy:
+        """Return the strategy of the exchanges with a codec, which may be another than `codec`."""
+        if codec is self.codec:
+            return self.strategy
+        return replaced(self.strategy, codec, len(self.route.nodes) or self.comm.world_size)
 
     @property
     def names(self) -> dict[int, str]:

@@ -128,7 +128,7 @@ class LongerSteps:
 
     Attributes:
         steps: number of exchanges so far, including that of this step; set by the engine.
-        coded: `shortening` of the codec in use; set by the engine.
+        coded: `shortening` of the codec that the guard has decided for; set by the engine.
     """
 
     def __init__(self, optimizer: Optimizer, factor: float, begun: int) -> None:

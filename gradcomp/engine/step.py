@@ -10,6 +10,7 @@ import logging
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -31,7 +32,6 @@ from gradcomp.errors import GradcompError, PeerMismatch, peers_answer
 from gradcomp.exchange.averages import Averages
 from gradcomp.exchange.pipeline import InlinePipeline, Pipeline, Task
 from gradcomp.exchange.routes import Exchange
-from gradcomp.exchange.sizing import replaced
 from gradcomp.exchange.stats import Stats
 from gradcomp.exchange.telemetry import Telemetry
 from gradcomp.kernels.staging import join, on_stream
@@ -315,8 +315,6 @@ class Engine:
             self.layouts.fallback = self.guard.fallback(self.step)
         if self._longer is not None:
             self._longer.steps = self.step + 1
-            if self.guard is not None:
-                self._longer.coded = self._shortening(self.guard.codec)
         scale = self.options.loss_scale()
         if scale is not None and scale != self.store.loss_scale:
             self.store.change_loss_scale(scale)
@@ -331,9 +329,12 @@ class Engine:
         except GradcompError as error:
             self.fail(error)
             raise
-        if reason is not None and self.comm.rank == 0:
+        if reason is None:
+            return
+        self._correct_rate()
+        if self.comm.rank == 0:
             codec = self.guard.codec
-            first = step + 1 if codec is self.guard.fallback(step + 1) else step + 2
+            first = next(n for n in count(step + 1) if self.guard.fallback(n) is codec)
             logger.warning("from step %d on gradients travel by %r: %s", first, codec, reason)
 
     def scale_lr_of(self, optimizer: Any) -> None:
@@ -342,22 +343,21 @@ class Engine:
         Raises:
             ValueError: ``scale_lr=True``, and noise does not shorten the steps of `optimizer`.
         """
-        options = self.options
+        options, scales = self.options, self.options.advanced.scale_lr
         shortens = optimizer is not None and divides_by_squares(optimizer)
-        if options.advanced.scale_lr and not shortens:
+        if scales and not shortens:
             raise ValueError(
                 "scale_lr=True needs optimizer=, one that divides by the root of squares (Adam,"
                 f" AdamW, RMSprop, SplitAdamW), got {type(optimizer).__name__}"
             )
-        wanted = options.precondition is not None and options.advanced.scale_lr is not False
+        wanted = gains(self.codec) if scales is None else scales
+        wanted = wanted and options.precondition is not None
         if self._longer is not None:  # made for an earlier communicator
             self._longer.close()
             self._longer, self.layouts.lr_factor = None, 1.0
         if not (shortens and wanted and self.layouts.compresses):
             return
-        if options.advanced.scale_lr is None and not gains(self.codec):
-            return
-        factor = self.layouts.lr_factor = self._shortening(self.codec)
+        factor = self.layouts.lr_factor = shortening(self.codec, self.layouts.strategy)
         if factor != 1.0:
             self._longer = LongerSteps(unwrapped(optimizer), factor, options.warmup_steps)
 
@@ -493,6 +493,7 @@ class Engine:
         self.step = accepted.step
         if self.guard is not None:
             self.guard.load(accepted.guard, self.step)
+            self._correct_rate()
         self.replicas.compare_next()
         if self.options.grad_scaler is None and accepted.loss_scale != 1.0:
             self.store.change_loss_scale(1.0)  # saved under a loss scaler, resumed without one
@@ -573,12 +574,11 @@ class Engine:
 
     # ---- parts -----------------------------------------------------------------------------------
 
-    def _shortening(self, codec: Codec) -> float:
-        """Return the factor by which a codec shortens steps in this engine's exchanges."""
-        strategy, ranks = self.layouts.strategy, len(self.layouts.route.nodes)
-        if codec is not self.codec:
-            strategy = replaced(strategy, codec, ranks or self.comm.world_size)
-        return shortening(codec, strategy)
+    def _correct_rate(self) -> None:
+        """Correct the learning rate for the codec that the guard has decided for."""
+        if self._longer is not None and self.guard is not None:
+            codec = self.guard.codec
+            self._longer.coded = shortening(codec, self.layouts.strategy_of(codec))
 
     def _lease(self, comm: Communicator) -> Lease:
         return comm.lease(

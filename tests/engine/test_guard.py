@@ -4,6 +4,7 @@ loses too much, all ranks after the same step.
 Exchanges and errors are real; seconds are those of a clock that the test moves.
 """
 
+import contextlib
 import math
 import re
 import threading
@@ -85,18 +86,20 @@ def test_bf16_where_compression_does_not_pay(clock):
     def run(comm):
         averager, p = averager_of(comm)
         mine, other = repr(averager._engine.codec), repr(averager._engine.guard._faster)
-        seen = steps(clock, averager, p, TIMED + 2, LOSES)
+        seen = steps(clock, averager, p, TIMED + guard.SENDING + 1, LOSES)
         tried = [mine] * (UNTIMED + COMPRESSED) + [other] * (COMPRESSED + 1) + [BF16] * PLAIN
-        assert seen == [*tried, LAST, BF16], "what was timed; bf16 stays"
+        assert seen == [*tried, *[LAST] * guard.SENDING, BF16], "what was timed; bf16 stays"
         assert f"now {BF16}" in averager.describe()
-        given = [gradient(p, TIMED + 1, rank)[0].bfloat16().float() for rank in range(2)]
+        given = [
+            gradient(p, TIMED + guard.SENDING, rank)[0].bfloat16().float() for rank in range(2)
+        ]
         assert torch.equal(p.grad, sum(given) / 2)
         return averager.state_dict()
 
     with logged("travel") as found:
         states = run_local(2, run)
     (said,) = found
-    assert f"from step {TIMED + 1} on" in said
+    assert f"from step {TIMED + guard.SENDING} on" in said
     assert "2000.0 ms" in said and "1000.0 ms in bf16" in said and "1500.0 ms with Tern" in said
     assert run_local(2, resumed, clock, states, 3) == [[BF16] * 3] * 2
 
@@ -112,12 +115,14 @@ def test_a_faster_codec_where_it_takes_less_time(clock, world_size):
         engine = averager._engine
         one = engine._longer.coded
         steps(clock, averager, p, TIMED, FASTER)
+        again = engine._longer.coded
         before = averager.state_dict()["ranks"][str(comm.rank)]["residual"]["w"].clone()
         seen = steps(clock, averager, p, 3, FASTER)
         assert seen == [repr(engine.guard._faster)] * 3
         (exchange,) = {id(e): e for kind, e in engine.layouts._exchanges.items()}.values()
         assert {slot.group_numel for slot in exchange.plan.slots} == {130}, "rows of Ternary"
         assert engine._longer.coded < one
+        assert again == engine._longer.coded, "from the decision on"
         assert f"x {engine._longer.coded:.3g} in steps" in averager.describe()
         after = averager.state_dict()["ranks"][str(comm.rank)]["residual"]["w"]
         assert before.any() and after.any() and not torch.equal(before, after)
@@ -169,7 +174,7 @@ def test_the_switch_to_bf16_loses_no_residuals(clock, world_size):
     def run(comm):
         averager, p = averager_of(comm, OneBit(residual_decay=1), True)
         total, sent = torch.zeros_like(p), torch.zeros_like(p)
-        for step in range(TIMED_ALONE + 2):
+        for step in range(TIMED_ALONE + guard.SENDING + 1):
             steps(clock, averager, p, 1, LOSES)
             sent += p.grad
             total += sum(gradient(p, step, rank)[0] for rank in range(comm.world_size))
@@ -180,6 +185,56 @@ def test_the_switch_to_bf16_loses_no_residuals(clock, world_size):
         return averager.state_dict()["ranks"][str(comm.rank)]["residual"]["w"].abs().max()
 
     assert max(run_local(world_size, run)) < 0.1
+
+
+@pytest.mark.parametrize("lost", [1, 0])
+def test_a_state_saved_at_the_switch_has_the_residuals_to_send(clock, lost):
+    """Saved after the decision, and after a step that did not count."""
+
+    def run(comm):
+        averager, p = averager_of(comm, OneBit(residual_decay=1), True)
+        steps(clock, averager, p, TIMED_ALONE, LOSES)
+        kept = averager.state_dict()["ranks"][str(comm.rank)]["residual"]["w"].abs().max()
+        if lost:
+            steps(clock, averager, p, 1, LOSES)
+            averager.discard_step()
+        again, p = averager_of(comm, OneBit(residual_decay=1), True)
+        again.load_state_dict(averager.state_dict())
+        assert steps(clock, again, p, 1) == [LAST]
+        return kept, again.state_dict()["ranks"][str(comm.rank)]["residual"]["w"].abs().max()
+
+    for before, after in run_local(2, run):
+        assert before > 0.3 and after < 0.1
+
+
+def test_ranks_that_start_again_before_the_decision_have_one_codec(clock):
+    """It failed on one rank alone."""
+
+    def run(comm):
+        averager, p = averager_of(comm)
+        state = averager.state_dict()
+        steps(clock, averager, p, TIMED - 1, LOSES)
+        look = averager._engine.guard.look
+        failing = mock.Mock(side_effect=[PeerLost("guard", -1, 1.0)])
+        averager._engine.guard.look = failing if comm.rank else look
+        with contextlib.suppress(PeerLost):
+            steps(clock, averager, p, 1, LOSES)
+        averager._engine.guard.load(state["extra"]["guard"], 0)
+        return [averager._engine.guard.fallback(step) for step in range(TIMED + 5)]
+
+    one, other = run_local(2, run)
+    assert list(map(repr, one)) == list(map(repr, other))
+
+
+def test_what_takes_the_shortest_stays(clock):
+    """A faster codec that is not fast enough is faster than bf16 all the same."""
+
+    def run(comm):
+        averager, p = averager_of(comm)
+        return steps(clock, averager, p, TIMED + 1, (1.0, 0.97, 0.98))[-1], averager._engine.codec
+
+    for seen, mine in run_local(2, run):
+        assert seen == repr(mine)
 
 
 def test_errors_lead_down_the_ladder(clock):
@@ -323,7 +378,7 @@ def test_auto_under_ddp():
     assert losses[-1] < losses[0]
     assert codecs[:first] == [mine] * first and "Ternary" in other
     assert codecs[first:TIMED] == [other] * (COMPRESSED + 1) + [BF16] * PLAIN
-    assert codecs[TIMED:] in ([mine] * 4, [other] * 4, [LAST, BF16, BF16, BF16])
+    assert codecs[TIMED:] in ([mine] * 4, [other] * 4, [*[LAST] * guard.SENDING, BF16])
     factor = shortening(EntropyCoded(1.25), choose(EntropyCoded(1.25), 2))
     assert max(rates) == pytest.approx(1e-3 * factor, rel=0.01)
     return line, codecs, sorted(rates)

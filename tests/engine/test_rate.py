@@ -183,6 +183,7 @@ def test_off_in_bf16(monkeypatch):
         p = parameter()
         averager, optimizer = averager_of(comm, p, precondition=True, advanced=Advanced(guard=True))
         averager._engine.guard.level = len(guard.LADDER)
+        averager._engine._correct_rate()
         p.grad = torch.ones_like(p)
         seen = rates_of(optimizer)
         averager.average()
