@@ -607,9 +607,18 @@ def scaled() -> Iterator[Figure]:
         )
 
     yield (
-        "`Ternary()` {:+.3f}, N = 2 {:+.3f}, N = 8 {:+.3f}, 2,000 steps {:+.3f},"
-        " source code {:+.3f}",
-        tuple(excess(ternary, **s) for s in ({}, {"workers": 2}, {"workers": 8}, long, code)),
+        "`Ternary()` {:+.3f}, N = 2 {:+.3f}, N = 8 {:+.3f}, 2,000 steps {:+.3f}",
+        tuple(excess(ternary, **s) for s in ({}, {"workers": 2}, {"workers": 8}, long)),
+    )
+    found = losses(ternary, once_more, **code)
+    yield (
+        "source code {:.4f} / {:.4f} / {:.4f}: {:.4f}, {:+.3f} to {:.4f}",
+        (
+            *found,
+            statistics.fmean(found),
+            excess(ternary, **code),
+            statistics.fmean(losses("fp32", once_more, **code)),
+        ),
     )
     text = "`EntropyCoded(1.25)` {:+.3f}, N = 2 {:+.3f}, source code {:+.3f}, N = 2 {:+.3f};"
     yield (
