@@ -54,14 +54,12 @@ TESTS = {
     "local/elastic": "entry/test_sites entry/test_sites_lost",
     "local/": "entry/test_local entry/test_sites entry/test_memory_format",
 }
-SWAPS = dict(
-    pair.split(">")
-    for pair in (
-        "Lt>LtE LtE>Lt Gt>GtE GtE>Gt Eq>NotEq NotEq>Eq Is>IsNot IsNot>Is In>NotIn NotIn>In"
-        " Add>Sub Sub>Add Mult>Add Div>Mult FloorDiv>Mult Mod>FloorDiv LShift>RShift RShift>LShift"
-        " BitAnd>BitOr BitOr>BitAnd BitXor>BitOr And>Or Or>And Break>Continue Continue>Break"
-    ).split()
+PAIRS = (
+    "Lt>LtE LtE>Lt Gt>GtE GtE>Gt Eq>NotEq NotEq>Eq Is>IsNot IsNot>Is In>NotIn NotIn>In"
+    " Add>Sub Sub>Add Mult>Add Div>Mult FloorDiv>Mult Mod>FloorDiv LShift>RShift RShift>LShift"
+    " BitAnd>BitOr BitOr>BitAnd BitXor>BitOr And>Or Or>And Break>Continue Continue>Break"
 )
+SWAPS = dict(pair.split(">") for pair in PAIRS.split())
 NOT_MUTATED = (ast.arguments, ast.Assert, ast.JoinedStr)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -149,11 +147,14 @@ def apply(file, number):
     tree, *_ = mutate(file, number)
     new = {(c.co_name, c.co_firstlineno): c for c in codes(compile(tree, origin, "exec"))}
     gc.unfreeze()
+    changed = 0
     for one in gc.get_objects():
-        if isinstance(one, types.FunctionType) and one.__code__.co_filename == origin:
+        if type(one) is types.FunctionType and one.__code__.co_filename == origin:
             code = new.get((one.__code__.co_name, one.__code__.co_firstlineno))
             if code is not None and one.__code__ != code and one.__name__ != "<lambda>":
                 one.__code__ = code
+                changed += 1
+    assert changed, "no function requires a code object that is other"
     gc.freeze()
 
 
@@ -194,10 +195,11 @@ def outcome_of(mutant):
             print(f"left out, fails without a mutant, too: {test}", flush=True)
             without.append(f"--deselect={test}")
         row["outcome"] = "killed" if by else "survived"
-    except AssertionError as error:
-        # pytest does not even begin, or the function cannot have the code
-        by = str(error).strip().splitlines()[-1]
-        row["outcome"] = "killed" if "pytest ended with" in by else "not run"
+    except AssertionError as error:  # the fork has died
+        text = str(error)
+        by = text.strip().splitlines()[-1][:200]
+        cannot = "requires a code object" in text or "server of forks" in text
+        row["outcome"] = "not run" if cannot else "killed"
     return row | {"by": by, "seconds": round(time.monotonic() - began)}
 
 
