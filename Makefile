@@ -25,7 +25,7 @@ TORCH_TESTS := amp averager bench_measure codecs ddp double_buffer exchange fuse
 NATIVE := $(shell find native -type f \( -name '*.[ch]' -o -name '*.txt' -o -name '*.py' \))
 EXTENSION := gradcomp/_gc.abi3.so
 
-.PHONY: help demo docs figures test quick test-torch test-framework promises soak test-long test-triton test-cuda lint native-test native-test-aarch64 fuzz fuzz-kernels wheels release build tools everything mpi test-together test-timed clean distclean
+.PHONY: help demo docs figures test quick test-torch test-framework promises coverage mutants soak test-long test-triton test-cuda lint native-test native-test-aarch64 fuzz fuzz-kernels wheels release build tools everything mpi test-together test-timed clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -37,6 +37,8 @@ help:
 	@echo 'make test-triton  the kernels for GPUs without one: interpreted, and compiled (fetches Triton, 1 GB)'
 	@echo 'make test-cuda    the tests of accelerators on a GPU (TORCH_INDEX= installs a torch with CUDA)'
 	@echo 'make promises     break each promise on purpose and see that a test notices'
+	@echo 'make coverage     which lines and branches the tests reach, ranks and programs included: no file under 90 %'
+	@echo 'make mutants      change one thing in a function and see that a test notices: 85 % of them (MUTANTS=50 SEED=0 MUTATED=codecs/)'
 	@echo 'make test-long    the tests that take minutes: accuracy of whole trainings, whole tables on every transport'
 	@echo 'make soak         20,000 steps of every entry point and 1,000 registrations: nothing grows (SOAK_STEPS=2000)'
 	@echo 'make native-test  the C tests under the address, undefined-behaviour and thread sanitizers'
@@ -92,6 +94,33 @@ soak: tools
 
 promises: tools
 	$(BIN)/python -m pytest -n $(WORKERS) tests/project/test_promises.py $(PYTEST_ARGS)
+
+# A folder on PYTHONPATH in place of an environment, so that the Pythons of .venv, .venv-mpich, .venv-openmpi and .venv-triton all measure
+# themselves (sitecustomize). Each process writes a file of its own; the status is that of the tests, or 1 where a file is under 90 %.
+COVERED := $(CURDIR)/build/coverage
+MEASURE := COVERAGE_ROOT=$(CURDIR) PYTHONPATH=$(COVERED)
+
+coverage: everything mpi
+	rm -rf $(COVERED)
+	$(BIN)/python -m pip install -q --target $(COVERED) -c constraints.txt 'coverage[toml]'
+	echo 'import coverage; coverage.process_startup()' > $(COVERED)/sitecustomize.py
+	mkdir $(COVERED)/data
+	status=0; export $(MEASURE) COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml; \
+		$(BIN)/python -m pytest -rfEsR -m 'not long and not timed' $(SPREAD) $(ONCE_MORE) $(PYTEST_ARGS) || status=$$?; \
+		$(if $(PYTEST_ARGS),,$(MAKE) --no-print-directory test-triton || status=$$?;) \
+		echo $$status > $(COVERED)/status
+	$(MEASURE) $(BIN)/python -m coverage combine -q
+	$(MEASURE) $(BIN)/python -m coverage report | awk '{ print } /^(gradcomp|launch)\// && $$NF + 0 < 90 { low = low "\n" $$1 " " $$NF } \
+		END { if (low) { print "\nunder 90 %:" low; exit 1 } }'
+	exit $$(cat $(COVERED)/status)
+
+# A sample of all mutants; MUTATED names files or folders of gradcomp, as in MUTATED="memory/ optim/base".
+MUTANTS ?= 50
+SEED ?= 0
+MUTATED ?=
+
+mutants: tools
+	$(BIN)/python tests/support/_mutants.py $(MUTANTS) $(SEED) 2 $(MUTATED)
 
 # What .venv holds is found by that environment, too, after its own.
 on_top = for made in $(BIN) $(1); do $$made/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; done | \

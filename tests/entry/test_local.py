@@ -795,6 +795,7 @@ SHARDED = {"shard_outer": True}
         ({"fragment_sync_delay": 4}, ValueError, "less than sync_every, got 4"),
         ({"fragment_sync_delay": -1}, ValueError, "got -1"),
         ({"fragment_update_alpha": 1.5}, ValueError, "alpha"),
+        ({"fragment_update_alpha": -0.5}, ValueError, "alpha"),
         ({"grad_scaler": torch.amp.GradScaler("cpu")}, TypeError, "grad_scaler"),
         ({"warmup_codec": "block4"}, ValueError, "warmup_codec"),
         ({"advanced": Advanced(transform=AggregateAdagrad())}, ValueError, "is of gradients"),

@@ -941,6 +941,15 @@ def test_broken_states_are_refused_whole(change, text):
     assert optimizer.state_dict()["param_groups"] == groups
 
 
+def test_a_loaded_group_has_the_saved_options_alone():
+    """As torch does it; "initial_lr" of a scheduler that is given up would stay."""
+    _, optimizer = made()
+    saved = optimizer.state_dict()
+    optimizer.param_groups[0]["initial_lr"] = 0.5
+    optimizer.load_state_dict(saved)
+    assert "initial_lr" not in optimizer.param_groups[0]
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [

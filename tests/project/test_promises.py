@@ -5,12 +5,10 @@ otherwise, in a fork of the server that has imported gradcomp; pytest runs the t
 ranks are forks of that fork. `make promises` runs these alone.
 """
 
-import contextlib
 import dataclasses
+import functools
 import os
-import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +18,7 @@ from unittest import mock
 import _forks
 import pytest
 import torch
-from _ranks import Pool, cpu_s
+from _broken import failed_in_a_fork
 
 from gradcomp import ddp
 from gradcomp.codecs.base import Codec
@@ -47,7 +45,6 @@ from gradcomp.payload.form import HEADER_NBYTES
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.rng import STREAM_FIRST
 
-ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 120.0  # for one break; a test that hangs has noticed, too
 SOUND_TIMEOUT_S = 600.0  # for two rows of all these tests where nothing is broken
 
@@ -414,72 +411,23 @@ def lower_halves_not_read():
     Weights.read = lambda self, parameter: parameter.detach().to("cpu", torch.float32)
 
 
-class Outcomes:
-    """A pytest plugin that counts tests that ran, and keeps the names of those that failed.
-
-    Only the first `rows` rows of a table run.
-    """
-
-    def __init__(self, rows=None):
-        self.count, self.failed, self.rows = 0, [], rows
-
-    def pytest_collection_modifyitems(self, items):
-        tables = {}
-        for item in items:
-            tables.setdefault(item.function, []).append(item)
-        items[:] = [item for rows in tables.values() for item in rows[: self.rows]]
-
-    def pytest_runtest_logreport(self, report):
-        self.count += report.when == "call"
-        if report.failed or report.skipped:
-            self.failed.append(f"failed {report.nodeid}")
-
-
-def run_tests(number, tests, folder):
-    """Be a fork in which a promise, or none, is broken; run tests, write `folder`/failed."""
-    os.setsid()
-    with open(Path(folder, "output"), "w", buffering=1) as output:
-        for descriptor in (1, 2):
-            os.dup2(output.fileno(), descriptor)
-        for name in [name for name in os.environ if name.startswith("PYTEST_")]:
-            del os.environ[name]
-        _forks.from_here = True
-        if number is not None:
-            BREAKS[number].apply()
-        outcomes = Outcomes(2 if number is None else None)
-        options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--rootdir={ROOT}"]
-        options += ["-k", "not mpich and not openmpi", *(["-x"] if number is not None else [])]
-        status = pytest.main([*options, *tests], plugins=[outcomes])
-        Path(folder, "cpu_s").write_text(str(cpu_s() + Pool.cpu_s))
-        assert status in (0, 1) and outcomes.count, f"pytest ended with {status}"
-        Path(folder, "failed").write_text("\n".join(outcomes.failed))
-
-
-def failed_in_a_fork(number, tests, folder):
-    """Return what did not pass, "hangs" if there was no end to it."""
-    there = [str(ROOT / "tests" / test) for test in tests]
-    child = _forks.start(run_tests, number, there, str(folder))
-    deadline = time.monotonic() + (SOUND_TIMEOUT_S if number is None else TIMEOUT_S)
-    while _forks.is_alive(child) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    hangs = _forks.is_alive(child)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)  # its ranks, too
-    if hangs:
-        return ["hangs"]
-    assert (folder / "failed").exists(), (folder / "output").read_text()[-4000:]
-    Pool.cpu_s += float((folder / "cpu_s").read_text())
-    return (folder / "failed").read_text().splitlines()
+def apply(number):
+    if number is not None:
+        BREAKS[number].apply()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(BREAKS)), ids=[item.promise for item in BREAKS])
 def test_a_broken_promise_is_noticed(number, tmp_path):
-    assert failed_in_a_fork(number, [BREAKS[number].test], tmp_path), "broken, and unnoticed"
+    broken = functools.partial(apply, number)
+    found = failed_in_a_fork(broken, [BREAKS[number].test], tmp_path, TIMEOUT_S, "-x")
+    assert found, "broken, and unnoticed"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(SOUND_TIMEOUT_S + 60)
 def test_nothing_fails_where_nothing_is_broken(tmp_path):
-    found = failed_in_a_fork(None, list(dict.fromkeys(item.test for item in BREAKS)), tmp_path)
+    tests = list(dict.fromkeys(item.test for item in BREAKS))
+    sound = functools.partial(apply, None)
+    found = failed_in_a_fork(sound, tests, tmp_path, SOUND_TIMEOUT_S, rows=2)
     assert not found, (tmp_path / "output").read_text()[-4000:]

@@ -213,6 +213,13 @@ class RankPool(Pool):
         return not self.spoiled and all(map(is_alive, self.processes))
 
     def close(self):
+        """Let the processes end, under `make coverage` with what they reached saved; kill those
+        that a call holds.
+        """
+        self.release()
+        deadline = time.monotonic() + 5
+        while any(map(is_alive, self.processes)) and time.monotonic() < deadline:
+            time.sleep(0.005)
         for process in self.processes:
             _forks.kill(process)
         self.directory.cleanup()
