@@ -9,6 +9,7 @@ does. A cell or sentence with other words is a change here, too.
 from __future__ import annotations
 
 import argparse
+import collections
 import functools
 import json
 import re
@@ -816,6 +817,48 @@ def lora() -> Iterator[Figure]:
     )
 
 
+# ---- what comes of faults ------------------------------------------------------------------------
+
+FAULTS = {  # as tests/comm/faults/test_matrix.py calls them
+    "killed": "is killed (SIGKILL, the kernel's out-of-memory killer)",
+    "frozen": "is stopped (SIGSTOP, a debugger)",
+    "raises": "raises an exception",
+    "exits": "calls `sys.exit`",
+    "interrupted": "is interrupted (Ctrl-C)",
+    "out of memory": "is out of memory in Python",
+    "cut off": "is cut off: the link of its host goes down",
+    "slow link": "has a link that becomes 100 times slower",
+}
+TRANSPORTS = {"gloo": "gloo", "mpich": "MPICH", "openmpi": "Open MPI"}
+FAULTS_FILE, FAULTS_PAGE, CELLS = "faults.jsonl", "docs/explanation/reliability.md", 170
+TABLE = re.compile(r"(?<=<!-- faults -->\n).*?(?=<!-- /faults -->)", re.DOTALL)
+
+
+def table_of_faults(rows: list[Any]) -> str:
+    """Return the table of what survivors saw, from the rows of a record. The last row of a cell
+    counts; a record of some cells says of how many.
+    """
+    cells = {(row["fault"], row["transport"], row["phase"]): row["said"] for row in rows}
+    lines = [f"| the last rank | {' | '.join(TRANSPORTS.values())} |", "|---|---|---|---|"]
+    for fault, label in FAULTS.items():
+        columns = [label]
+        for transport in TRANSPORTS:
+            found = [said for cell, said in cells.items() if cell[:2] == (fault, transport)]
+            times = collections.Counter(words for said in found for words in said)
+            shown = [f"{words} ({n} of {len(found)} phases)" for words, n in times.most_common()]
+            columns.append("; ".join(shown) or "no record")
+        lines.append(f"| {' | '.join(columns)} |")
+    return "\n".join([*lines, "", f"Record of {len(cells)} of {CELLS} cells.", ""])
+
+
+def with_faults(name: str, text: str) -> str:
+    """Return a page with the table of what was recorded, if it is of that page."""
+    if name != FAULTS_PAGE or not (ROOT / RESULTS / FAULTS_FILE).exists():
+        return text
+    table = table_of_faults(load(FAULTS_FILE))
+    return TABLE.sub(lambda _: table, text)
+
+
 PAGES: dict[str, Callable[[], Iterator[Figure]]] = {
     "README.md": readme,
     "docs/howto/benchmarks.md": benchmarks,
@@ -876,7 +919,11 @@ def check(root: Path = ROOT, *, write: bool = False) -> tuple[list[str], dict[st
         except LookupError as error:
             differences.append(f"{name}: {error}")
             continue
-        after, rest, end = "", "", 0
+        faults, after, rest, end = with_faults(name, text), "", "", 0
+        if faults != text:
+            differences.append(f"{name}: another table of faults than {FAULTS_FILE}")
+            if write:
+                page.write_text(faults, encoding="utf-8")
         for start, stop, new, template in found:
             if text[start:stop] != new:
                 differences.append(f"{name}: {text[start:stop]} instead of {new} in {template!r}")

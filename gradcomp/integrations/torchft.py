@@ -16,10 +16,13 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
+import socket
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import torch
 from torch import nn
@@ -52,6 +55,7 @@ logger = logging.getLogger("gradcomp")
 KEY = "gradcomp"  # prefix of the averagers' keys in a manager's state dicts
 # mismatches after which a group that has never trained takes its own settings for the wrong ones
 PATIENCE = 3
+PROBE_S = 5.0  # longest wait for a connection to the lighthouse, after it gave no quorum
 
 
 class Averaging:
@@ -147,6 +151,8 @@ class ManagedAverager(GradientAverager):
         self._refused: PeerMismatch | None = None  # a mismatch with other groups in `_connect`
         self._is_odd, self._mismatches, self._calls = True, 0, 0
         manager._pg.configure = _configure(weakref.ref(self), manager._pg.configure)
+        if "_async_quorum" not in vars(manager):  # by another averager
+            manager._async_quorum = _explained(manager._async_quorum)
         heal, healthy = weakref.WeakMethod(self._heal), weakref.WeakMethod(self._healthy)
         manager.register_state_dict_fn(
             self._key,
@@ -172,6 +178,8 @@ class ManagedAverager(GradientAverager):
             PeerMismatch: this group is new, and its settings or its model differ from the others',
                 which go on.
             UnsupportedTensor, GradcompError: see `GradientAverager.average`.
+            TimeoutError: the lighthouse gave no quorum. What waits for the quorum first raises it,
+                often ``zero_grad()`` of torchft's optimizer.
         """
         self.start().wait()
 
@@ -467,3 +475,37 @@ def _configure(owner: weakref.ref[ManagedAverager], configure: Any) -> Any:
             averager._connect(address, rank, world_size)
 
     return wrapped
+
+
+def _explained(quorum: Any) -> Any:
+    """Return a manager's `_async_quorum` whose TimeoutError says what is wrong and what to do."""
+
+    @wraps(quorum)
+    def wrapped(**options: Any) -> None:
+        try:
+            quorum(**options)
+        except TimeoutError as error:
+            raise TimeoutError(f"{_about_lighthouse()} (torchft: {error})") from error
+
+    return wrapped
+
+
+def _about_lighthouse() -> str:
+    """Return what a missing quorum says about the lighthouse, and what to do."""
+    address = os.environ.get("TORCHFT_LIGHTHOUSE", "")
+    again = "start the groups' programs again from the last checkpoint"
+    few = "fewer groups than its --min_replicas may be there, or it was started again meanwhile"
+    if not address:
+        return (
+            "the lighthouse gave no quorum: if it has ended, start it at the same address and "
+            f"{again}; otherwise {few}"
+        )
+    place = urlsplit(address)
+    try:
+        socket.create_connection((place.hostname, place.port or 80), PROBE_S).close()
+    except OSError as error:
+        return (
+            f"the lighthouse at {address} does not answer ({error}): start it again at this "
+            f"address, and {again}"
+        )
+    return f"the lighthouse at {address} answers, but gave no quorum: {few}; then {again}"

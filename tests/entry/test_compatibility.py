@@ -9,17 +9,23 @@ import base64
 import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from _ranks import run_local
 from _saved import bits_of
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import gradcomp
+import gradcomp.fsdp
 from gradcomp import DiLoCo, GradientAverager, Ternary
 from gradcomp.amp import DynamicLossScaler
+from gradcomp.checkpoint import Checkpoints
 from gradcomp.codecs import EntropyCoded
+from gradcomp.local import Coordinator, ElasticDiLoCo
 from gradcomp.onebit_sgd import AggregateAdagrad, DoubleBuffer, LocalAdagrad
 from gradcomp.optim import (
     SplitAdagrad,
@@ -101,6 +107,31 @@ class Local:
         self.state.step()
 
 
+class Site(Local):
+    address = ""  # of the coordinator of this run
+
+    def __init__(self, comm, codec):
+        self.model, self.rank = layers(), comm.rank
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.125)
+        options = {"coordinator": self.address, "name": "ab"[comm.rank]}
+        self.state = ElasticDiLoCo(
+            self.model, self.optimizer, codec, sync_every=1, min_numel=0, **options
+        )
+
+
+class Sharded:
+    """Its weights, which no optimizer changes, are not saved."""
+
+    def __init__(self, comm, codec):
+        self.model, self.rank, self.net = nn.Module(), comm.rank, fully_shard(layers())
+        self.state = gradcomp.fsdp.register(self.net, codec, min_numel=0)
+
+    def step(self, number):
+        self.net.zero_grad()
+        x = torch.arange(64.0).view(4, 16) + 5 * number + self.rank
+        self.net(x % 13 - 6).sum().backward()
+
+
 class Buffered:
     def __init__(self, comm, codec):
         self.model, self.rank = layers(), comm.rank
@@ -149,6 +180,9 @@ ENTRIES = {
     ),
     "DiLoCo, ternary": partial(Local, codec="ternary"),
     "DiLoCo, two fragments": partial(Local, codec="terngrad", fragments=2, sync_every=2),
+    "site, onebit": partial(Site, codec="onebit"),
+    "FSDP2, onebit": partial(Sharded, codec="onebit"),
+    "FSDP2, ternary": partial(Sharded, codec=Ternary(residual_decay=0.25)),
     "double buffer, onebit": partial(Buffered, codec="onebit"),
     "SplitSGD": partial(Updated, kind=SplitSGD, lr=0.125, momentum=0.5),
     "SplitAdamW": partial(Updated, kind=SplitAdamW, lr=0.125),
@@ -188,14 +222,70 @@ THIS = VECTORS / f"states-{'.'.join(gradcomp.__version__.split('.')[:2])}.json"
 FILES = sorted({*VECTORS.glob("states-*.json"), THIS})
 
 
-@pytest.mark.parametrize("name", ENTRIES)
-@pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])
-def test_states_of_a_version_are_read_and_none_of_their_bits_is_lost(file, name, request):
+def of_ranks(name, function, request):
+    """Return function(comm) of two ranks, of the kind that an entry needs."""
+    if name.startswith("FSDP2"):
+        return request.getfixturevalue("gloo")(2, of_a_process, function)
+    if name.startswith("site"):
+        with Coordinator("127.0.0.1", 0, store_port=0, sites=2, min_sites=2) as served:
+            Site.address = f"127.0.0.1:{served.port}"
+            return run_local(2, function)
+    return run_local(2, function)
+
+
+def of_a_process(function):
+    return function(SimpleNamespace(rank=dist.get_rank()))
+
+
+def row_of(file, name, request, write):
+    """Return what a version has written; with `--write-golden` write() of this version first."""
     if request.config.getoption("--write-golden") and file == THIS:
         rows = json.loads(file.read_text()) if file.exists() else {}
-        rows[name] = run_local(2, partial(save, name))
+        rows[name] = write()
         lines = (f"{json.dumps(one)}: {json.dumps(row)}" for one, row in rows.items())
         file.write_text("{" + ",\n".join(lines) + "}\n")
-    saved = json.loads(file.read_text())[name]
-    again = run_local(2, partial(load, name, saved))
+    return json.loads(file.read_text())[name]
+
+
+EACH_FILE = pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+@EACH_FILE
+def test_states_of_a_version_are_read_and_none_of_their_bits_is_lost(file, name, request):
+    saved = row_of(file, name, request, lambda: of_ranks(name, partial(save, name), request))
+    again = of_ranks(name, partial(load, name, saved), request)
     assert bits_of(decoded(again)) == bits_of(decoded(saved))
+
+
+def checkpoints_of(folder, comm):
+    entry = Averaged(comm, "onebit")
+    return entry, Checkpoints(folder, entry.state, comm=comm, model=entry.model)
+
+
+@EACH_FILE
+def test_files_of_checkpoints_of_a_version_are_read(file, request, tmp_path):
+    """The files as bytes, and the states that are in them."""
+
+    def save_files(comm):
+        entry, checkpoints = checkpoints_of(tmp_path / "written", comm)
+        for number in range(STEPS):
+            entry.step(number)
+        checkpoints.save(STEPS)
+        return saved_by(entry)
+
+    def write():
+        saved, root = run_local(2, save_files), tmp_path / "written"
+        found = {str(one.relative_to(root)): one.read_bytes() for one in root.glob("*/*")}
+        return [{one: base64.b64encode(raw).decode() for one, raw in found.items()}, saved]
+
+    def load_files(comm):
+        entry, checkpoints = checkpoints_of(tmp_path, comm)
+        assert checkpoints.load() == STEPS
+        return saved_by(entry)
+
+    files, saved = row_of(file, "files of Checkpoints", request, write)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(base64.b64decode(text))
+    assert bits_of(decoded(run_local(2, load_files))) == bits_of(decoded(saved))

@@ -99,7 +99,9 @@ def main(
     name="",
     state=(),
     width=64,
+    retries=0,
 ):
+    os.environ["TORCHFT_LIGHTHOUSE"] = lighthouse
     logging.getLogger("gradcomp").addHandler(logging.StreamHandler(sys.stdout))
     logging.getLogger("gradcomp").setLevel(logging.WARNING)
     logging.disable(logging.INFO)
@@ -124,7 +126,7 @@ def main(
         store_port=store.port,
         rank=rank,
         world_size=ranks,
-        lighthouse_addr=lighthouse,
+        quorum_retries=retries,
         timeout=timeout,
         quorum_timeout=datetime.timedelta(seconds=quorum_s),
         connect_timeout=timeout,

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -54,7 +55,8 @@ def start(tmp_path, request):
     started = []
 
     def one(group, **more):
-        started.append(Group(tmp_path, lighthouse.address(), group=group, **more))
+        address = more.pop("lighthouse", lighthouse.address())
+        started.append(Group(tmp_path, address, group=group, **more))
         return started[-1]
 
     one.folder = tmp_path
@@ -230,6 +232,49 @@ def test_too_few_groups_end_the_wait_for_a_quorum(start):
     alone = start(0, least=2, quorum_s=3.0)
     assert alone.program.wait(PATIENCE_S) == 1
     assert "imeout" in alone.text() or "imed out" in alone.text(), alone.text()
+
+
+def lighthouse_at(port):
+    """Return the process of a lighthouse: `LighthouseServer.shutdown` leaves connections open."""
+    words = ["--bind", f"[::]:{port}", "--min_replicas", "1", "--join_timeout_ms", "1000"]
+    program = str(Path(sys.executable).with_name("torchft_lighthouse"))
+    return subprocess.Popen([program, *words], stderr=subprocess.DEVNULL)
+
+
+def without_lighthouse(start, **more):
+    """Return two groups whose lighthouse is killed after step 8, and its port."""
+    port = free_port()
+    with lighthouse_at(port) as lighthouse:
+        try:
+            address = f"http://localhost:{port}"
+            groups = together(start, [{}, {}], lighthouse=address, steps=10**6, **more)
+            groups[0].made(8)
+        finally:
+            lighthouse.kill()
+    return groups, port
+
+
+@pytest.mark.parametrize("sync", [True, pytest.param(False, marks=LONG)])
+def test_a_lighthouse_that_is_gone_is_named(start, sync):
+    """It was torchft's "Timeout expired" alone."""
+    groups, port = without_lighthouse(start, sync=sync, quorum_s=3.0)
+    said = f"TimeoutError: the lighthouse at http://localhost:{port} does not answer .*: start it"
+    for group in groups:
+        assert group.program.wait(PATIENCE_S) == 1
+        assert re.search(said, group.text()), group.text()
+
+
+@LONG
+def test_a_lighthouse_that_is_back_in_time_is_asked_again(start):
+    """If the manager has `quorum_retries`."""
+    groups, port = without_lighthouse(start, quorum_s=60.0, retries=30)
+    made = max(int(line.split()[1]) for line in groups[0].lines if line.startswith("step"))
+    with lighthouse_at(port) as again:
+        try:
+            for group in groups:
+                group.made(made + 50)
+        finally:
+            again.kill()
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,29 @@ def test_every_result_has_a_date_a_machine_and_a_command(result):
             assert found.get("date", date) == date
 
 
+def test_the_table_of_faults_says_of_how_many_cells_it_is(tmp_path, monkeypatch):
+    """The last row of a cell counts; the page has one place for the table."""
+    lost, unsaved = "PeerLost: rank 2 is stopped", "OSError: ranks [2] could not write their files"
+    said = {"encode": [lost], "decode": ["PeerLost: wrong"], "checkpoint": [lost, unsaved]}
+    rows = [
+        {"transport": "mpich", "phase": phase, "fault": "frozen", "said": words}
+        for phase, words in [*said.items(), ("decode", [lost])]
+    ]
+    file = tmp_path / figures.RESULTS / figures.FAULTS_FILE
+    file.parent.mkdir(parents=True)
+    file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    page = (ROOT / figures.FAULTS_PAGE).read_text(encoding="utf-8")
+    monkeypatch.setattr(figures, "ROOT", tmp_path)
+    figures.load.cache_clear()
+    text = figures.with_faults(figures.FAULTS_PAGE, page)
+    figures.load.cache_clear()
+    row = f"| no record | {lost} (3 of 3 phases); {unsaved} (1 of 3 phases) | no record |"
+    assert text.count(f"(SIGSTOP, a debugger) {row}\n") == 1
+    assert text.count(f"Record of 3 of {figures.CELLS} cells.\n<!-- /faults -->\n") == 1
+    parts = [re.split("<!-- /?faults -->", one) for one in (page, text)]
+    assert [len(one) for one in parts] == [3, 3] and parts[0][::2] == parts[1][::2]
+
+
 def test_speed_that_is_older_than_its_kernels_is_listed(monkeypatch, capsys):
     days = {"train-old.json": "2000-01-01", "demo-old.json": "2000-01-01", "train-new.json": "9999"}
     monkeypatch.setattr(figures, "runs", lambda: days)
