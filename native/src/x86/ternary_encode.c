@@ -5,8 +5,8 @@
  * multiplication ignores the high ones). Even and odd blocks are then woven into eight 32-bit
  * lanes; lane l of word w holds the 16-bit draws of elements 16w + l and 16w + 8 + l, which is
  * where the pinned layout comes from. Superblocks in which a draw is too close to its threshold
- * (three in about a thousand) are checked again one by one, and those cut by the segment are left to the
- * portable encoder.
+ * (three in about a thousand) are checked again one by one. The portable encoder writes those that
+ * the segment cuts.
  */
 #include "internal.h"
 
