@@ -629,6 +629,16 @@ def scaled() -> Iterator[Figure]:
             excess(onebit, steps=400),
         ),
     )
+    muon = {"file": "muon.jsonl", "optimizer": "muon"}
+    for label, options in (
+        ("`EntropyCoded(4)`, residuals kept whole", "bits=4,exempt=vectors,decay=1"),
+        ("`EntropyCoded(3.2)`, residuals kept whole", "bits=3.2,exempt=vectors,decay=1"),
+        ("`EntropyCoded(2.2)`, residuals kept whole", "bits=2.2,exempt=vectors,decay=1"),
+        ("`EntropyCoded(2.2)`, a decay of 0.25", "bits=2.2,exempt=vectors,decay=0.25"),
+    ):
+        (found_one,) = losses(f"entropy:{options}", **muon)
+        (fp32_muon,) = losses("fp32", optimizer="muon")
+        yield f"| {label} | {{:.4f}}, {{:+.3f}} |", (found_one, found_one - fp32_muon)
     six = {"workload": "gpt-6m", "batch": 4}
     (base,) = losses("fp32", "gpt-6m.jsonl", **six)
     yield "| fp32 | 32.0 | {:.4f} | |\n| `EntropyCoded(1.25)", (base,)
