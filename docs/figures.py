@@ -854,7 +854,7 @@ def table_of_faults(rows: list[Any]) -> str:
         columns = [label]
         for transport in TRANSPORTS:
             found = [said for cell, said in cells.items() if cell[:2] == (fault, transport)]
-            times = collections.Counter(words for said in found for words in said)
+            times = collections.Counter(words.rstrip(": ") for said in found for words in said)
             shown = [f"{words} ({n} of {len(found)} phases)" for words, n in times.most_common()]
             columns.append("; ".join(shown) or "no record")
         lines.append(f"| {' | '.join(columns)} |")
