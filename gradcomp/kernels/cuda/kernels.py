@@ -1,29 +1,28 @@
 """The kernel set of CUDA devices: Triton kernels that give the same bits as the CPU's kernels.
 
 The CPU's set rotates values, on copies in host memory. Weights are split and updated in torch
-operations (`gradcomp.kernels.of_weights`), not here.
+operations (`gradcomp.kernels.weights`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from gradcomp.errors import UnsupportedTensor
 from gradcomp.kernels import host
 from gradcomp.kernels.cuda import elementwise, programs, streams
 from gradcomp.kernels.cuda.plan import CHUNK, Plan
 from gradcomp.kernels.interface import NO_RESIDUALS, Code, Kernels, Payloads, Residuals
 from gradcomp.kernels.native.kernels import NativeKernels, entropy_tables
 from gradcomp.kernels.tables import BLOCK, DTYPES, Groups, Table
+from gradcomp.kernels.weights import TorchWeights
 
 BLOCKS = 32  # blocks that one program sums
 SPANS = 64  # spans or groups per program
@@ -58,7 +57,7 @@ class EntropyTables(NamedTuple):
         return cls(**{k: torch.from_numpy(v).to(device) for k, v in entropy_tables().items()})
 
 
-class TritonKernels(Kernels):
+class TritonKernels(TorchWeights, Kernels):
     """Operations on tensors of one device; `Kernels` documents the methods.
 
     Args:
@@ -66,7 +65,8 @@ class TritonKernels(Kernels):
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self._native = device, NativeKernels()
+        super().__init__(device)
+        self._native = NativeKernels()
         self._name, self._entropy = f"cuda {device}", cast("EntropyTables | None", None)
         self._numbers: dict[float, Tensor] = {}
 
@@ -325,19 +325,6 @@ class TritonKernels(Kernels):
         )
         return read
 
-    def update(
-        self,
-        table: Table,
-        targets: NDArray[Any],
-        rules: NDArray[Any],
-        payloads: Payloads | None = None,
-        norms: NDArray[Any] | None = None,
-    ) -> bool:
-        raise UnsupportedTensor(f"weights on {self.device} are not updated in place yet")
-
-    def targets(self, **tensors: Sequence[Tensor | None]) -> NDArray[Any]:
-        raise UnsupportedTensor(f"weights on {self.device} are not updated in place yet")
-
     def are_finite(self, values: Tensor) -> bool:
         flag = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._each(elementwise.find_special, values.numel(), values.view(torch.int32), flag)
@@ -406,12 +393,6 @@ class TritonKernels(Kernels):
 
     def rescale(self, plane: Tensor, factor: float) -> None:
         self._each(elementwise.scale_values, plane.numel(), plane, factor)
-
-    def split(self, weights: Tensor, top: Tensor, trail: Tensor, *, nearest: bool) -> None:
-        raise UnsupportedTensor(f"weights on {self.device} are not split yet")
-
-    def join(self, top: Tensor, trail: Tensor, weights: Tensor, *, nearest: bool) -> None:
-        raise UnsupportedTensor(f"weights on {self.device} are not split yet")
 
     # ---- programs --------------------------------------------------------------------------------
 
