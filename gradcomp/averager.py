@@ -14,16 +14,10 @@ from torch import nn
 
 from gradcomp.codecs import Codec
 from gradcomp.comm.base import Communicator
-from gradcomp.engine.buckets import (
-    Gradient,
-    check_gradient,
-    check_layers,
-    check_optimizer,
-    fuse,
-    poison,
-)
+from gradcomp.engine.buckets import Gradient, check_gradient, check_layers, fuse, poison
 from gradcomp.engine.controls import Controls
 from gradcomp.engine.delayed import DelayedAverages, DelayedSeconds
+from gradcomp.engine.optimizers import check_optimizers, listed
 from gradcomp.engine.options import Advanced, CommonOptions, takes
 from gradcomp.engine.state import Accepted
 from gradcomp.engine.step import Engine, Step
@@ -54,15 +48,16 @@ class GradientAverager(Controls):
             local shard of a DTensor is averaged: then `comm` must have the ranks with the same
             shards.
         codec: codec or name; for "auto" see `gradcomp.ddp.register`.
-        optimizer: the optimizer of these parameters. "auto" chooses by its kind, a codec that is
-            known to lose with it causes a warning, and `Advanced.scale_lr` changes its rate.
+        optimizer: the optimizer of these parameters, or a list of several. "auto" chooses by its
+            kind, a codec that is known to lose with it causes a warning, and `Advanced.scale_lr`
+            changes its rate.
         comm: communicator; torch.distributed's default group when None. Closed with the averager.
         bucket_cap_mb: size in MiB at which a bucket is closed, as in DDP.
         common, advanced: see `gradcomp.ddp.register`.
 
     Raises:
         ValueError, UnsupportedTensor: see `gradcomp.ddp.register`.
-        TypeError: `optimizer` is a class or a name.
+        TypeError: `optimizer` is a class, a name or another object without ``param_groups``.
     """
 
     @takes(CommonOptions)
@@ -71,7 +66,7 @@ class GradientAverager(Controls):
         named_parameters: nn.Module | Iterable[tuple[str, nn.Parameter]],
         codec: Codec | str,
         *,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         comm: Communicator | None = None,
         bucket_cap_mb: float = 25.0,
         advanced: Advanced | None = None,
@@ -88,11 +83,11 @@ class GradientAverager(Controls):
             Newcomers(named_parameters) if isinstance(named_parameters, nn.Module) else None
         )
         self._sources = [Gradient(name, p) for name, p in self._named]
+        optimizers = listed(optimizer)
         codec, options, chosen, guarded, faster = resolve_auto(
-            codec, common, advanced, optimizer, self._sources, self._expected_ranks(comm)
+            codec, common, advanced, optimizers, self._sources, self._expected_ranks(comm)
         )
-        if optimizer is not None:
-            check_optimizer(optimizer, [p for _, p in self._named])
+        check_optimizers(optimizers, [p for _, p in self._named])
         self._scaled = options.grad_scaler is not None
         own_comm = comm if comm is not None else torch_communicator(options.timeout_s)
         self._given = own_comm
@@ -100,7 +95,7 @@ class GradientAverager(Controls):
             self._engine = Engine(
                 self._sources, codec, own_comm, options, chosen, guarded=guarded, faster=faster
             )
-            self._engine.scale_lr_of(optimizer)
+            self._engine.scale_lr_of(optimizers)
         except BaseException:
             if "_engine" in vars(self):
                 self._engine.close(keep_comm=True)
@@ -108,7 +103,7 @@ class GradientAverager(Controls):
                 own_comm.close()
             raise
         self._warn_if_alone()
-        self._advise(chosen, optimizer)
+        self._advise(chosen, optimizers)
         self._watch_steps(p for _, p in self._named)
         self._bucket_cap_mb = bucket_cap_mb
         self._buckets = fuse(self._sources, bucket_cap_mb)
@@ -256,9 +251,9 @@ class GradientAverager(Controls):
                 stacklevel=4,  # the caller of the decorated __init__
             )
 
-    def _advise(self, chosen: str, optimizer: Any) -> None:
+    def _advise(self, chosen: str, optimizers: Sequence[Any]) -> None:
         """On rank 0, log what "auto" has chosen, and warn of a codec that is known to lose with the
-        optimizer.
+        optimizers.
         """
         if self._engine.comm.rank != 0:
             return
@@ -267,7 +262,7 @@ class GradientAverager(Controls):
         if chosen:
             logger.info(self.describe())
         lossy = warning_of(
-            self._engine.codec, self._engine.options, optimizer, self._engine.comm.world_size
+            self._engine.codec, self._engine.options, optimizers, self._engine.comm.world_size
         )
         if lossy is not None and self._engine.comm.world_size > 1:
             logger.warning(lossy)

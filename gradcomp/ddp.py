@@ -6,6 +6,7 @@
 import functools
 import logging
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -16,15 +17,16 @@ from gradcomp.codecs import Codec
 from gradcomp.comm import torch_private
 from gradcomp.comm.base import Communicator
 from gradcomp.comm.torchdist import TorchCommunicator, same_ranks
-from gradcomp.engine.buckets import Gradient, check_layers, check_optimizer, poison, refuse_sparse
+from gradcomp.engine.buckets import Gradient, check_layers, poison, refuse_sparse
 from gradcomp.engine.controls import Controls
 from gradcomp.engine.layouts import Members
+from gradcomp.engine.optimizers import check_optimizers, listed
 from gradcomp.engine.options import Advanced, CommonOptions, takes
 from gradcomp.engine.step import Engine, Step
 from gradcomp.engine.watch import Newcomers
 from gradcomp.errors import GradcompError, PeerLost
 from gradcomp.optim import SplitOptimizer
-from gradcomp.optim.fused import FusedGradients, agree_on_optimizer, replicated, why_not_fused
+from gradcomp.optim.fused import FusedGradients, agree_on_optimizers, replicated, why_not_fused
 from gradcomp.payload.order import storage_order, storage_view
 
 if TYPE_CHECKING:
@@ -75,7 +77,7 @@ class CompressionState(Controls):
         model: nn.parallel.DistributedDataParallel,
         codec: Codec | str = "auto",
         *,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         comm: Communicator | None = None,
         advanced: Advanced | None = None,
         **common: "Unpack[CommonOptions]",
@@ -98,15 +100,15 @@ class CompressionState(Controls):
             raise ValueError(f"this model has no communication hook left for gradcomp: {taken}")
         named = _averaged(model)
         sources = [Gradient(name, p) for name, p in named]
+        optimizers = listed(optimizer)
         codec, options, chosen, guarded, faster = resolve_auto(
-            codec, common, advanced, optimizer, sources, model.process_group.size()
+            codec, common, advanced, optimizers, sources, model.process_group.size()
         )
         self._known = {
             id(p): (position, p.numel(), p.stride()) for position, (_, p) in enumerate(named)
         }
         self._places: set[Members] = set()  # bucket layouts whose memory order was checked
-        if optimizer is not None:
-            check_optimizer(optimizer, [p for _, p in named])
+        check_optimizers(optimizers, [p for _, p in named])
         own_comm = (
             comm
             if comm is not None
@@ -119,9 +121,9 @@ class CompressionState(Controls):
             self._engine = Engine(
                 sources, codec, own_comm, options, chosen, guarded=guarded, faster=faster
             )
-            self._engine.scale_lr_of(optimizer)
+            self._engine.scale_lr_of(optimizers)
             self._step = Step(self._engine)  # an empty step
-            self._fused = self._fuse(optimizer, has_scaler=options.grad_scaler is not None)
+            self._fused = self._fuse(optimizers, has_scaler=options.grad_scaler is not None)
         except BaseException:
             if "_engine" in vars(self):
                 self._engine.close(keep_comm=True)
@@ -139,25 +141,24 @@ class CompressionState(Controls):
         ]
         if own_comm.rank == 0:
             logger.info(self.describe())
-            lossy = warning_of(self._engine.codec, options, optimizer, own_comm.world_size)
+            lossy = warning_of(self._engine.codec, options, optimizers, own_comm.world_size)
             if lossy is not None and own_comm.world_size > 1:
                 logger.warning(lossy)
 
-    def _fuse(self, optimizer: Any, *, has_scaler: bool) -> FusedGradients | None:
+    def _fuse(self, optimizers: Sequence[Any], *, has_scaler: bool) -> FusedGradients | None:
         """Let a split optimizer update weights from payloads, if possible; otherwise return None.
-        Raises PeerMismatch unless the optimizer's state is the same on all ranks.
+        Raises PeerMismatch unless the state of split optimizers is the same on all ranks.
         """
         engine = self._engine
-        self._not_fused = (
-            "" if optimizer is None else why_not_fused(optimizer, engine, has_scaler=has_scaler)
-        )
-        packed = optimizer is not None and not self._not_fused
+        self._not_fused = why_not_fused(optimizers, engine, has_scaler=has_scaler)
+        packed = bool(optimizers) and not self._not_fused
         if packed:
             engine.layouts.keeps_packed = True
-        if isinstance(optimizer, SplitOptimizer):
-            engine.replicas.more = lambda: replicated(optimizer, engine)
-            agree_on_optimizer(optimizer, engine, self._not_fused)
-        return FusedGradients(engine, optimizer) if packed else None
+        split = [one for one in optimizers if isinstance(one, SplitOptimizer)]
+        if split:
+            engine.replicas.more = lambda: replicated(split, engine)
+            agree_on_optimizers(split, engine, self._not_fused)
+        return FusedGradients(engine, optimizers[0]) if packed else None
 
     def describe(self) -> str:
         """Return one line of text: what is compressed, what is not, the exchange, the expected
@@ -422,7 +423,7 @@ def register(
     model: nn.parallel.DistributedDataParallel,
     codec: Codec | str = "auto",
     *,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     comm: Communicator | None = None,
     advanced: Advanced | None = None,
     **common: "Unpack[CommonOptions]",
@@ -438,8 +439,9 @@ def register(
         codec: `Ternary(...)`, `TernGrad(...)`, `OneBit(...)`, `Block(...)`, `Identity()`, or a name
             ("ternary", "onebit"). "auto": codec and options for the kind of `optimizer`, chosen by
             measured accuracy (`gradcomp.plan.accuracy`); explicit options win.
-        optimizer: the optimizer of this model, checked to update these parameters. "auto" chooses
-            by it; without one it takes `Block(8)`, which is safe for all. A split optimizer
+        optimizer: the optimizer of this model, or a list of several (Muon and AdamW), checked to
+            update these parameters. "auto" chooses by it; without one, and where it leaves out a
+            trained parameter, it takes `Block(8)`, which is safe for all. A split optimizer
             (`gradcomp.optim`) of all trained parameters then updates weights directly from the
             payloads: no averaged gradient is written, and `p.grad` is a NaN placeholder after
             backward (see `CompressionState.materialize_gradients`).
@@ -473,8 +475,8 @@ def register(
         `materialize_gradients` and `close`.
 
     Raises:
-        TypeError: `model` is not wrapped in DDP; an unknown option; `optimizer` is a class or a
-            name.
+        TypeError: `model` is not wrapped in DDP; an unknown option; `optimizer` is a class, a name
+            or another object without ``param_groups``.
         UnsupportedTensor: the dtype, device or layout of a parameter.
         ValueError: an option out of its range, a second hook, or a model without trained
             parameters; the message has the value.

@@ -1,9 +1,10 @@
 """What compression costs in accuracy: methods x optimizers x workloads, against fp32 and bf16, with
 several seeds.
 
-N ranks share a core and talk over loopback, so nothing but the time differs from a cluster. Every
-tensor is compressed, however small, unless a method says otherwise. Every finished run is a line of
-a file; a program that was stopped continues where it was.
+N ranks share a core and talk over loopback, so nothing but the time differs from a cluster. With
+--link they are hosts with a link of this rate, so that the guard of auto finds a network that is
+worth compressing for. Every tensor is compressed, however small, unless a method says otherwise.
+Every finished run is a line of a file; a program that was stopped continues where it was.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import itertools
 import re
 import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,13 +26,15 @@ from rich.table import Table
 from gradcomp.arguments import count
 from gradcomp.bench import plots
 from gradcomp.bench.about import save_json, table
+from gradcomp.bench.hosts import Hosts, NoHosts
 from gradcomp.bench.methods import DEFAULT, GRAMMAR, parse
 from gradcomp.bench.optimizers import OPTIMIZERS
 from gradcomp.bench.options import Option, command_line
-from gradcomp.bench.ranks import RankFailed
+from gradcomp.bench.ranks import Place, RankFailed
 from gradcomp.bench.sweep import Result, append, finished, key_of, run_all
 from gradcomp.bench.trainer import Task
 from gradcomp.bench.workloads import WORKLOADS, Workload, find
+from gradcomp.plan.links import parse_link
 
 CASE = ("workload", "optimizer", "workers", "steps")  # methods are compared within these fields
 WITHIN = 0.05  # largest accepted loss of local steps, in nats or points
@@ -46,6 +49,7 @@ examples:
 def read_options(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
     batch = "samples of a worker's minibatch (default: those of the workload)"
+    link = "rate of the workers' links, as for bench train; one training at a time"
     within = "print the longest local steps (every=H) that cost less, in nats or points"
     options: dict[str, Option] = {
         "workloads": (["gpt-1m"], WORKLOADS, "models and data to train"),
@@ -56,6 +60,7 @@ def read_options(argv: Sequence[str]) -> argparse.Namespace:
         "batch": (count, "N", batch),
         "factors": ([1.0], "X", "factors of the workload's rate, which is a usual one for fp32"),
         "within": (WITHIN, "X", within),
+        "link": (str, "RATE", f"{link} (default: loopback)"),
         "out": (Path("accuracy"), "DIR", "folder for runs.jsonl, accuracy.json, accuracy.png"),
     }
     out = command_line("accuracy", __doc__, EPILOG, options, ("seeds", "jobs"))
@@ -76,7 +81,8 @@ def main(argv: list[str]) -> int:
         )
     ]
     given = {key: value for key, value in vars(args).items() if key not in ("data", "out", "jobs")}
-    return run_and_show("accuracy", tasks, args.data, args.out / "accuracy.json", args.jobs, given)
+    file = args.out / "accuracy.json"
+    return run_and_show("accuracy", tasks, args.data, file, args.jobs, given, args.link)
 
 
 def run_and_show(
@@ -86,10 +92,12 @@ def run_and_show(
     file: Path,
     processes: int,
     arguments: dict[str, Any],
+    link: str | None = None,
 ) -> int:
     """Run the tasks that are not yet in ``runs.jsonl`` in the folder of `file`, `processes` at a
     time, print tables, and write `file` (JSON) and its plot (PNG). Tasks with 0 steps have as many
-    as their workload. `benchmark` is the name for errors, `arguments` are for the JSON file.
+    as their workload. `benchmark` is the name for errors, `arguments` are for the JSON file, `link`
+    is the rate of links between hosts (None: loopback).
 
     Returns:
         The exit status: 1 if a rank failed, 2 if a task is impossible.
@@ -102,10 +110,10 @@ def run_and_show(
         results = finished(lines, runs)
         file.parent.mkdir(parents=True, exist_ok=True)
         left = [task for task in runs if task not in results]
-        for task, ranks, seconds in run_all(left, processes, spread=False):
+        for task, ranks, seconds in _run(left, processes, link):
             results[task] = _line(task, ranks[0], seconds)
             append(lines, results[task])
-    except (ValueError, OSError, RankFailed) as error:
+    except (NoHosts, ValueError, OSError, RankFailed) as error:
         print(f"gradcomp.bench {benchmark}: {error}", file=sys.stderr)
         return 1 if isinstance(error, RankFailed) else 2
     rows = summarize([results[task] for task in runs])
@@ -121,6 +129,19 @@ def run_and_show(
         console.print(line, highlight=False, soft_wrap=True)
     console.print(f"wrote {file}" + (f", {file.with_suffix('.png')}" if panels else ""))
     return 0
+
+
+def _run(
+    tasks: Sequence[Task], processes: int, link: str | None
+) -> Iterator[tuple[Task, list[Result], float]]:
+    """Run tasks over loopback, or in turn on hosts with links of a rate."""
+    if link is None:
+        yield from run_all(tasks, processes, spread=False)
+        return
+    for ranks in sorted({task.workers for task in tasks}):
+        with Hosts(ranks, parse_link(link)) as hosts:
+            own = [task for task in tasks if task.workers == ranks]
+            yield from run_all(own, place=Place(ranks, hosts))
 
 
 def _completed(task: Task, workload: Workload, data: Path) -> Task:
@@ -144,6 +165,7 @@ def _line(task: Task, first: Result, seconds: float) -> Result:
         "sent_nbytes": sent,
         "bits": 8 * sent / values if sent is not None and values else None,
         "seconds": seconds,
+        "described": first.get("described", ""),
     }
 
 

@@ -31,6 +31,7 @@ from gradcomp.local import DiLoCo
 from gradcomp.local.outer import LR, MOMENTUM
 from gradcomp.onebit_sgd import DoubleBuffer
 from gradcomp.payload.form import removal
+from gradcomp.plan.advice import AUTO
 
 NONE = "none"  # the model without DDP and without an exchange
 NOOP = "noop"  # DDP with a hook that averages nothing
@@ -99,7 +100,7 @@ class Method:
     """Method of averaging gradients, with its options."""
 
     name: str  # as given on the command line
-    codec: Codec | None = None  # codec of the gradients; None: `hook` averages them
+    codec: Codec | str | None = None  # codec of the gradients, or "auto"; None: `hook` averages
     # function that registers a hook with a DDP model, instead of a codec; None: no hook
     hook: Hook | None = None
     bits: int = 0  # bits per value that `hook` sends; 0: not known
@@ -148,6 +149,7 @@ METHODS: dict[str, Method] = {
             for rank in (1, 4)
         ),
         *(Method(codec.name, codec) for codec in KINDS if not isinstance(codec, Identity)),
+        Method(AUTO, AUTO),
         Method("terngrad-requantize", TernGrad(scale="own", second_phase="requantize")),
     )
 }
@@ -161,6 +163,8 @@ GRAMMAR = f"""
 methods: {", ".join(name for name in METHODS if name not in (NONE, NOOP))}, {FSDP2},
   module:factory (registers a hook of your own with a DDP model); codecs with options after a
   colon: onebit:exempt=ends,warmup_steps=100
+  auto                         codec and options by the optimizer, as register(model, "auto")
+  guard=off                    do not time other codecs in early steps (auto)
   exempt={"|".join(PRESETS)}     tensors that travel in fp32 (ends: vectors, embeddings, head)
   min_numel=N, slice_numel=N   smallest tensor that is compressed; values of a slice
   warmup_steps=N               first step that is compressed; steps before it are sent in fp32
@@ -237,10 +241,10 @@ def _with(method: Method, option: Option, text: str) -> Method:
         place, new = "options", {"advanced": rare}
     if place != "codec":
         return replace(method, **{place: getattr(method, place) | new})
-    given = {} if codec is None else codec.options()
+    given = codec.options() if isinstance(codec, Codec) else {}
     if isinstance(codec, OneBit) and name == "rotate":  # excludes the defaults of other options
         given = {"rotate": False, "second_phase": codec.second_phase}
-    if codec is None or name not in given:
+    if not isinstance(codec, Codec) or name not in given:
         raise ValueError(f"{method.name.partition(':')[0]} has no such option")
     return replace(method, codec=type(codec)(**given | new))
 
@@ -259,8 +263,9 @@ def _one_of(values: Mapping[str, Any]) -> Callable[[str], Any]:
 
 def _codec_of(name: str) -> Codec:
     codec = parse(name).codec
-    if codec is None:
-        raise ValueError(f"takes a codec, and {name} is not one")
+    if not isinstance(codec, Codec):
+        text = f"takes a codec, and {name} is not one"
+        raise ValueError(text)  # noqa: TRY004 - a word's value
     return codec
 
 
@@ -285,6 +290,7 @@ OPTIONS: dict[str, Option] = {
     "exchange": Option("options", "exchange", str),
     "precondition": Option("options", "precondition", _switch),
     "scale_lr": Option("advanced", "scale_lr", _switch),
+    "guard": Option("advanced", "guard", _one_of({"off": False})),
     "double": Option("", "double", _switch),
     "feedback": Option("", "feedback", _one_of({"off": False})),
     "every": Option("local", "sync_every", int),
@@ -300,8 +306,9 @@ def _check(method: Method) -> None:
     """Raise a ValueError for options that exclude each other."""
     text, codec, options = method.name, method.codec, method.options
     name, local, warm = text.partition(":")[0], method.local, options.get("warmup_steps")
-    without, forgets, starts = codec is None, not method.feedback, "warmup_codec" in options
-    feeds_back = codec is not None and codec.error_feedback
+    without, named = codec is None, isinstance(codec, Codec)
+    forgets, starts = not method.feedback, "warmup_codec" in options
+    feeds_back = isinstance(codec, Codec) and codec.error_feedback
     refused = {
         "feedback=off is for codecs that have feedback": forgets and not feeds_back,
         "start= packs the first steps and needs warmup_steps=N": starts and not warm,
@@ -313,7 +320,7 @@ def _check(method: Method) -> None:
             method.double and (local or forgets)
         ),
         "local steps need a codec and every=H, and exclude feedback=off": (
-            local and (without or "sync_every" not in local or forgets)
+            local and (not named or "sync_every" not in local or forgets)
         ),
         f"{name} takes no options but {_known_to(name)}": (
             (method.hook is not None or without) and not local and not _only_changes(method, name)
@@ -355,11 +362,11 @@ def _sharded(text: str) -> Method:
     packs, keep = weights.removesuffix(",keep"), weights.endswith(",keep")
     packed = Method(rest, OVER_MPI[rest]) if rest in OVER_MPI else parse(rest)
     codec = packed.codec
-    if codec is None:
-        raise ValueError(
-            f"{text!r}: FSDP2 takes {FSDP2}:terngrad, {FSDP2}:onebit, {FSDP2}:bf16,"
-            f" {FSDP2}:terngrad,weights=block8,keep"
+    if not isinstance(codec, Codec):
+        takes = (
+            f"{FSDP2}:terngrad, {FSDP2}:onebit, {FSDP2}:bf16, {FSDP2}:terngrad,weights=block8,keep"
         )
+        raise ValueError(f"{text!r}: FSDP2 takes {takes}")  # noqa: TRY004 - a word's value
     if packed != Method(rest, codec, packed.hook, packed.bits):
         raise ValueError(
             f"{text}: under FSDP2 a codec takes second=, step=, decay= and group= alone"
@@ -415,10 +422,10 @@ def wrap(
         make: returns the optimizers of a model.
         comm: communicator of the codecs; None: torch's default process group.
         min_numel: smallest number of elements of a compressed tensor, unless the method sets it;
-            None: the default.
+            None: the default. Not for "auto".
     """
     options = method.options_for(list(model.named_parameters()))
-    if min_numel is not None:
+    if min_numel is not None and method.codec != AUTO:  # measured as users get it
         options.setdefault("min_numel", min_numel)
     if method.sharded:
         if comm is not None:
@@ -447,7 +454,7 @@ def wrap(
     if codec is None:
         assert method.hook is not None
         return Ready(method, wrapped, optimizers, method.hook(wrapped, **method.options))
-    if "advanced" in options and options["advanced"].scale_lr:
+    if codec == AUTO or ("advanced" in options and options["advanced"].scale_lr):
         options["optimizer"] = optimizers[0]
     state = gradcomp.ddp.register(wrapped, codec, comm=comm, **options)
     return Ready(method, wrapped, optimizers, state)

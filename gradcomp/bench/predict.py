@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from gradcomp.bench.methods import OVER_MPI, parse
+from gradcomp.codecs import Codec
 from gradcomp.exchange.sizing import choose
 from gradcomp.plan.costs import LocalSteps, Method, find_method, plan_buckets
 from gradcomp.plan.links import Link
@@ -27,7 +28,7 @@ def planned(name: str, world_size: int, *, over_mpi: bool = False) -> Method | N
         return find_method(name)
     method = parse(name)
     codec, local = method.codec, method.local
-    if codec is None or method.sharded or method.double:
+    if not isinstance(codec, Codec) or method.sharded or method.double:
         return None
     if method.options.get("precondition") or (local and "warmup_steps" in method.options):
         return None  # not modelled: preconditioning, or local steps after a warm-up

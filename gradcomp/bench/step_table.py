@@ -81,6 +81,7 @@ def row_of(
         "measure": first.get("measure"),
         "curve": first["curve"],
         "target_seconds": reached[0] if reached else None,
+        "described": first.get("described", ""),
     }
 
 

@@ -40,6 +40,7 @@ from gradcomp.bench.step_table import crossings, middle_rows, row_of, table_of
 from gradcomp.bench.sweep import Result, run_all
 from gradcomp.bench.trainer import Task
 from gradcomp.bench.workloads import Workload
+from gradcomp.plan.advice import AUTO
 from gradcomp.plan.links import Link, parse_link
 from gradcomp.plan.rates import Rates
 from gradcomp.plan.workload import Transport
@@ -260,6 +261,8 @@ def _show(args: argparse.Namespace, workload: Workload, cases: list[Case]) -> No
         for row in case.rows:
             if row.get("failed"):
                 console.print(f"{row['method']}: {row['failed']}")
+            elif row["method"].partition(":")[0] == AUTO:
+                console.print(f"{row['method']}: {row['described']}")
     for line in crossings([(case.ranks, case.link, case.rows) for case in cases]):
         console.print(line)
 

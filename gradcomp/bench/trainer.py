@@ -148,6 +148,7 @@ def train(emit: Emit, task: Task) -> dict[str, Any]:
         "phases": phases,
         "peak_nbytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "curve": curve,
+        "described": ready.state.describe() if hasattr(ready.state, "describe") else "",
     }
     if ready.local is not None:
         ready.local.restore()  # the last weights on which all ranks have agreed

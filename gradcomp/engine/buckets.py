@@ -139,34 +139,38 @@ class Source(Protocol):
 
 
 class Gradient:
-    """The gradient of a parameter, as a `Source`; a missing gradient is averaged as zero."""
+    """The gradient of a parameter, as a `Source`; a missing gradient is averaged as zero.
+
+    Attributes:
+        parameter: the parameter, a DTensor if it is sharded.
+    """
 
     def __init__(self, name: str, parameter: Tensor) -> None:
-        self.name, self._parameter = name, parameter
+        self.name, self.parameter = name, parameter
         self.trained, self.shard = parameter.requires_grad, shard_of(parameter)
 
     @property
     def like(self) -> Tensor:
-        return local_part(self._parameter)
+        return local_part(self.parameter)
 
     def load(self, view: Tensor) -> None:
-        grad = self._parameter.grad
-        if grad is None or not self._parameter.requires_grad:
+        grad = self.parameter.grad
+        if grad is None or not self.parameter.requires_grad:
             view.zero_()
         else:
             view.copy_(local_part(grad))
 
     def store(self, view: Tensor) -> None:
-        if not self._parameter.requires_grad:
+        if not self.parameter.requires_grad:
             return
-        if self._parameter.grad is None:
-            self._parameter.grad = _like(self._parameter, view.clone())
+        if self.parameter.grad is None:
+            self.parameter.grad = _like(self.parameter, view.clone())
         else:
-            local_part(self._parameter.grad).copy_(view)
+            local_part(self.parameter.grad).copy_(view)
 
     def clear(self) -> None:
-        if self._parameter.requires_grad:
-            self._parameter.grad = None
+        if self.parameter.requires_grad:
+            self.parameter.grad = None
 
 
 class Bucket:
@@ -242,12 +246,3 @@ def _like(parameter: Any, local: Tensor) -> Tensor:
         stride=stride,
     )
     return whole
-
-
-def check_optimizer(optimizer: Any, parameters: Iterable[Tensor]) -> None:
-    """Raise ValueError if an optimizer updates none of the given parameters."""
-    known = {id(p) for p in parameters}
-    if not any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
-        raise ValueError(
-            "optimizer updates no parameter of this model; pass the optimizer that trains it"
-        )

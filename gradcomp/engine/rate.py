@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from statistics import NormalDist
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradcomp.codecs import Codec, OneBit
+from gradcomp.engine.optimizers import name_of, unwrapped
 from gradcomp.exchange.second import codec_of
 from gradcomp.exchange.sizing import Strategy
 from gradcomp.payload.rng import RngKey
@@ -34,17 +35,6 @@ from gradcomp.payload.rng import RngKey
 DIVIDES, OTHERS = ("adam", "rmsprop"), ("adamax", "lamb", "onebit", "zeroone")
 # `_normal`: side of the square, and an odd stride, which visits every number once
 SIDE, STRIDE = 128, 6151
-
-
-def unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer that updates the weights: the inner one of torch's
-    `ZeroRedundancyOptimizer` and of the wrappers of accelerate, Lightning and torchft.
-    """
-    for name in ("optim", "optimizer"):
-        wrapped = getattr(optimizer, name, None)
-        if hasattr(wrapped, "param_groups"):
-            return unwrapped(wrapped)
-    return optimizer
 
 
 def divides_by_squares(optimizer: Optimizer) -> bool:
@@ -115,14 +105,14 @@ _BY_OPTIMIZER: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[LongerSteps
 
 
 class LongerSteps:
-    """Optimizer hooks that multiply the learning rates during each step, and restore them after it.
+    """Optimizer hooks that multiply learning rates during each step, and restore them after it.
 
     If several objects exist for one optimizer, only the newest is active. Decoupled weight decay
     (`AdamW`), which is a multiple of the rate, is not changed. The optimizer holds weak references
     only, so the hooks do nothing once this object is garbage-collected.
 
     Args:
-        optimizer: the optimizer of the model.
+        optimizers: optimizers of the model whose steps codes shorten.
         factor: factor for an exchange that uses codes (`shortening`).
         begun: number of exchanges before the first with codes, i.e. of the warm-up.
 
@@ -131,9 +121,9 @@ class LongerSteps:
         coded: `shortening` of the codec that the guard has decided for; set by the engine.
     """
 
-    def __init__(self, optimizer: Optimizer, factor: float, begun: int) -> None:
+    def __init__(self, optimizers: Sequence[Any], factor: float, begun: int) -> None:
         self.coded, self._begun, self.steps = factor, begun, 0
-        self._name = type(optimizer).__name__
+        self._name = name_of(optimizers)
         self._originals: list[tuple[dict[str, Any], dict[str, Any]]] = []
         before, after = weakref.WeakMethod(self._before), weakref.WeakMethod(self._after)
 
@@ -145,12 +135,11 @@ class LongerSteps:
 
             return hook
 
-        self._hooks = [
-            optimizer.register_step_pre_hook(call(before)),
-            optimizer.register_step_post_hook(call(after)),
-        ]
-        self._refs = _BY_OPTIMIZER.setdefault(optimizer, [])
-        self._refs.append(weakref.ref(self))
+        self._hooks: list[Any] = []
+        for optimizer in map(unwrapped, optimizers):
+            self._hooks.append(optimizer.register_step_pre_hook(call(before)))
+            self._hooks.append(optimizer.register_step_post_hook(call(after)))
+            _BY_OPTIMIZER.setdefault(optimizer, []).append(weakref.ref(self))
 
     def factor(self, group: Mapping[str, Any]) -> float:
         """Return the factor of a parameter group in this step.
@@ -173,11 +162,13 @@ class LongerSteps:
         """Remove the hooks."""
         while self._hooks:
             self._hooks.pop().remove()
-        self._refs[:] = [ref for ref in self._refs if ref() not in (None, self)]
+        for refs in _BY_OPTIMIZER.values():
+            refs[:] = [ref for ref in refs if ref() not in (None, self)]
 
     def _before(self, optimizer: Optimizer) -> None:
         self._after(optimizer)  # restore rates that a step has changed before it raised
-        if next(alive for ref in reversed(self._refs) if (alive := ref()) is not None) is not self:
+        refs = reversed(_BY_OPTIMIZER[optimizer])
+        if next(alive for ref in refs if (alive := ref()) is not None) is not self:
             return
         for group in optimizer.param_groups:
             factor = self.factor(group)

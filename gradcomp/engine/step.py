@@ -24,8 +24,9 @@ from gradcomp.engine import state
 from gradcomp.engine.buckets import Gradient, Source
 from gradcomp.engine.guard import Guard
 from gradcomp.engine.layouts import Layouts, Members
+from gradcomp.engine.optimizers import name_of
 from gradcomp.engine.options import Options
-from gradcomp.engine.rate import LongerSteps, divides_by_squares, gains, shortening, unwrapped
+from gradcomp.engine.rate import LongerSteps, divides_by_squares, gains, shortening
 from gradcomp.engine.replicas import Replicas
 from gradcomp.engine.watch import Growth
 from gradcomp.errors import GradcompError, PeerMismatch, peers_answer
@@ -337,29 +338,28 @@ class Engine:
             first = next(n for n in count(step + 1) if self.guard.fallback(n) is codec)
             logger.warning("from step %d on gradients travel by %r: %s", first, codec, reason)
 
-    def scale_lr_of(self, optimizer: Any) -> None:
-        """Correct the optimizer's learning rates if options say so (`gradcomp.engine.rate`).
+    def scale_lr_of(self, optimizers: Sequence[Any]) -> None:
+        """Correct learning rates if options say so (`gradcomp.engine.rate`).
 
         Raises:
-            ValueError: ``scale_lr=True``, and noise does not shorten the steps of `optimizer`.
+            ValueError: ``scale_lr=True``, and noise shortens the steps of no optimizer.
         """
-        options, scales = self.options, self.options.advanced.scale_lr
-        shortens = optimizer is not None and divides_by_squares(optimizer)
+        scales = self.options.advanced.scale_lr
+        shortens = [one for one in optimizers if divides_by_squares(one)]
         if scales and not shortens:
             raise ValueError(
                 "scale_lr=True needs optimizer=, one that divides by the root of squares (Adam,"
-                f" AdamW, RMSprop, SplitAdamW), got {type(optimizer).__name__}"
+                f" AdamW, RMSprop, SplitAdamW), got {name_of(optimizers) or None}"
             )
         wanted = gains(self.codec) if scales is None else scales
-        wanted = wanted and options.precondition is not None
         if self._longer is not None:  # made for an earlier communicator
             self._longer.close()
             self._longer, self.layouts.lr_factor = None, 1.0
-        if not (shortens and wanted and self.layouts.compresses):
+        if not (shortens and wanted and self.options.precondition and self.layouts.compresses):
             return
         factor = self.layouts.lr_factor = shortening(self.codec, self.layouts.strategy)
         if factor != 1.0:
-            self._longer = LongerSteps(unwrapped(optimizer), factor, options.warmup_steps)
+            self._longer = LongerSteps(shortens, factor, self.options.warmup_steps)
 
     # ---- failures --------------------------------------------------------------------------------
 

@@ -79,8 +79,9 @@ class CompressedDDPStrategy(DDPStrategy):  # type: ignore[misc]  # mypy does not
             return
         if self._compression is not None:  # of an earlier trainer.fit
             self._compression.close()
-        optimizer = self.optimizers[0] if len(self.optimizers) == 1 else None
-        self._compression = register(self.model, self._codec, optimizer=optimizer, **self._options)
+        self._compression = register(
+            self.model, self._codec, optimizer=self.optimizers or None, **self._options
+        )
         self._watch = DdpWatch(self._compression, self.model, automatic=False)
         if self.world_size == 1:
             warn_alone("CompressedDDPStrategy on one device", "Trainer(devices=2) or more")

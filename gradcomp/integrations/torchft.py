@@ -19,7 +19,7 @@ import logging
 import os
 import socket
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -32,6 +32,7 @@ from gradcomp.codecs import Codec
 from gradcomp.comm.base import Communicator
 from gradcomp.comm.local import LocalCommunicator
 from gradcomp.comm.torchdist import TorchCommunicator
+from gradcomp.engine.optimizers import listed
 from gradcomp.engine.options import Advanced, CommonOptions, takes
 from gradcomp.engine.state import Accepted
 from gradcomp.engine.step import Step
@@ -93,7 +94,8 @@ class ManagedAverager(GradientAverager):
         manager: a torchft manager that has not started a quorum yet.
         named_parameters, codec, bucket_cap_mb, advanced, common: see `gradcomp.GradientAverager`.
             The default of ``timeout_s`` is the manager's timeout, that of ``atomic_steps`` is True.
-        optimizer: the optimizer of these parameters, or torchft's wrapper of it.
+        optimizer: the optimizer of these parameters, or a list of several; each may be in
+            torchft's wrapper.
         name: distinguishes several averagers of one manager.
         checked: whether an optimizer step on these parameters without `average` before it raises
             GradcompError.
@@ -112,7 +114,7 @@ class ManagedAverager(GradientAverager):
         named_parameters: nn.Module | Iterable[tuple[str, nn.Parameter]],
         codec: Codec | str = "auto",
         *,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         bucket_cap_mb: float = 25.0,
         name: str = "",
         checked: bool = True,
@@ -126,14 +128,16 @@ class ManagedAverager(GradientAverager):
         if self._key in manager._user_state_dicts:
             raise ValueError(f"this manager has an averager {name!r} already: give it a name")
         self._manager = manager
-        self._optimizer = optimizer.optim if isinstance(optimizer, OptimizerWrapper) else optimizer
+        self._optimizers = [
+            one.optim if isinstance(one, OptimizerWrapper) else one for one in listed(optimizer)
+        ]
         if common.get("timeout_s") is None:
             common["timeout_s"] = manager._timeout.total_seconds()
         common.setdefault("atomic_steps", True)  # a group that is behind copies the whole model
         super().__init__(
             named_parameters,
             codec,
-            optimizer=self._optimizer,
+            optimizer=self._optimizers or None,
             comm=LocalCommunicator.group(1)[0],  # until the first quorum
             bucket_cap_mb=bucket_cap_mb,
             advanced=advanced,
@@ -311,7 +315,7 @@ class ManagedAverager(GradientAverager):
             return
         comm, self._quorum = self._quorum, None
         self._engine.move(comm)
-        self._engine.scale_lr_of(self._optimizer)
+        self._engine.scale_lr_of(self._optimizers)
         if comm.rank == 0:
             logger.info(self.describe())
 

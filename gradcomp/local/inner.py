@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradcomp.engine.buckets import check_optimizer
+from gradcomp.engine.optimizers import check_optimizers
 from gradcomp.engine.watch import Mine, before_any_step
 from gradcomp.errors import GradcompError, UnsupportedTensor
 
@@ -95,8 +95,7 @@ class Inner:
             raise ValueError(
                 f"inner_optimizer must be an optimizer or several different ones, got {given!r}"
             )
-        for one in self._optimizers:
-            check_optimizer(one, known)
+        check_optimizers(self._optimizers, known)
         self._stepped: set[int] = set()
         self._inside: Any = None
         self._then: Callable[[], None] | None = None

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gradcomp import kernels
 from gradcomp.engine.layouts import Members
+from gradcomp.engine.optimizers import name_of
 from gradcomp.engine.step import Engine
 from gradcomp.errors import GradcompError, PeerMismatch
 from gradcomp.exchange.agree import Named
@@ -31,8 +32,13 @@ from gradcomp.payload.order import storage_view
 CLIP_EPS = 1e-6  # added to the norm, as in torch.nn.utils.clip_grad_norm_
 
 
-def why_not_fused(optimizer: Any, engine: Engine, *, has_scaler: bool) -> str:
-    """Return why an optimizer cannot read gradients from payloads, or "" if it can."""
+def why_not_fused(optimizers: Sequence[Any], engine: Engine, *, has_scaler: bool) -> str:
+    """Return why optimizers cannot read gradients from payloads; "" if one can, or without any."""
+    if not optimizers:
+        return ""
+    if len(optimizers) > 1:
+        return f"{name_of(optimizers)} are several optimizers"
+    (optimizer,) = optimizers
     if not isinstance(optimizer, SplitOptimizer):
         return f"{type(optimizer).__name__} is no split optimizer"
     if engine.comm.world_size == 1:
@@ -48,10 +54,11 @@ def why_not_fused(optimizer: Any, engine: Engine, *, has_scaler: bool) -> str:
     return f"{left[0]!r} is not in the optimizer" if left else ""
 
 
-def replicated(optimizer: SplitOptimizer, engine: Engine) -> Named:
+def replicated(optimizers: Sequence[SplitOptimizer], engine: Engine) -> Named:
     """Return (name, tensor) pairs of optimizer state, which must be equal on all ranks."""
     return [
         (f"{key} of {name}", value)
+        for optimizer in optimizers
         for name, p in engine.named
         if p in optimizer.state
         for key, value in optimizer.state[p].items()
@@ -59,14 +66,16 @@ def replicated(optimizer: SplitOptimizer, engine: Engine) -> Named:
     ]
 
 
-def agree_on_optimizer(optimizer: SplitOptimizer, engine: Engine, not_fused: str) -> None:
-    """Raise PeerMismatch ("optimizer") on every rank if the optimizer's class, its state or
-    `not_fused` differs between ranks. Collective.
+def agree_on_optimizers(
+    optimizers: Sequence[SplitOptimizer], engine: Engine, not_fused: str
+) -> None:
+    """Raise PeerMismatch ("optimizer") on every rank if the optimizers' classes, their state or
+    `not_fused` differ between ranks. Collective.
     """
-    kind = type(optimizer).__name__
+    kind = name_of(optimizers)
     text = f"{kind}, {f'not fused: {not_fused}' if not_fused else 'fused'}"
     try:
-        engine.replicas.agree_on({"optimizer": text}, replicated(optimizer, engine))
+        engine.replicas.agree_on({"optimizer": text}, replicated(optimizers, engine))
     except PeerMismatch as found:
         if found.field in ("wire_version", "call", "optimizer"):
             raise

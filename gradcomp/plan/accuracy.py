@@ -17,7 +17,7 @@ from typing import Any
 from gradcomp.arguments import suggestion
 from gradcomp.codecs import Block, Codec, EntropyCoded, Identity, OneBit, Ternary, TernGrad
 from gradcomp.codecs.feedback import FeedbackCodec
-from gradcomp.engine.rate import unwrapped
+from gradcomp.engine.optimizers import unwrapped
 
 ENOUGH_SEEDS = 3  # figures from fewer seeds are shown but not used for recommendations
 TOLERANCES: Mapping[str, float] = {"nats": 0.02, "points": 0.3}  # deviations over three seeds
@@ -266,15 +266,14 @@ TABLE = (
 )
 
 
-def decayed(codec: Codec, optimizer: Any) -> Codec:
-    """Return a codec with its residual decay set, if it is None, to the measured decay for the
-    optimizer's family, or to 1. Codecs without error feedback are returned unchanged.
+def decayed(codec: Codec, family: str | None) -> Codec:
+    """Return a codec with its residual decay set, if it is None, to the measured decay for a family
+    of optimizers, or to 1. Codecs without error feedback are returned unchanged.
     """
     if not isinstance(codec, FeedbackCodec) or not codec.error_feedback:
         return codec
     if codec.residual_decay is not None:
         return codec
-    family = None if optimizer is None else family_of(optimizer)
     return codec.with_decay(DECAYS.get(family or "", 1.0))
 
 
@@ -288,19 +287,15 @@ def written(codec: Codec) -> str:
     return f"{type(codec).__name__}({', '.join(words)})"
 
 
-def family_of(optimizer: Any) -> str | None:
-    """Return the family of an optimizer by the class names of the innermost (unwrapped) optimizer
-    and its bases; None: not in the table.
-
-    Raises:
-        TypeError: a class, or an object without ``param_groups``, in place of an optimizer.
+def family_of(optimizers: Sequence[Any]) -> str | None:
+    """Return the family of the optimizers of one model by the class names of the innermost
+    (unwrapped) optimizers and their bases; None: not in the table, none given, or several families.
     """
-    if isinstance(optimizer, type) or not hasattr(optimizer, "param_groups"):
-        name = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
-        raise TypeError(
-            f"optimizer must be an optimizer, such as torch.optim.AdamW(...), got {name}"
-        )
-    return family_of_names([kind.__name__ for kind in type(unwrapped(optimizer)).__mro__])
+    families = {
+        family_of_names([kind.__name__ for kind in type(unwrapped(one)).__mro__])
+        for one in optimizers
+    }
+    return families.pop() if len(families) == 1 else None
 
 
 def check_optimizer(name: str) -> str:

@@ -9,9 +9,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from gradcomp.codecs import Block, Codec, EntropyCoded, resolve
-from gradcomp.engine.buckets import Source
+from gradcomp.engine.buckets import Gradient
+from gradcomp.engine.optimizers import left_out, name_of
 from gradcomp.engine.options import Advanced, CommonOptions, Options
-from gradcomp.engine.rate import divides_by_squares, gains, unwrapped
+from gradcomp.engine.rate import divides_by_squares, gains
 from gradcomp.optim.base import SplitOptimizer
 from gradcomp.payload.order import storage_shape
 from gradcomp.payload.parameters import THIN_GROUP_NUMEL, Parameter, describe_parameters
@@ -44,8 +45,8 @@ def resolve_auto(
     codec: Codec | str,
     common: CommonOptions,
     advanced: Advanced | None,
-    optimizer: Any,
-    sources: Sequence[Source],
+    optimizers: Sequence[Any],
+    sources: Sequence[Gradient],
     world_size: int,
     table: Sequence[Measured] = TABLE,
 ) -> Chosen:
@@ -57,41 +58,41 @@ def resolve_auto(
     "auto" chooses the codec with the fewest bits whose measured loss is tolerated, among rows
     measured with the second phase that it has on this number of ranks. Explicit options win: a
     codec that needs other options is not chosen. Neither is one that needs a warm-up, because the
-    number of steps is not known here. The choice depends only on the optimizer's class, the
-    options, the tensors' shapes and the number of ranks, so all ranks choose the same.
+    number of steps is not known here. If a trained parameter is in no optimizer, another kind may
+    update it, so the codec is one that is safe for all. The choice depends only on the optimizers'
+    classes and parameters, the options, the tensors' shapes and the number of ranks, so all ranks
+    choose the same.
 
     Args:
         codec: a codec, its name, or "auto".
         common, advanced: options as given by the user.
-        optimizer: only its class is read; None: not known.
+        optimizers: of these parameters; only their classes are read; empty: not known.
         sources: the tensors to exchange.
         world_size: number of ranks; with ``nodes=``, the number of nodes is used instead.
         table: measured accuracy losses.
 
     Raises:
-        TypeError: an option is unknown, or `optimizer` is a class or name, not an optimizer.
+        TypeError: an option is unknown.
         ValueError: an option is out of its range.
     """
-    family = None if optimizer is None else family_of(optimizer)
+    left = left_out(optimizers, [(s.name, s.parameter) for s in sources]) if optimizers else []
+    family = None if left else family_of(optimizers)
     mine = Options(**common, advanced=advanced)  # type: ignore[arg-type]
     if mine.warmup_codec is not None:
-        mine = replace(mine, warmup_codec=decayed(resolve(mine.warmup_codec), optimizer))
-    name = type(unwrapped(optimizer)).__name__
+        mine = replace(mine, warmup_codec=decayed(resolve(mine.warmup_codec), family))
+    name = name_of(optimizers)
     if not (isinstance(codec, str) and codec == AUTO):
         known = resolve(codec)
-        given = decayed(known, optimizer)
+        given = decayed(known, family)
         changed = given.decay != known.decay
         said = f"residual_decay={given.decay:g} for {name}" if changed else ""
         return Chosen(given, mine, said, bool(mine.advanced.guard))
     guarded = mine.advanced.guard is not False and mine.advanced.transform is None
     nodes = mine.advanced.nodes
     ranks = world_size if nodes is None else len(nodes)
-    scales = (
-        optimizer is not None
-        and mine.advanced.scale_lr is not False
-        and divides_by_squares(optimizer)
-        # fused updates from payloads to weights cannot use preconditioned averages
-        and not isinstance(optimizer, SplitOptimizer)
+    # fused updates from payloads to weights cannot use preconditioned averages
+    scales = mine.advanced.scale_lr is not False and all(
+        divides_by_squares(one) and not isinstance(one, SplitOptimizer) for one in optimizers
     )
     found: list[tuple[Measured, Options]] = []
     for row in within(family, table):
@@ -102,7 +103,7 @@ def resolve_auto(
     if found:
         row, chosen = found[0]
         codecs = [
-            decayed(_not_thin(one.codec, chosen, sources), optimizer)
+            decayed(_not_thin(one.codec, chosen, sources), family)
             for one, options in found
             if options == chosen
         ]
@@ -111,9 +112,15 @@ def resolve_auto(
         coded = isinstance(codecs[0], EntropyCoded)  # a code of variable lengths takes longest
         faster = (one for one in codecs if coded and not isinstance(one, EntropyCoded))
         return Chosen(codecs[0], chosen, said, guarded, next(faster, None))
-    best = decayed(_not_thin(FALLBACK, mine, sources), optimizer)
+    best = decayed(_not_thin(FALLBACK, mine, sources), family)
     why = ", which is safe for every optimizer; pass optimizer= for fewer bytes"
-    if optimizer is not None:
+    if left:
+        also = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        why = (
+            f", because optimizer= ({name}) does not train {left[0]!r}{also}; pass all optimizers"
+            " of this model, optimizer=[muon, adamw], for fewer bytes"
+        )
+    elif optimizers:
         within_options = "nothing with these options is known to be within tolerance"
         reason = within_options if family else "this optimizer is not in the table"
         why = f" for {name}: not measured ({reason})"
@@ -123,7 +130,7 @@ def resolve_auto(
 def warning_of(
     codec: Codec,
     options: Options,
-    optimizer: Any,
+    optimizers: Sequence[Any],
     world_size: int,
     table: Sequence[Measured] = TABLE,
 ) -> str | None:
@@ -132,7 +139,7 @@ def warning_of(
     """
     if options.precondition is not None:
         return None
-    family = None if optimizer is None else family_of(optimizer)
+    family = family_of(optimizers)
     phase = codec.resolved_second_phase(world_size)
     rows = [row for row in table if row.is_of(family, codec, phase)]
     plain = [row for row in rows if not row.precondition and not row.start]
@@ -148,9 +155,8 @@ def warning_of(
     if safe is not None:
         how = f" with {safe.given()}" if safe.given() else ""
         more = f"; {written(safe.codec)}{how} all but {max(0.0, safe.loss):.3f}"
-    name = type(unwrapped(optimizer)).__name__
     return (
-        f"{codec!r} under {name} without precondition=True: {done.who} lost"
+        f"{codec!r} under {name_of(optimizers)} without precondition=True: {done.who} lost"
         f" {worst.loss:.2f} {unit} over fp32's {done.fp32:.2f} after {done.steps:,} steps."
         f" {best.given(start=not options.warmup_steps)} keeps all but {best.loss:.3f} {unit}{more}"
         f" ({done.source})"
@@ -181,7 +187,7 @@ def _with(row: Measured, mine: Options, given: CommonOptions, scales: bool) -> O
         return None
 
 
-def _not_thin(codec: Codec, options: Options, sources: Sequence[Source]) -> Codec:
+def _not_thin(codec: Codec, options: Options, sources: Sequence[Gradient]) -> Codec:
     """Return the codec with groups of `BLOCK` elements in place of rows if some rows are so short
     that blocks need fewer scales; otherwise the codec itself.
     """

@@ -9,7 +9,7 @@ import torch
 from _idx import write_folder
 from torch import nn
 
-from gradcomp.bench import accuracy, paper
+from gradcomp.bench import accuracy, hosts, paper
 from gradcomp.bench.methods import parse
 from gradcomp.bench.models import ByteGPT, SmallResNet
 from gradcomp.bench.sweep import append, finished, key_of
@@ -114,6 +114,25 @@ def test_a_table_of_small_runs_continues_where_it_was(tmp_path, capsys):
     # of three steps one; two in fp32
     assert 2 / 3 * 32 < rows["powersgd1"]["bits"] < 2 / 3 * 32 + 1
     assert (out / "accuracy.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_workers_on_hosts_with_links_and_the_choice_of_auto(tmp_path, capsys):
+    """Over hosts where they can be made; elsewhere the command says why not."""
+    words = b"the quick brown fox jumps over the lazy dog. " * (HELD_OUT_SHARE * BLOCK // 45 + 1)
+    (tmp_path / "prose.txt").write_bytes(words)
+    options = f"--data {tmp_path} --out {tmp_path} --steps 3 --seeds 1 --methods auto:guard=off"
+    options += " --workers 2 --link 1gbit"
+    if why := hosts.unavailable():
+        assert accuracy.main(options.split()) == 2
+        assert why in capsys.readouterr().err
+        return
+    assert accuracy.main(options.split()) == 0
+    line = json.loads((tmp_path / "runs.jsonl").read_text())
+    assert "auto: EntropyCoded(1.25) with precondition=True for AdamW" in line["described"]
+    assert line["bits"] < 2  # vectors in fp32, as users get it
+    assert accuracy.main([*options.split(), "--link", "fast", "--steps", "4"]) == 2
+    assert "link 'fast' is not understood" in capsys.readouterr().err
 
 
 @pytest.mark.slow

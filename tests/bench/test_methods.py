@@ -22,6 +22,8 @@ from gradcomp.plan.models import find_model
     [
         *(name for name, method in methods.METHODS.items() if method.codec is None),
         "terngrad",
+        "auto",
+        "auto:guard=off,min_numel=5",
         "block2:precondition",
         "ternary:step=1.5,decay=0.25,group=128",
         "onebit:rotate,exchange=all_gather,min_numel=5,slice_numel=512",
@@ -53,6 +55,12 @@ def test_a_method_is_read(name):
         ("bf16:second=block4", "second: bf16 has no such option"),
         ("onebit:second=exact", "integer sums"),
         ("onebit:start=bf16,warmup_steps=3", "bf16 is not one"),
+        ("onebit:start=auto,warmup_steps=3", "auto is not one"),
+        ("auto:step=2", "auto has no such option"),
+        ("auto:feedback=off", "for codecs that have"),
+        ("auto:every=3", "need a codec"),
+        ("auto:guard=1", "guard: must be one of off"),
+        ("fsdp2:auto", "FSDP2 takes"),
         ("onebit:start=block4", "warmup_steps=N"),
         ("onebit:momentum,warmup_steps=3", "unknown option 'momentum' of onebit: it is gone"),
         ("onebit:precondition,feedback=off", "forgotten"),
@@ -139,7 +147,13 @@ def test_the_planner_knows_the_method_as_it_travels(
 
 @pytest.mark.parametrize(
     "name",
-    ["powersgd1", "block2:precondition", "onebit:double", "terngrad:every=30,warmup_steps=9"],
+    [
+        "powersgd1",
+        "auto",
+        "block2:precondition",
+        "onebit:double",
+        "terngrad:every=30,warmup_steps=9",
+    ],
 )
 def test_the_planner_does_not_know(name):
     assert planned(name, 2) is None

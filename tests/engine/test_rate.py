@@ -86,7 +86,7 @@ def test_a_step_has_the_rate_and_gives_it_back(decoupled):
     decay = 0.1 / 1.25 if decoupled else 0.1
     plain = kind([weights[0]], lr=0.0125, weight_decay=decay)
     scaled = kind([weights[1]], lr=0.01, weight_decay=0.1)
-    longer = LongerSteps(scaled, 1.25, 0)
+    longer = LongerSteps([scaled], 1.25, 0)
     for step in range(3):
         for w in weights:
             w.grad = torch.sin(torch.arange(100.0) + step)
@@ -101,9 +101,25 @@ def test_a_step_has_the_rate_and_gives_it_back(decoupled):
     assert not torch.allclose(*weights, rtol=1e-6, atol=1e-8)
 
 
+def test_every_optimizer_of_a_model_has_longer_steps():
+    pair = [torch.optim.AdamW([parameter()], lr=0.1), torch.optim.Adam([parameter()], lr=0.2)]
+    made = [LongerSteps(pair, 2.0, 0), LongerSteps(pair[:1], 3.0, 0)]
+    assert made[0].describe() == "learning rate of AdamW and Adam x 2 in steps"
+    seen = [rates_of(one) for one in pair]
+    while True:
+        for longer in made:
+            longer.steps = 1
+        for one in pair:
+            one.step()
+        if not made:
+            break
+        made.pop().close()
+    assert seen == [pytest.approx([0.3, 0.2, 0.1]), pytest.approx([0.4, 0.4, 0.2])]
+
+
 def test_it_ends_with_what_made_it():
     optimizer = torch.optim.AdamW([parameter()], lr=0.1)
-    longer = LongerSteps(optimizer, 2.0, 0)
+    longer = LongerSteps([optimizer], 2.0, 0)
     longer.steps, seen = 1, rates_of(optimizer)
     optimizer.step()
     del longer
@@ -114,7 +130,7 @@ def test_it_ends_with_what_made_it():
 def test_a_step_that_raises_leaves_a_rate_that_the_next_one_mends():
     p = parameter()
     optimizer = torch.optim.AdamW([p], lr=0.1)
-    longer = LongerSteps(optimizer, 2.0, 0)
+    longer = LongerSteps([optimizer], 2.0, 0)
     longer.steps = 1
 
     def closure():
@@ -129,7 +145,7 @@ def test_a_step_that_raises_leaves_a_rate_that_the_next_one_mends():
 
 def test_after_a_warm_up_it_follows_the_average_of_squares():
     """v of 5 exact squares and k noisy ones, as Adam averages them."""
-    longer = LongerSteps(torch.optim.AdamW([parameter()]), 1.5, 5)
+    longer = LongerSteps([torch.optim.AdamW([parameter()])], 1.5, 5)
     for beta in (0.5, 0.95, 0.999):
         v = 0.0
         for step in range(1, 60):
@@ -237,7 +253,7 @@ def test_of_several_for_one_optimizer_the_newest_changes_rates():
     and the rate grew from step to step.
     """
     optimizer = torch.optim.AdamW([parameter()], lr=0.1)
-    longer = [LongerSteps(optimizer, factor, 0) for factor in (2.0, 3.0, 4.0)]
+    longer = [LongerSteps([optimizer], factor, 0) for factor in (2.0, 3.0, 4.0)]
     seen = rates_of(optimizer)
     for step in range(6):
         for one in longer:

@@ -694,6 +694,11 @@ LINES = [
     (lambda net: torch.optim.SGD(net.parameters(), lr=0.1), {}, "SGD is no split optimizer"),
     (lambda net: OPTIMIZERS["sgd"](net[0].parameters()), {}, "'1.weight' is not in the optimizer"),
     (
+        lambda net: [OPTIMIZERS["sgd"](part.parameters()) for part in net],
+        {},
+        "SplitSGD and SplitSGD are several optimizers",
+    ),
+    (
         lambda net: OPTIMIZERS["sgd"](net.parameters()),
         {"grad_scaler": torch.amp.GradScaler("cpu")},
         "a grad_scaler needs the gradients",

@@ -22,6 +22,7 @@ from gradcomp import Block, EntropyCoded, GradientAverager, OneBit, PeerMismatch
 from gradcomp.codecs import resolve
 from gradcomp.comm import LocalCommunicator
 from gradcomp.engine.buckets import Gradient
+from gradcomp.engine.optimizers import listed
 from gradcomp.engine.options import Options
 from gradcomp.onebit_sgd import AggregateAdagrad, DoubleBuffer
 from gradcomp.optim import SplitAdamW, SplitLAMB, SplitSGD, split_parameters
@@ -85,8 +86,10 @@ def choose(kind, table=TABLE, model=NET, advanced=None, **options):
     """Return what "auto" chooses for an optimizer of this kind, or its name in torch.optim."""
     kind = getattr(torch.optim, kind) if isinstance(kind, str) else kind
     optimizer = kind(model.parameters(), lr=0.1)
-    sources = [Gradient(name, p) for name, p in model.named_parameters()]
-    return resolve_auto("auto", options, advanced, optimizer, sources, 4, table)[:3]
+    trained = optimizer.param_groups[0]["params"]  # of a copy, with split optimizers
+    named = zip(dict(model.named_parameters()), trained, strict=True)
+    sources = [Gradient(name, p) for name, p in named]
+    return resolve_auto("auto", options, advanced, [optimizer], sources, 4, table)[:3]
 
 
 # ---- the table -----------------------------------------------------------------------------------
@@ -149,7 +152,7 @@ def test_the_worst_of_several_trainings_counts_and_few_seeds_do_not():
 )
 def test_families(kind, family):
     optimizer = kind(NET.parameters(), lr=0.1)
-    assert family_of(optimizer) == family
+    assert family_of([optimizer]) == family
     assert family_of_names([type(optimizer).__name__]) == (None if kind is MySGD else family)
 
 
@@ -241,7 +244,7 @@ NAMED = (OneBit(residual_decay=0.5), OneBit(residual_decay=1.0), TernGrad())
 )
 def test_a_codec_that_is_named_is_left_alone_but_for_an_open_decay(codec, optimizer, decay, says):
     given = {"warmup_steps": 2, "warmup_codec": "block4"}
-    found, options, said, *_ = resolve_auto(codec, given, None, optimizer, [], 2)
+    found, options, said, *_ = resolve_auto(codec, given, None, listed(optimizer), [], 2)
     assert (found.decay, said) == (decay, says) and found.name == resolve(codec).name
     assert says or repr(found) == repr(resolve(codec))
     assert options.warmup_codec.decay == (DECAYS["adam"] if optimizer is ADAM else 1.0)
@@ -403,12 +406,52 @@ class WithGroups(torch.optim.AdamW):
     param_groups = property(lambda self: [])
 
 
-@pytest.mark.parametrize("wrong", ["adamw", 5, [], torch.optim.AdamW, WithGroups])
+@pytest.mark.parametrize("wrong", ["adamw", 5, [], [ADAM, "sgd"], torch.optim.AdamW, WithGroups])
 @pytest.mark.parametrize("codec", ["auto", "onebit"])
 def test_a_class_or_a_name_is_no_optimizer(wrong, codec):
-    message = r"optimizer must be an optimizer, such as torch\.optim\.AdamW\(\.\.\.\), got"
+    message = r"optimizer must be an optimizer, such as torch\.optim\.AdamW\(\.\.\.\), or a list"
     with pytest.raises(TypeError, match=message):
         GradientAverager(NET, codec, comm=LocalCommunicator.group(1)[0], optimizer=wrong)
+
+
+def part_of(kind, *numbers):
+    """Return an optimizer of some of `NET`'s parameters."""
+    parameters = list(NET.parameters())
+    return getattr(torch.optim, kind)([parameters[n] for n in numbers], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "says"),
+    [
+        ([part_of("AdamW", 0, 1), part_of("Adam", 2, 3)], f"{CHOSEN.format('AdamW and Adam')}"),
+        ([part_of("SGD", 0, 2), part_of("SGD", 1, 3)], "EntropyCoded(1.25) for SGD and SGD"),
+        (
+            [part_of("AdamW", 0, 1), part_of("SGD", 2, 3)],
+            "Block(8) for AdamW and SGD: not measured",
+        ),
+        (
+            part_of("AdamW", 0, 1),
+            "Block(8), because optimizer= (AdamW) does not train '2.weight' and 1 more; pass all",
+        ),
+        (
+            [part_of("SGD", 0, 1), part_of("SGD", 3)],
+            "optimizer= (SGD and SGD) does not train '2.weight'; pass",
+        ),
+    ],
+    ids=str,
+)
+def test_several_optimizers_of_one_model(optimizers, says):
+    """Another kind of optimizer may train what is in none of them."""
+    averager = GradientAverager(
+        NET, "auto", comm=LocalCommunicator.group(1)[0], optimizer=optimizers
+    )
+    assert says in averager.describe()
+    averager.close()
+
+
+def test_an_optimizer_is_named_once():
+    with pytest.raises(ValueError, match="optimizer has the same AdamW twice"):
+        GradientAverager(NET, "ternary", comm=LocalCommunicator.group(1)[0], optimizer=[ADAM, ADAM])
 
 
 def test_a_double_buffer_chooses_by_its_optimizer():
@@ -432,7 +475,7 @@ def test_a_double_buffer_chooses_by_its_optimizer():
     ],
 )
 def test_no_warning_where_the_table_knows_no_better(codec, table, warns):
-    assert (warning_of(codec, Options(), ADAM, 4, table) is not None) is warns
+    assert (warning_of(codec, Options(), [ADAM], 4, table) is not None) is warns
 
 
 def perceptron(rank, register, lr, steps, dtype=torch.float32):
