@@ -306,8 +306,7 @@ def _check(method: Method) -> None:
     """Raise a ValueError for options that exclude each other."""
     text, codec, options = method.name, method.codec, method.options
     name, local, warm = text.partition(":")[0], method.local, options.get("warmup_steps")
-    without, named = codec is None, isinstance(codec, Codec)
-    forgets, starts = not method.feedback, "warmup_codec" in options
+    without, forgets, starts = codec is None, not method.feedback, "warmup_codec" in options
     feeds_back = isinstance(codec, Codec) and codec.error_feedback
     refused = {
         "feedback=off is for codecs that have feedback": forgets and not feeds_back,
@@ -320,7 +319,7 @@ def _check(method: Method) -> None:
             method.double and (local or forgets)
         ),
         "local steps need a codec and every=H, and exclude feedback=off": (
-            local and (not named or "sync_every" not in local or forgets)
+            local and (without or "sync_every" not in local or forgets)
         ),
         f"{name} takes no options but {_known_to(name)}": (
             (method.hook is not None or without) and not local and not _only_changes(method, name)
@@ -362,11 +361,11 @@ def _sharded(text: str) -> Method:
     packs, keep = weights.removesuffix(",keep"), weights.endswith(",keep")
     packed = Method(rest, OVER_MPI[rest]) if rest in OVER_MPI else parse(rest)
     codec = packed.codec
-    if not isinstance(codec, Codec):
+    if codec is None:
         takes = (
             f"{FSDP2}:terngrad, {FSDP2}:onebit, {FSDP2}:bf16, {FSDP2}:terngrad,weights=block8,keep"
         )
-        raise ValueError(f"{text!r}: FSDP2 takes {takes}")  # noqa: TRY004 - a word's value
+        raise ValueError(f"{text!r}: FSDP2 takes {takes}")
     if packed != Method(rest, codec, packed.hook, packed.bits):
         raise ValueError(
             f"{text}: under FSDP2 a codec takes second=, step=, decay= and group= alone"

@@ -47,7 +47,7 @@ def resolve(codec: Codec | str) -> Codec:
     if isinstance(codec, str):
         if codec not in _BY_NAME:
             hint = (
-                ' ("auto" is for register and GradientAverager, which know the optimizer)'
+                ' ("auto" is for register, GradientAverager and DiLoCo, which know the optimizer)'
                 if codec == "auto"
                 else removal(codec) or suggestion(codec, _BY_NAME)
             )

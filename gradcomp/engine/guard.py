@@ -158,9 +158,12 @@ class Guard:
         )
         times = [math.nan] * 3
         if complete:
-            times[0] = statistics.median(self._seconds[self._codec])
+            chosen = sorted(self._seconds[self._codec])
+            times[0] = statistics.median(chosen)
             if self._faster is not None:
-                times[1] = statistics.median(self._seconds[self._faster])
+                other = sorted(self._seconds[self._faster])
+                # NaN, which is less than nothing, unless all but one are shorter than all but one
+                times[1] = statistics.median(other) if other[-2] < chosen[1] else math.nan
             times[2] = min(self._seconds[LADDER[-1]])
         report = _REPORT.pack(*times, self._probe.error())
         reports = gather(
@@ -172,11 +175,11 @@ class Guard:
         packed, faster, plain = (statistics.fmean(r[n] for r in reports) for n in range(3))
         if self.level:
             return None
-        # NaN, which is not less than anything: not timed
+        # NaN, which is not less than anything: not timed, or no clear difference on some rank
         wins = faster < SHORTER * packed
         best = min(packed, faster)
         text = f"a step takes {packed * 1e3:.1f} ms with {self._codec!r}"
-        if self._faster is not None:
+        if not math.isnan(faster):
             text += f", {faster * 1e3:.1f} ms with {self._faster!r}"
         text += f" and {plain * 1e3:.1f} ms in bf16"
         if plain < best:

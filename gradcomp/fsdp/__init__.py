@@ -29,7 +29,7 @@ __all__ = ["FsdpState", "register"]
 @takes(ShardedOptions, others="FSDP2 leaves averages as shards with their owners")
 def register(
     model: nn.Module,
-    codec: Codec | str | None = None,
+    codec: Codec | str = "auto",
     *,
     weights: Codec | str | None = None,
     keep_weights: bool = False,
@@ -52,7 +52,7 @@ def register(
     Args:
         model: an FSDP module, or a model that contains some. Each may be sharded over another group
             of ranks.
-        codec: codec or name; None: `Ternary(error_feedback=False)`, which needs no memory. With
+        codec: codec or name; "auto": `Ternary(error_feedback=False)`, which needs no memory. With
             `Ternary()`, `OneBit` and `Block` every rank has residuals as large as the unsharded
             gradients; their size is logged.
         weights: codec of the weights that are gathered for forward and backward: "block8",
@@ -81,7 +81,7 @@ def register(
         check_layers(model)
     return FsdpState(
         model,
-        Ternary(error_feedback=False) if codec is None else resolve(codec),
+        Ternary(error_feedback=False) if codec == "auto" else resolve(codec),
         Options(**common),
         weights=packed,
         keep_weights=keep_weights,

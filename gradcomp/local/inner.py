@@ -76,6 +76,7 @@ class Inner:
         parameters: trained parameters of the model.
 
     Attributes:
+        optimizers: the optimizers as a list.
         steps: inner steps since `watch`; all optimizers stepping once, in any order, is one step.
         weights: fp32 access to the parameters.
 
@@ -88,24 +89,22 @@ class Inner:
         given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         parameters: Iterable[Tensor],
     ) -> None:
-        self._optimizers = list(given) if isinstance(given, Sequence) else [given]
+        self.optimizers = list(given) if isinstance(given, Sequence) else [given]
         known = list(parameters)
         self._mine = Mine(known)
-        if len({id(one) for one in self._optimizers}) < max(1, len(self._optimizers)):
+        if len({id(one) for one in self.optimizers}) < max(1, len(self.optimizers)):
             raise ValueError(
                 f"inner_optimizer must be an optimizer or several different ones, got {given!r}"
             )
-        check_optimizers(self._optimizers, known)
+        check_optimizers(self.optimizers, known)
         self._stepped: set[int] = set()
         self._inside: Any = None
         self._then: Callable[[], None] | None = None
-        self._hooked = [
-            found for one in self._optimizers if (found := _with_hooks(one)) is not None
-        ]
-        self._is_counted = len(self._hooked) == len(self._optimizers)
+        self._hooked = [found for one in self.optimizers if (found := _with_hooks(one)) is not None]
+        self._is_counted = len(self._hooked) == len(self.optimizers)
         self._calls = self._before_calls = self.steps = 0
         self._is_warned = False
-        self.weights = Weights(self._optimizers)
+        self.weights = Weights(self.optimizers)
 
     def before_step(self, call: Callable[..., None]) -> list[Any]:
         """Call `call` with the step's arguments before every step of each optimizer; return the
@@ -132,7 +131,7 @@ class Inner:
     def then(self, call: Callable[[], None] | None) -> None:
         if call is not None and not self._is_counted:
             kinds = ", ".join(
-                sorted({type(one).__name__ for one in self._optimizers if _with_hooks(one) is None})
+                sorted({type(one).__name__ for one in self.optimizers if _with_hooks(one) is None})
             )
             raise TypeError(
                 f"steps of {kinds} cannot be counted, since it takes no hooks: call step() after"
@@ -164,7 +163,7 @@ class Inner:
     def _ended(self, optimizer: Any, *_: Any) -> None:
         self._inside = None
         self._stepped.add(id(optimizer))
-        if len(self._stepped) == len(self._optimizers):
+        if len(self._stepped) == len(self.optimizers):
             self._stepped.clear()
             self.steps += 1
             if self._then is not None:

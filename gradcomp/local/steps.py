@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from gradcomp.averager import GradientAverager, torch_communicator
-from gradcomp.codecs import Codec, Identity, resolve
+from gradcomp.codecs import Codec, Identity
 from gradcomp.comm.base import Communicator
 from gradcomp.engine.options import Advanced, LocalOptions, Options, takes
 from gradcomp.engine.watch import remove
@@ -31,6 +32,7 @@ from gradcomp.memory.saved import Saved, write
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
+logger = logging.getLogger("gradcomp")
 AGREED_ROUNDS = 64  # rounds of a `sync_every` function that ranks compare
 
 
@@ -59,10 +61,10 @@ class DiLoCo:
             inside a node, use ``exchange="hierarchical"``: one exchange per node.
         inner_optimizer: the optimizer of its parameters, or several for different parameters (Muon
             and AdamW), which must all step to make one inner step. Split optimizers keep trails.
-        codec: codec or name. With 1 bit a small GPT lost 0.25 nats where ternary lost 0.03 (H = 30
-            after a tenth of the steps averaged in fp32; docs/explanation/accuracy.md). "terngrad"
-            needs a smaller learning rate than fp32 when gradients are averaged every step; with
-            local steps this was not measured.
+        codec: codec or name. "auto" chooses by the inner optimizer among codecs measured with local
+            steps, under Adam `OneBit(rotate=True)`; `Block(8)` under others. 1 bit with residuals
+            lost 0.25 nats where "terngrad" lost 0.03 (a small GPT, H = 30 after a tenth of the
+            steps averaged in fp32; docs/explanation/accuracy.md, "Local steps").
         sync_every: H, inner steps from one sync of a parameter to the next; or a function of the
             round's number that returns H. It is called for the first 64 rounds at construction, so
             that ranks can compare the results.
@@ -111,6 +113,8 @@ class DiLoCo:
         advanced: Advanced | None = None,
         **common: Unpack[LocalOptions],
     ) -> None:
+        from gradcomp.plan.advice import resolve_local
+
         self._trained = Trained(model)
         named = self._trained.named
         options = Options(**common, advanced=advanced)  # type: ignore[arg-type]
@@ -124,7 +128,6 @@ class DiLoCo:
                 "scale_lr=True is for gradients of every step: codes of changes of weights do not"
                 " shorten the inner optimizer's steps"
             )
-        codec = resolve(codec)
         self._turns = Turns(sync_every, fragments)
         delay, alpha = fragment_sync_delay, fragment_update_alpha
         if (
@@ -147,6 +150,7 @@ class DiLoCo:
         parts = cut([p.numel() for _, p in named], fragments)
         self._warmup_steps, self._delay, self._alpha = options.warmup_steps, delay, alpha
         self._comm = comm if comm is not None else torch_communicator(options.timeout_s)
+        codec, self._chosen = resolve_local(codec, self._inner.optimizers, self._comm.world_size)
         self._timeout_s = options.timeout_s or self._comm.timeout_s
         self._fragments: list[Fragment] = []
         self._gradients: GradientAverager | None = None
@@ -197,6 +201,8 @@ class DiLoCo:
                     named, first, comm=self._duplicate(), **vars(plain)
                 )
                 self._hooks += self._inner.before_step(self._before_inner_step)
+            if self._chosen and self._comm.rank == 0:
+                logger.info(self.describe())
         except BaseException:
             self.close()
             raise
@@ -361,16 +367,19 @@ class DiLoCo:
         )
 
     def describe(self) -> str:
-        """Return one line of text: H, warm-up, fragments, delay, and the exchange."""
+        """Return one line of text: H, warm-up, fragments, delay, the exchange, and what "auto" has
+        chosen.
+        """
         turns = f", {len(self._fragments)} fragments in turns" if len(self._fragments) > 1 else ""
         late = f", {self._delay} steps late (alpha {self._alpha:g})" if self._delay else ""
         warmup = (
             f" after {self._warmup_steps} steps of averaged gradients" if self._warmup_steps else ""
         )
+        chosen = f"; {self._chosen}" if self._chosen else ""
         name, length = type(self).__name__, self._turns.length(self._turns.round)
         return (
             f"{name} every {length} inner steps{warmup}{turns}{late}:"
-            f" {self._fragments[0].averager.describe()}"
+            f" {self._fragments[0].averager.describe()}{chosen}"
         )
 
     def check_replicas(self) -> None:

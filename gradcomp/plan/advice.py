@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from gradcomp.codecs import Block, Codec, EntropyCoded, resolve
+from gradcomp.codecs import Block, Codec, EntropyCoded, Identity, resolve
 from gradcomp.engine.buckets import Gradient
 from gradcomp.engine.optimizers import left_out, name_of
 from gradcomp.engine.options import Advanced, CommonOptions, Options
@@ -16,7 +16,15 @@ from gradcomp.engine.rate import divides_by_squares, gains
 from gradcomp.optim.base import SplitOptimizer
 from gradcomp.payload.order import storage_shape
 from gradcomp.payload.parameters import THIN_GROUP_NUMEL, Parameter, describe_parameters
-from gradcomp.plan.accuracy import TABLE, Measured, decayed, family_of, within, written
+from gradcomp.plan.accuracy import (
+    TABLE,
+    TOLERANCES,
+    Measured,
+    decayed,
+    family_of,
+    within,
+    written,
+)
 
 AUTO = "auto"
 # for optimizers that are unknown or not in the table: no training lost anything with it
@@ -75,8 +83,7 @@ def resolve_auto(
         TypeError: an option is unknown.
         ValueError: an option is out of its range.
     """
-    left = left_out(optimizers, [(s.name, s.parameter) for s in sources]) if optimizers else []
-    family = None if left else family_of(optimizers)
+    family = family_of(optimizers)
     mine = Options(**common, advanced=advanced)  # type: ignore[arg-type]
     if mine.warmup_codec is not None:
         mine = replace(mine, warmup_codec=decayed(resolve(mine.warmup_codec), family))
@@ -87,6 +94,8 @@ def resolve_auto(
         changed = given.decay != known.decay
         said = f"residual_decay={given.decay:g} for {name}" if changed else ""
         return Chosen(given, mine, said, bool(mine.advanced.guard))
+    left = left_out(optimizers, [(s.name, s.parameter) for s in sources]) if optimizers else []
+    family = None if left else family
     guarded = mine.advanced.guard is not False and mine.advanced.transform is None
     nodes = mine.advanced.nodes
     ranks = world_size if nodes is None else len(nodes)
@@ -125,6 +134,41 @@ def resolve_auto(
         reason = within_options if family else "this optimizer is not in the table"
         why = f" for {name}: not measured ({reason})"
     return Chosen(best, mine, f"auto: {written(best)}{why}", guarded)
+
+
+def resolve_local(
+    codec: Codec | str,
+    optimizers: Sequence[Any],
+    world_size: int,
+    table: Sequence[Measured] = TABLE,
+) -> tuple[Codec, str]:
+    """Return the codec of local steps and "", or for "auto" the chosen one and text about it.
+
+    "auto" chooses the fewest bits whose loss against local steps in fp32 is tolerated: what these
+    lose against an exchange in every step is not the codec's. The choice depends only on the
+    classes of the inner optimizers and the number of ranks.
+
+    Raises:
+        ValueError, TypeError: see `gradcomp.codecs.resolve`.
+    """
+    if not (isinstance(codec, str) and codec == AUTO):
+        return resolve(codec), ""
+    family, name = family_of(optimizers), name_of(optimizers)
+    rows = [row for row in table if row.training.family == family and row.every > 1 and row.counts]
+    exact = {row.training: row.loss for row in rows if isinstance(row.codec, Identity)}
+    found = [
+        (row.bits, row.loss - exact[row.training], row)
+        for row in rows
+        if row.training in exact and _as_measured(row, world_size)
+    ]
+    tolerated = [one for one in found if one[1] <= TOLERANCES[one[2].training.unit]]
+    if not tolerated:
+        return FALLBACK, f"auto: {written(FALLBACK)} for {name}: not measured with local steps"
+    _, loss, row = min(tolerated, key=lambda one: one[:2])
+    how = f"{loss:+.3f} {row.training.unit} to local steps in fp32"
+    return row.codec, (
+        f"auto: {written(row.codec)} for {name}: {how} ({row.training}, sync_every={row.every})"
+    )
 
 
 def warning_of(

@@ -993,6 +993,14 @@ def test_steps_count_once_in_a_with_block():
     assert local.inner_steps == 2
 
 
+def test_auto_says_what_it_chose(caplog):
+    caplog.set_level("INFO", "gradcomp")
+    *_, local = alone("auto", sync_every=2)
+    assert "; auto: Block(8) for SGD: not measured with local steps" in local.describe()
+    assert local.describe() in caplog.text
+    local.close()
+
+
 def pair(model, rest=torch.optim.AdamW):
     """Muon for matrices, or where torch has none momentum; something else for vectors."""
     matrices, vectors = (

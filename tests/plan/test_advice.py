@@ -18,7 +18,16 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradcomp
 import gradcomp.ddp
-from gradcomp import Block, EntropyCoded, GradientAverager, OneBit, PeerMismatch, Ternary, TernGrad
+from gradcomp import (
+    Block,
+    EntropyCoded,
+    GradientAverager,
+    Identity,
+    OneBit,
+    PeerMismatch,
+    Ternary,
+    TernGrad,
+)
 from gradcomp.codecs import resolve
 from gradcomp.comm import LocalCommunicator
 from gradcomp.engine.buckets import Gradient
@@ -37,7 +46,7 @@ from gradcomp.plan.accuracy import (
     ways,
     within,
 )
-from gradcomp.plan.advice import resolve_auto, warning_of, written
+from gradcomp.plan.advice import resolve_auto, resolve_local, warning_of, written
 
 ROOT = Path(__file__).parents[2]
 GPT = TABLE[0].training
@@ -354,7 +363,9 @@ def test_auto_without_an_optimizer_is_safe_for_every_one_and_says_so(gloo):
     averager = GradientAverager(NET, "auto", comm=LocalCommunicator.group(1)[0])
     assert says in averager.describe()
     averager.close()
-    with pytest.raises(ValueError, match=r"unknown codec 'auto'.*register and GradientAverager"):
+    with pytest.raises(
+        ValueError, match=r"unknown codec 'auto'.*register, GradientAverager and DiLoCo"
+    ):
         gradcomp.all_reduce(torch.ones(4), "auto", comm=LocalCommunicator.group(1)[0])
 
 
@@ -447,6 +458,34 @@ def test_several_optimizers_of_one_model(optimizers, says):
     )
     assert says in averager.describe()
     averager.close()
+
+
+LOCAL = [row for row in TABLE if row.every > 1]
+EXACT = next(row for row in LOCAL if row.codec.name == "identity")
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "ranks", "table", "wanted", "says"),
+    [
+        ([ADAM], 4, TABLE, OneBit(rotate=True), "OneBit(rotate=True) for AdamW: -0.021 nats to"),
+        ([ADAM], 16, TABLE, OneBit(rotate=True), "in fp32 (a byte GPT of 0.87 M parameters on"),
+        ([ADAM, part_of("Adam", 0)], 4, TABLE, OneBit(rotate=True), "for AdamW and Adam: -0.021"),
+        ([SGD], 4, TABLE, Block(8), "Block(8) for SGD: not measured with local steps"),
+        ([ADAM, SGD], 4, TABLE, Block(8), "Block(8) for AdamW and SGD: not measured"),
+        # without the fp32 run beside it, a row says nothing of its codec
+        ([ADAM], 4, [row for row in TABLE if row is not EXACT], Block(8), "not measured"),
+        # one seed more or less
+        ([ADAM], 4, [row for row in LOCAL if not row.codec.rotates], TernGrad(), "TernGrad() for"),
+        # sums of 4 ranks were measured, means of 8 were not
+        ([ADAM], 8, [row for row in LOCAL if not row.codec.rotates], Identity(), "Identity() for"),
+    ],
+    ids=str,
+)
+def test_the_codec_of_local_steps(optimizers, ranks, table, wanted, says):
+    codec, said = resolve_local("auto", optimizers, ranks, table)
+    assert repr(codec) == repr(wanted) and says in said
+    named, nothing = resolve_local("onebit", optimizers, ranks)
+    assert named.name == "onebit" and nothing == ""
 
 
 def test_an_optimizer_is_named_once():
