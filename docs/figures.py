@@ -639,6 +639,30 @@ def scaled() -> Iterator[Figure]:
         (found_one,) = losses(f"entropy:{options}", **muon)
         (fp32_muon,) = losses("fp32", optimizer="muon")
         yield f"| {label} | {{:.4f}}, {{:+.3f}} |", (found_one, found_one - fp32_muon)
+    of_muon = "entropy:bits=3.2,exempt=vectors,decay=0.25"
+    base_of, found = (losses(m, **muon) for m in ("fp32", of_muon))
+    base, mean = statistics.fmean(base_of), statistics.fmean(found)
+    text = f"| `EntropyCoded(3.2)`, 9 times fewer bytes | {three} | {three} | {{:+.3f}} |"
+    yield text, (*base_of, base, *found, mean, mean - base)
+    for label, workers, words, plain in (
+        ("prose", 4, "prose", GPT_600),
+        ("prose, N = 2", 2, "prose", statistics.fmean(losses("fp32", again, workers=2))),
+        ("source code", 4, "source code", statistics.fmean(losses("fp32", again, **code))),
+        (
+            "source code, N = 2",
+            2,
+            "source code",
+            statistics.fmean(losses("fp32", again, **two_code)),
+        ),
+    ):
+        own = {"workers": workers, "text": words}
+        runs_of = [r for r in load("auto-gpt-1m.jsonl") if own.items() <= r.items()]
+        found = [r["measure"] for r in sorted(runs_of, key=lambda r: r["seed"])]
+        mean = statistics.fmean(found)
+        fewer = 32 / statistics.fmean(r["bits"] for r in runs_of)
+        yield f"| {label} | {three} | {{:+.3f}} | {{:.1f}} |", (*found, mean, mean - plain, fewer)
+    for run in load("low-rates.jsonl"):
+        yield f"| {run['label']} | {{:.4f}} |", (run["measure"],)
     six = {"workload": "gpt-6m", "batch": 4}
     (base,) = losses("fp32", "gpt-6m.jsonl", **six)
     yield "| fp32 | 32.0 | {:.4f} | |\n| `EntropyCoded(1.25)", (base,)

@@ -454,7 +454,7 @@ def wrap(
         assert method.hook is not None
         return Ready(method, wrapped, optimizers, method.hook(wrapped, **method.options))
     if codec == AUTO or ("advanced" in options and options["advanced"].scale_lr):
-        options["optimizer"] = optimizers[0]
+        options["optimizer"] = optimizers
     state = gradcomp.ddp.register(wrapped, codec, comm=comm, **options)
     return Ready(method, wrapped, optimizers, state)
 

@@ -32,7 +32,7 @@ from gradcomp.payload.rng import RngKey
 
 # Substrings of class names: optimizers that divide by the root of an average of squares, and those
 # among them whose step length is determined in another way.
-DIVIDES, OTHERS = ("adam", "rmsprop"), ("adamax", "lamb", "onebit", "zeroone")
+DIVIDES, OTHERS = ("adam", "rmsprop"), ("adamax", "lamb", "muon", "onebit", "zeroone")
 # `_normal`: side of the square, and an odd stride, which visits every number once
 SIDE, STRIDE = 128, 6151
 

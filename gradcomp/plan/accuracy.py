@@ -21,14 +21,16 @@ from gradcomp.engine.optimizers import unwrapped
 
 ENOUGH_SEEDS = 3  # figures from fewer seeds are shown but not used for recommendations
 TOLERANCES: Mapping[str, float] = {"nats": 0.02, "points": 0.3}  # deviations over three seeds
+# families whose losses the planner shows if no optimizer is named
 FAMILIES: Mapping[str, str] = {"adam": "Adam and its relatives", "sgd": "SGD"}
+MUON = "muon"  # the family of Muon, which trains matrices, and of Muon and AdamW together
 # `residual_decay` (`FeedbackCodec`) by family, where a decay below 1 loses less accuracy:
 # docs/explanation/accuracy.md.
-DECAYS: Mapping[str, float] = {"adam": 0.25}
+DECAYS: Mapping[str, float] = {"adam": 0.25, MUON: 0.25}
 # Parts of class names: of optimizers that divide by second moments, and of optimizers that contain
 # such a name but treat most gradients differently.
 SECOND_MOMENTS = ("adam", "lamb", "rmsprop", "adagrad", "adadelta", "adafactor")
-OTHERS = ("muon", "onebit", "zeroone")
+OTHERS = ("onebit", "zeroone")
 # Accepted names, in any case; "other" stands for every optimizer that is not listed.
 _NAMES = """
 adam adamw adamax nadam radam sparseadam adafactor adadelta adagrad rmsprop rprop lamb adabelief
@@ -43,7 +45,7 @@ class Training:
     """Training that was run with fp32 exchanges and with codecs.
 
     Attributes:
-        family: optimizer family, a key of `FAMILIES`.
+        family: optimizer family, a key of `FAMILIES` or `MUON`.
         optimizer: class name of the optimizer.
         who, what: the model, and its size or data set, as text.
         world_size, steps, seeds: number of ranks, steps and seeds.
@@ -208,6 +210,7 @@ _DIGITS = replace(
 _LARGE_RATES = "a perceptron diverges with it at a learning rate at which fp32 trains"
 _SHORT_RUNS = "runs of 600 steps lose more with it than with Block(4) (one seed)"
 _USUAL_RATE = "runs of 600 steps lose more with it at AdamW's usual rate"
+_GPT_MUON = replace(_GPT_600, family=MUON, optimizer="Muon and AdamW", fp32=1.2558)
 _SCALED: dict[str, Any] = {"precondition": True, "scale_lr": True}
 _SIXTH: dict[str, Any] = {"precondition": True, "start": 1 / 6, "warmup_codec": Block(4)}
 _RARE: dict[str, Any] = {"start": 1 / 10, "every": 30}
@@ -239,6 +242,7 @@ TABLE = (
     Measured(_GPT, TernGrad(), 2.0, 1.3719, **_RARE),
     Measured(_GPT, OneBit(rotate=True), 1.6, 1.3719, **_RARE),
     Measured(_GPT_SEED_0, OneBit(), 1.0, 1.5896, **_RARE),
+    Measured(_GPT_MUON, EntropyCoded(3.2), 3.4, 1.2610),
     Measured(_PERCEPTRON, Ternary(), 2.1, 0.9660),
     Measured(_PERCEPTRON_4, Ternary(), 2.1, 0.3488),
     Measured(_PERCEPTRON, TernGrad(), 2.0, 8.4572),
@@ -289,12 +293,15 @@ def written(codec: Codec) -> str:
 
 def family_of(optimizers: Sequence[Any]) -> str | None:
     """Return the family of the optimizers of one model by the class names of the innermost
-    (unwrapped) optimizers and their bases; None: not in the table, none given, or several families.
+    (unwrapped) optimizers and their bases; None: not in the table, none given, or several families
+    (other than Muon with Adam, or a relative, for what is no matrix).
     """
     families = {
         family_of_names([kind.__name__ for kind in type(unwrapped(one)).__mro__])
         for one in optimizers
     }
+    if families == {MUON, "adam"}:
+        return MUON
     return families.pop() if len(families) == 1 else None
 
 
@@ -315,6 +322,8 @@ def family_of_names(names: Sequence[str]) -> str | None:
     found = [name.lower() for name in names]
     if any(word in name for name in found for word in OTHERS):
         return None
+    if any(MUON in name for name in found):
+        return MUON
     if any(word in name for name in found for word in SECOND_MOMENTS):
         return "adam"
     return "sgd" if "sgd" in found else None

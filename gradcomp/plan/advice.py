@@ -126,8 +126,8 @@ def resolve_auto(
     if left:
         also = f" and {len(left) - 1} more" if len(left) > 1 else ""
         why = (
-            f", because optimizer= ({name}) does not train {left[0]!r}{also}; pass all optimizers"
-            " of this model, optimizer=[muon, adamw], for fewer bytes"
+            f", because optimizer= ({name}) does not train {left[0]!r}{also}; pass a list of all"
+            " optimizers of this model for fewer bytes"
         )
     elif optimizers:
         within_options = "nothing with these options is known to be within tolerance"

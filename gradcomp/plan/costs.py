@@ -124,7 +124,11 @@ def _exchanges(codec: Codec) -> list[Method]:
     return found
 
 
-_CODECS = (*(kind for kind in KINDS if not isinstance(kind, Identity)), EntropyCoded(1.25))
+_CODECS = (
+    *(kind for kind in KINDS if not isinstance(kind, Identity)),
+    EntropyCoded(1.25),
+    EntropyCoded(3.2),
+)
 METHODS = (
     Method("fp32", None, "all_reduce"),
     Method("bf16", None, "all_reduce", value_nbytes=2),

@@ -246,8 +246,8 @@ def test_ratios_are_near_the_bits_of_the_design(rows):
         **{f"block{bits} reduce_scatter": 7 / 8 * 2 * bits for bits in (2, 4, 8)},
         "entropy all_gather": 7 * EntropyCoded().form.bits,
         "entropy reduce_scatter": 7 / 8 * 2 * EntropyCoded().form.bits,
-        "entropy:bits=1.25 all_gather": 7 * 1.25,
-        "entropy:bits=1.25 reduce_scatter": 7 / 8 * 2 * 1.25,
+        **{f"entropy:bits={bits:g} all_gather": 7 * bits for bits in (1.25, 3.2)},
+        **{f"entropy:bits={bits:g} reduce_scatter": 7 / 8 * 2 * bits for bits in (1.25, 3.2)},
     }
     for row in rows:
         if row["world_size"] == 8:

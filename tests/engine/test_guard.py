@@ -137,6 +137,18 @@ def test_a_faster_codec_where_it_takes_less_time(clock, world_size):
         assert all("Ternary" in one for one in seen)
 
 
+@pytest.mark.parametrize(("noise", "level"), [((0.0,), len(LADDER)), ((0.0, 0.6), 0)])
+def test_bf16_stays_if_its_steps_are_clearly_shorter(clock, noise, level):
+    """Another program that is busy during some steps decides nothing."""
+
+    def run(comm):
+        averager, p = averager_of(comm)
+        steps(clock, averager, p, TIMED, (1.2, 1.2, 1.0), noise=noise)
+        return averager._engine.guard.level
+
+    assert run_local(2, run) == [level] * 2
+
+
 @pytest.mark.parametrize(
     ("noise", "level"),
     [((0.0,), -1), ((0.0, 0.0, 0.4), -1), ((0.0, 0.4), 0)],

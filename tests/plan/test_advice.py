@@ -61,7 +61,7 @@ SCALED = ("AdamW", "Adam", "NAdam", "RMSprop")  # of torch.optim
 ADAMS = (*SCALED, "Adagrad")
 
 
-class Muon(torch.optim.Optimizer):
+class Signs(torch.optim.Optimizer):
     def __init__(self, parameters, lr=0.1):
         super().__init__(parameters, {"lr": lr})
 
@@ -71,8 +71,8 @@ class Muon(torch.optim.Optimizer):
                 p.data -= group["lr"] * p.grad.sign()
 
 
-MuonWithAuxAdam, SignSGD, OnebitAdam = (
-    type(name, (Muon,), {}) for name in ("MuonWithAuxAdam", "SignSGD", "OnebitAdam")
+Muon, MuonWithAuxAdam, SignSGD, OnebitAdam = (
+    type(name, (Signs,), {}) for name in ("Muon", "MuonWithAuxAdam", "SignSGD", "OnebitAdam")
 )
 MySGD = type("MySGD", (torch.optim.SGD,), {})
 
@@ -155,7 +155,8 @@ def test_the_worst_of_several_trainings_counts_and_few_seeds_do_not():
         *((getattr(torch.optim, name), "adam") for name in ADAMS),
         (torch.optim.SGD, "sgd"),
         (MySGD, "sgd"),
-        *((kind, None) for kind in (SignSGD, Muon, MuonWithAuxAdam, torch.optim.Rprop)),
+        *((kind, "muon") for kind in (Muon, MuonWithAuxAdam)),
+        *((kind, None) for kind in (SignSGD, torch.optim.Rprop)),
         (OnebitAdam, None),
     ],
 )
@@ -187,7 +188,7 @@ LOSSY = tuple(replace(r, got=r.training.fp32 + 1) for r in TABLE if r.training.u
         ("AdamW", TABLE, {"precondition": False}, 8, f"Block(8) for AdamW: {BLOCK8}"),
         ("AdamW", TABLE, PLAIN_RATE, 8, f"Block(8) for AdamW: {BLOCK8}"),
         ("SGD", TABLE, {}, 1.25, "EntropyCoded(1.25) for SGD: +0.06 points of test error (LeNet"),
-        (Muon, TABLE, {}, 8, "Block(8) for Muon: not measured (this optimizer is not in the"),
+        (SignSGD, TABLE, {}, 8, "Block(8) for SignSGD: not measured (this optimizer is not in the"),
         ("Rprop", TABLE, {}, 8, "Block(8) for Rprop: not measured (this optimizer is not in"),
         ("AdamW", LOSSY, {}, 8, "Block(8) for AdamW: not measured (nothing with these options is"),
         # figures of other options are not claimed
@@ -326,7 +327,7 @@ STRAIGHT = "; updates go straight from payloads to weights"
         (SplitAdamW, {}, f"auto: Block.8. for SplitAdamW.*{STRAIGHT}"),
         (SplitSGD, {}, f"auto: Block.8. for SplitSGD: not measured.*{STRAIGHT}"),
         (torch.optim.SGD, LATER, r"from step 1 on; .*auto: EntropyCoded\(1.25\) for SGD"),
-        (Muon, {}, r"auto: Block\(8\) for Muon: not measured"),
+        (SignSGD, {}, r"auto: Block\(8\) for SignSGD: not measured"),
     ],
 )
 def test_register_chooses_and_says_so(gloo, kind, options, says):
@@ -425,6 +426,10 @@ def test_a_class_or_a_name_is_no_optimizer(wrong, codec):
         GradientAverager(NET, codec, comm=LocalCommunicator.group(1)[0], optimizer=wrong)
 
 
+MUON_ROW = next(row for row in TABLE if row.training.family == "muon")
+MUONS = f"auto: {written(MUON_ROW.codec)} for Muon and AdamW: {MUON_ROW.cost}"
+
+
 def part_of(kind, *numbers):
     """Return an optimizer of some of `NET`'s parameters."""
     parameters = list(NET.parameters())
@@ -436,13 +441,15 @@ def part_of(kind, *numbers):
     [
         ([part_of("AdamW", 0, 1), part_of("Adam", 2, 3)], f"{CHOSEN.format('AdamW and Adam')}"),
         ([part_of("SGD", 0, 2), part_of("SGD", 1, 3)], "EntropyCoded(1.25) for SGD and SGD"),
+        ([Muon([NET[0].weight, NET[2].weight]), part_of("AdamW", 1, 3)], MUONS),
+        (Muon([NET[0].weight, NET[2].weight]), "optimizer= (Muon) does not train '0.bias' and"),
         (
             [part_of("AdamW", 0, 1), part_of("SGD", 2, 3)],
             "Block(8) for AdamW and SGD: not measured",
         ),
         (
             part_of("AdamW", 0, 1),
-            "Block(8), because optimizer= (AdamW) does not train '2.weight' and 1 more; pass all",
+            "Block(8), because optimizer= (AdamW) does not train '2.weight' and 1 more; pass a",
         ),
         (
             [part_of("SGD", 0, 1), part_of("SGD", 3)],

@@ -82,7 +82,8 @@ def test_it_answers_and_writes(ask, tmp_path):
         ("--optimizer splitadamw --tolerance 0.05", "block2", {"splitadamw"}, [BLOCK2]),
         ("--optimizer sgd", "entropy:bits=1.25", {"sgd"}, ["+0.51"]),
         ("--optimizer sgd --tolerance-points 2 --tolerance 0.1", "onebit", {"sgd"}, ["+0.51"]),
-        ("--optimizer muon", "block8", {"muon"}, ["-"]),
+        ("--optimizer muon", "entropy:bits=3.2", {"muon"}, ["-"]),
+        ("--optimizer lion", "block8", {"lion"}, ["-"]),
     ],
 )
 def test_losses_stand_beside_the_seconds(ask, words, chosen, columns, block2):
