@@ -4,7 +4,8 @@ training of the table.
 
 **Time**: early steps are timed with the codec, with a faster one that sends more bytes, if the
 table has one, and in bf16, from the end of one exchange to the end of the next. The run continues
-with what took the shortest; in bf16 after steps in 8 bits that send what the residuals hold.
+with what took the shortest, if nearly all of its steps were shorter; in bf16 after steps in 8 bits
+that send what the residuals hold.
 
 **Error**: every `EVERY` steps, ranks gather their latest samples of `gradcomp.exchange.quality`.
 After `IN_A_ROW` errors above the limit, or once residuals grow without bound, the run continues

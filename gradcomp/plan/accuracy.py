@@ -283,6 +283,8 @@ def decayed(codec: Codec, family: str | None) -> Codec:
 
 def written(codec: Codec) -> str:
     """Return a codec as written in code, without options that have their defaults."""
+    if isinstance(codec, Identity):
+        return repr(codec)
     words = [f"{codec.bits:g}"] if isinstance(codec, (Block, EntropyCoded)) else []
     group = codec.options().get("group")
     words += [f"group={group}"] if isinstance(group, int) else []

@@ -472,7 +472,7 @@ EXACT = next(row for row in LOCAL if row.codec.name == "identity")
 
 
 @pytest.mark.parametrize(
-    ("optimizers", "ranks", "table", "wanted", "says"),
+    ("optimizers", "world_size", "table", "wanted", "says"),
     [
         ([ADAM], 4, TABLE, OneBit(rotate=True), "OneBit(rotate=True) for AdamW: -0.021 nats to"),
         ([ADAM], 16, TABLE, OneBit(rotate=True), "in fp32 (a byte GPT of 0.87 M parameters on"),
@@ -488,10 +488,10 @@ EXACT = next(row for row in LOCAL if row.codec.name == "identity")
     ],
     ids=str,
 )
-def test_the_codec_of_local_steps(optimizers, ranks, table, wanted, says):
-    codec, said = resolve_local("auto", optimizers, ranks, table)
+def test_the_codec_of_local_steps(optimizers, world_size, table, wanted, says):
+    codec, said = resolve_local("auto", optimizers, world_size, table)
     assert repr(codec) == repr(wanted) and says in said
-    named, nothing = resolve_local("onebit", optimizers, ranks)
+    named, nothing = resolve_local("onebit", optimizers, world_size)
     assert named.name == "onebit" and nothing == ""
 
 
