@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradcomp.engine.optimizers import check_optimizers
+from gradcomp.engine.optimizers import check_optimizers, listed
 from gradcomp.engine.watch import Mine, before_any_step
 from gradcomp.errors import GradcompError, UnsupportedTensor
 
@@ -81,7 +81,8 @@ class Inner:
         weights: fp32 access to the parameters.
 
     Raises:
-        ValueError: no optimizer, one twice, or one that updates none of the parameters.
+        TypeError: no optimizer, or something else in its place.
+        ValueError: an optimizer twice, or one that updates none of the parameters.
     """
 
     def __init__(
@@ -89,13 +90,9 @@ class Inner:
         given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         parameters: Iterable[Tensor],
     ) -> None:
-        self.optimizers = list(given) if isinstance(given, Sequence) else [given]
+        self.optimizers = listed([] if given is None else given)
         known = list(parameters)
         self._mine = Mine(known)
-        if len({id(one) for one in self.optimizers}) < max(1, len(self.optimizers)):
-            raise ValueError(
-                f"inner_optimizer must be an optimizer or several different ones, got {given!r}"
-            )
         check_optimizers(self.optimizers, known)
         self._stepped: set[int] = set()
         self._inside: Any = None

@@ -86,7 +86,7 @@ class DiLoCo:
         inner_steps: number of inner steps so far.
 
     Raises:
-        TypeError: a DDP model, or not a module.
+        TypeError: a DDP model, not a module, or no optimizer.
         ValueError: an option out of its range; an optimizer of other parameters.
         PeerMismatch: a rank has other settings.
         PeerLost: a rank did not answer.

@@ -824,8 +824,9 @@ def test_wrong_models_and_inner_optimizers_are_named():
     for kind, given, inner, said in (
         (TypeError, [model], optimizer, "nn.Module"),
         (ValueError, model, foreign, "no parameter of this model"),
-        (ValueError, model, [], "several different ones"),
-        (ValueError, model, [optimizer, optimizer], "different"),
+        (TypeError, model, [], "got an empty list"),
+        (TypeError, model, None, "got an empty list"),
+        (ValueError, model, [optimizer, optimizer], "the same SGD twice"),
         (ValueError, model, [optimizer, foreign], "no parameter of this model"),
         (UnsupportedTensor, fresh().double(), optimizer, "float64"),
     ):
