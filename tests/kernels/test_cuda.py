@@ -1,8 +1,8 @@
 """Triton kernels without a GPU: under Triton's interpreter they write what the CPU's set writes;
 compiled for NVIDIA's processors, they round every operation as C does.
 
-``make test-triton`` runs this, and all of `test_kernel_sets.py` on them under the interpreter;
-``make test-cuda`` does on a GPU.
+``make test-triton`` runs this, as CI does; ``make test-triton-long`` runs all of
+`test_kernel_sets.py` on them under the interpreter, and ``make test-cuda`` on a GPU.
 """
 
 from __future__ import annotations
