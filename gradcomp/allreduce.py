@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from gradcomp.memory.planes import Planes
 from gradcomp.memory.saved import STEPS
 from gradcomp.memory.store import Feedback, StateStore
 from gradcomp.payload.order import storage_order, storage_shape
-from gradcomp.payload.pieces import ByElements, Slot
+from gradcomp.payload.pieces import Slot
 from gradcomp.payload.rng import check_uint32
 
 __all__ = ["Feedback", "all_reduce", "forget_buffers"]
@@ -147,7 +146,7 @@ def all_reduce(
         if feedback is not None:
             residuals = feedback.residuals
             if owners_feed_back(strategy.second_phase, codec):
-                owned = feedback.owned(partial(ByElements(comm.world_size).numel, rank=comm.rank))
+                owned = feedback.owned(comm.rank, comm.world_size)
             feedback.begin_step()
         bucket_exchange = _exchange(
             call, what, strategy, tensor, where, codec, key, residuals, owned
@@ -167,6 +166,7 @@ def all_reduce(
             raise
         finally:
             bucket_exchange.state = StateStore()  # keep buffers, but not the caller's residuals
+        bucket_exchange.end()
     return tensor
 
 

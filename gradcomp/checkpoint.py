@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,28 +85,20 @@ class Checkpoints:
                 unchanged.
             TypeError: `load` could not read a value of one of the objects.
         """
-        own = self._state.state_dict()  # before the model's: it may apply a pending update
-        shared = {}
-        if self._writes_shared or self._has_own_weights:
-            shared = {name: one.state_dict() for name, one in self._shared.items()}
         folder = self._folder_of(step)
         if self._agree(step, folder.exists()):
             # left by a run that resumed from an earlier step: do not mix the files of two runs
-            self._remove(folder)
-            self._agree(step)
-        own = {"state": own, SHARED: shared} if self._has_own_weights else own
+            with self._together(step, f"remove their files of an earlier step {step}"):
+                self._remove(folder)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            if self._writes_shared:
-                write_saved(folder / SHARED, shared)
-            write_saved(folder / self._own, own)
+            with self._together(step, f"write their files of step {step}"):
+                self._write(folder)
+        except GradcompError:
+            raise  # for ranks that have got all answers this checkpoint is complete
         except Exception:
-            with contextlib.suppress(GradcompError):
-                self._agree(step, True)  # the others wait for it
+            with contextlib.suppress(OSError):
+                self._remove(folder)  # an incomplete one would take the place of one to keep
             raise
-        failed = self._agree(step)
-        if failed:
-            raise OSError(f"ranks {failed} could not write their files of step {step}: see there")
         # another rank may have started to save a later step
         until_now = [one for one in self._steps() if one <= step]
         for old in until_now[self._keep :]:
@@ -150,30 +143,38 @@ class Checkpoints:
         found_by |= {name: (one, shared[name]) for name, one in self._shared.items()}
         before, name = list[tuple[str, Any, Any]](), ""
         try:
-            for name, (one, _) in found_by.items():
-                before.append((name, one, copy.deepcopy(one.state_dict())))
-            for name, (one, its_state) in found_by.items():
-                one.load_state_dict(its_state)
-            if self._has_own_weights and of_others:
-                self._state.restore()  # replace rank 0's weights by the anchors
-        except Exception as error:
+            with self._together(step, f"load the checkpoint of step {step}", ValueError):
+                try:
+                    for name, (one, _) in found_by.items():
+                        before.append((name, one, copy.deepcopy(one.state_dict())))
+                    for name, (one, its_state) in found_by.items():
+                        one.load_state_dict(its_state)
+                    if self._has_own_weights and of_others:
+                        self._state.restore()  # replace rank 0's weights by the anchors
+                except GradcompError:
+                    raise
+                except Exception as error:
+                    raise ValueError(
+                        f"the checkpoint of step {step} does not fit {name}: {error}"
+                    ) from error
+        except Exception:
             _put_back(before)
-            with contextlib.suppress(GradcompError):
-                self._agree(step, True)  # the others wait for it
-            if isinstance(error, GradcompError):
-                raise
-            raise ValueError(
-                f"the checkpoint of step {step} does not fit {name}: {error}"
-            ) from error
-        failed = self._agree(step)
-        if failed:
-            _put_back(before)
-            raise ValueError(
-                f"ranks {failed} could not load the checkpoint of step {step}: see there"
-            )
+            raise
         return step
 
     # ---- parts -----------------------------------------------------------------------------------
+
+    def _write(self, folder: Path) -> None:
+        """Write this rank's files."""
+        own = self._state.state_dict()  # before the model's: it may apply a pending update
+        shared = {}
+        if self._writes_shared or self._has_own_weights:
+            shared = {name: one.state_dict() for name, one in self._shared.items()}
+        folder.mkdir(parents=True, exist_ok=True)
+        if self._writes_shared:
+            write_saved(folder / SHARED, shared)
+        own = {"state": own, SHARED: shared} if self._has_own_weights else own
+        write_saved(folder / self._own, own)
 
     def _newest(self, bound: int | None, bad: dict[int, str]) -> tuple[int, tuple[Any, Any] | None]:
         """Return the newest step up to `bound` that this rank can read, with its contents; (-1,
@@ -231,6 +232,21 @@ class Checkpoints:
             if peer_step != step:
                 raise PeerMismatch("step", rank, step, peer_step, first=self._comm.rank)
         return [rank for rank, (_, peer_flag) in enumerate(answers) if peer_flag]
+
+    @contextlib.contextmanager
+    def _together(self, step: int, what: str, error: type[Exception] = OSError) -> Iterator[None]:
+        """Do this rank's part in the body; an exception in it raises `error` on the others, which
+        wait for this rank.
+        """
+        try:
+            yield
+        except Exception:
+            with contextlib.suppress(GradcompError):
+                self._agree(step, True)
+            raise
+        failed = self._agree(step)
+        if failed:
+            raise error(f"ranks {failed} could not {what}: see there")
 
     def _gather(self, step: int, flag: bool) -> list[tuple[int, bool]]:
         message = _MESSAGE.pack(step, flag)

@@ -358,11 +358,13 @@ def _silent(error: BaseException, timeout_s: float) -> str:
 
 def _sweep() -> None:
     """Delete kept groups whose collectives have completed."""
-    ended = [kept for kept in _stuck if all(work.is_done() for work in kept[1])]
-    _stuck[:] = [kept for kept in _stuck if kept not in ended]
-    for made, _ in ended:
-        for group in made:
-            ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
+    for kept in list(_stuck):
+        made, works = kept
+        if all(work.is_done() for work in works):
+            with contextlib.suppress(ValueError):  # another thread has just done so
+                _stuck.remove(kept)
+                for group in made:
+                    ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
 
 
 def _leave_to_parent() -> None:

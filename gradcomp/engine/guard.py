@@ -110,7 +110,8 @@ class Guard:
         now = perf_counter()
         seconds, self._ended = now - self._ended, now
         number, codec = step - self._first, self._timed_codec(step)
-        if codec is not None and codec in (self._codec, self._timed_codec(step - 1)):
+        measured = not math.isnan(seconds)  # the first step after a resume is not
+        if measured and codec is not None and codec in (self._codec, self._timed_codec(step - 1)):
             self._seconds[codec].append(seconds)
         timed = codec is not None and self._timed_codec(step + 1) is None
         if self.level == len(LADDER) or not (timed or (number > 0 and number % EVERY == 0)):

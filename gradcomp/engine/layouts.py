@@ -4,6 +4,7 @@ first exchange of a layout.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -32,11 +33,11 @@ from gradcomp.exchange.stats import Stats
 from gradcomp.kernels import CPU, device_of
 from gradcomp.memory.moments import Precondition, SecondMoments
 from gradcomp.memory.planes import Planes
-from gradcomp.memory.store import StateStore
+from gradcomp.memory.store import StateStore, fold_owned
 from gradcomp.memory.transform import keep_states
 from gradcomp.payload.order import storage_order, storage_shape
 from gradcomp.payload.parameters import describe_parameters, warn_of_thin_groups
-from gradcomp.payload.pieces import ByElements, Slot
+from gradcomp.payload.pieces import Slot
 
 # (position of a tensor, its first element in the bucket) pairs, in bucket order
 Members = tuple[tuple[int, int], ...]
@@ -98,9 +99,8 @@ class Layouts:
             shapes, codec.group_numel, options.min_numel, options.exempts
         )
         warn_of_thin_groups(self.parameters, codec.form)
-        self._plain = (
-            resolve(options.warmup_codec) if options.warmup_codec is not None else Identity()
-        )
+        # a copy, since one codec may be given for both: exchanges of the warm-up are others
+        self._plain = copy.copy(resolve(options.warmup_codec or Identity()))
         self.probe = Probe(options.advanced.quality_every, self.names)
         self.keeps_packed = self.compressed = False
         self.fallback: Codec | None = None
@@ -142,25 +142,20 @@ class Layouts:
     def move(self, comm: Lease) -> None:
         """Use `comm`, a communicator of other ranks, from now on; residuals are kept.
 
-        Residuals of the means that this rank owned are added to the residuals of its gradients,
-        times `comm.world_size` because a mean divides by it. So no sum is lost. They are dropped if
-        the codec has no error feedback. With the same rank and number of ranks, this rank owns the
-        same means as before, and nothing changes.
+        Residuals of the means that this rank owned are added to the residuals of its gradients
+        (`fold_owned`), or dropped if the codec has no error feedback. With the same rank and number
+        of ranks, this rank owns the same means as before, and nothing changes.
         """
         if (comm.rank, comm.world_size) == (self.comm.rank, self.comm.world_size):
             self.take(comm)
             return
-        store, before = self.store, ByElements(self.comm.world_size)
-        rank, owned = self.comm.rank, store.owner_residuals
+        store, before = self.store, (self.comm.rank, self.comm.world_size)
+        owned = store.owner_residuals
         self.take(comm)
         residuals, store.owner_residuals = self._make_residuals()
         own = store.residuals = residuals if store.residuals is None else store.residuals
-        if owned is None or own is None or not owned.begun or not self.codec.error_feedback:
-            return
-        for index, numel in owned.numels.items():
-            first, _ = before.bounds(self._packed[index], rank)
-            part = own.current(index)[first : first + numel]
-            part.add_(owned.current(index), alpha=comm.world_size)
+        if owned is not None and own is not None and self.codec.error_feedback:
+            fold_owned(own, owned, *before, comm.world_size)
 
     def strategy_of(self, codec: Codec) -> Strategy:
         """Return the strategy of the exchanges with a codec, which may be another than `codec`."""
@@ -330,8 +325,7 @@ class Layouts:
                     " unfreezing"
                 )
             residual = residuals.offset(index) if residuals is not None and p.compressed else 0
-            own = codec in (self.codec, self._plain)  # else a codec that the guard has chosen
-            group = p.group_numel if own else codec.group_numel(p.shape)
+            group = codec.group_numel(p.shape)
             slots.append(Slot(index, p.numel, group, p.compressed, offset, residual))
         return slots
 

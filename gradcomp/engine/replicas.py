@@ -63,7 +63,7 @@ class Replicas:
         The state is empty unless `compare_next` was called since the last exchange: hashing it at
         every step would take too long.
         """
-        if not self.watched:
+        if not self.watched or self._layouts.comm.world_size == 1:
             return {}, ()
         named = self._named() if self._loaded else []
         text = f"{'a' if self._loaded else 'no'} state loaded since the last exchange"

@@ -526,16 +526,12 @@ class Engine:
         self.replicas.check()
 
     def compare_sources(self, called: str) -> None:
-        """Compare tensors as `Replicas.compare_sources` does; later calls raise the same error.
-
-        A mismatch of names or shapes ("layout") is not raised: the first bucket reports it better.
-        """
+        """Compare tensors as `Replicas.compare_sources` does; later calls raise the same error."""
         try:
             self.replicas.compare_sources(called)
         except GradcompError as error:
-            if not isinstance(error, PeerMismatch) or error.field != "layout":
-                self.fail(error)
-                raise
+            self.fail(error)
+            raise
 
     def describe(self) -> str:
         """Return one line of text: exchange, choice of the codec, correction of learning rates."""

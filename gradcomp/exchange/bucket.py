@@ -120,6 +120,10 @@ class BucketExchange:
         self.averages = None
         self.stats.add_bytes(self.plan.sent_nbytes, self.plan.received_nbytes)
 
+    def end(self) -> None:
+        """Drop the references to the bucket and to planes, where others own them."""
+        del self._job
+
     def measure(self, number: int = 0) -> None:
         """Run the stages; if ranks share scales, measure them and start the collective that finds
         the largest ones. Runs once per bucket, with its first slice.
@@ -137,7 +141,8 @@ class BucketExchange:
         if self.plan.shares_scale:
             self._measure()
             scales = self._buffers.scales.view(torch.int32)
-            job.scale_round = self.comm.start_max(scales, Channel.SCALE)
+            with peers_answer("scale_round", job.number):
+                job.scale_round = self.comm.start_max(scales, Channel.SCALE)
 
     def encode(self, number: int = 0) -> None:
         """Encode a slice and start its first phase. The first slice places the scales, too."""

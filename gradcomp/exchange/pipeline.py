@@ -24,6 +24,8 @@ logger = logging.getLogger("gradcomp")
 
 # longest wait for busy stages after a failure, in seconds: an abort ends their collectives within 1
 QUIET_S = 1.5
+# longest wait for the end of all tasks after a failure, in seconds: peers are notified first
+ENDED_S = 30.0
 # longest uninterrupted wait, in seconds: Python runs signal handlers (Ctrl-C) between waits only
 LOOK_S = 0.25
 
@@ -106,8 +108,7 @@ class Pipeline:
                 self._finish(task, failed)
 
     def wait(self) -> None:
-        """Wait until no task is pending; after a failure, until no stage is busy, for at most
-        QUIET_S seconds.
+        """Wait until no task is pending; after a failure, until `fail` has ended all tasks.
 
         Raises:
             BaseException: the error of the stage that failed, in every later call, too.
@@ -116,7 +117,8 @@ class Pipeline:
             while self._pending and self.error is None:
                 self._changed.wait(LOOK_S)
             if self.error is not None:
-                self._changed.wait_for(lambda: not self._pending and not self._busy, QUIET_S)
+                self._changed.wait_for(lambda: not self._pending, ENDED_S)
+                self._changed.wait_for(lambda: not self._busy, QUIET_S)
         self.check()
 
     def check(self) -> None:
@@ -163,12 +165,13 @@ class Pipeline:
             error: error of the pending tasks; by default a RuntimeError.
         """
         _running.discard(self)
-        self.closed, self._raised = True, None
         closed = error or RuntimeError("gradcomp: this state is closed")
+        with self._changed:
+            self.closed, self._raised = True, None
+            if not self._pending and self.error is None:
+                self.error = closed
         if self._pending:
             self.fail(closed)
-        elif self.error is None:
-            self.error = closed
         threads, self._threads = self._threads, []
         _stop(self._inboxes)
         deadline = time.monotonic() + timeout_s
@@ -283,10 +286,10 @@ def _serve(pipeline: weakref.ref[Pipeline], number: int, inbox: Inbox) -> None:
     """
     while (task := inbox.get()) is not None:
         owner = pipeline()
-        if owner is None:
-            task.done(RuntimeError("gradcomp: this state is gone"))
-        else:
+        if owner is not None:
             owner._work(number, task)
+        elif not task._finished:
+            task.done(RuntimeError("gradcomp: this state is gone"))
         del owner, task
 
 

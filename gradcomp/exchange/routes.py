@@ -235,18 +235,19 @@ class FlatRoute(Route):
             codec: codec of the route, or of the warm-up.
             owner_residuals: residual planes of the owner, for their offsets.
         """
-        world_size, strategy = self._comm.world_size, self.strategy
+        world_size, strategy, slicing = self._comm.world_size, self.strategy, self._slicing
         if not self.packs:
             codec = self._codec
         elif codec is not self._codec:
             strategy = replaced(strategy, codec, world_size)
+            slicing = replace(slicing, whole_second=False)  # it runs without the owner's transform
         offsets = (
             {s.index: owner_residuals.offset(s.index) for s in slots if s.compressed}
             if owner_residuals is not None
             else None
         )
         return BucketPlan(
-            codec, slots, strategy, world_size, self._comm.rank, offsets, slicing=self._slicing
+            codec, slots, strategy, world_size, self._comm.rank, offsets, slicing=slicing
         )
 
     def exchange(self, slots: list[Slot], codec: Codec, options: ExchangeOptions) -> BucketExchange:

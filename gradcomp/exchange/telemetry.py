@@ -147,8 +147,9 @@ def _to_stream(stream: Any) -> Write:
 
 def line_of(values: Mapping[str, float], step: int) -> str:
     """Return a report as one line of text."""
-    short = {name.partition("/")[2]: value for name, value in values.items()}
-    prefix = next(iter(values)).partition("/")[0]
+    one = "/steps_per_second"
+    prefix = next(name for name in values if name.endswith(one)).removesuffix(one)
+    short = {name.removeprefix(f"{prefix}/"): value for name, value in values.items()}
     columns = [
         f"{prefix}: step {step}",
         f"{short['steps_per_second']:.3g} steps/s",

@@ -4,7 +4,7 @@ moments. All parts commit, roll back and are saved together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from gradcomp.memory.moments import SecondMoments
 from gradcomp.memory.planes import Planes
 from gradcomp.memory.saved import Parts
 from gradcomp.memory.transform import Transforming
+from gradcomp.payload.pieces import ByElements
 
 PARTS = ("residual", "owner_residual", "transform_state", "second_moment")
 
@@ -124,18 +125,44 @@ class Feedback(StateStore):
     def __init__(self, numels: Mapping[int, int], device: torch.device = CPU) -> None:
         self.device = encoding_device(device)
         super().__init__(Planes(numels, device=self.device))
+        self._ranks = 0, 1  # rank and number of ranks that `owner_residuals` are for
 
-    def owned(self, share: Callable[[int], int]) -> Planes:
-        """Return the owner's residuals of these tensors, which the first call creates.
+    def owned(self, rank: int, world_size: int) -> Planes:
+        """Return the residuals of the means that this rank owns, which the first call creates.
 
-        Args:
-            share: maps the number of elements of a tensor to how many of them this rank owns.
+        Those of other ranks are added to `residuals` first, so a `Feedback` may be used with
+        another number of ranks.
         """
+        ranks = rank, world_size
+        if self.owner_residuals is not None and self._ranks != ranks:
+            fold_owned(self.residuals, self.owner_residuals, *self._ranks, world_size)
+            self.owner_residuals = None
         if self.owner_residuals is None:
-            numels = {key: share(numel) for key, numel in self.residuals.numels.items()}
-            self.owner_residuals = Planes(numels, device=self.device)
+            share = ByElements(world_size)
+            numels = {key: share.numel(n, rank) for key, n in self.residuals.numels.items()}
+            self.owner_residuals, self._ranks = Planes(numels, device=self.device), ranks
         return self.owner_residuals
 
     def residual(self, key: int) -> Tensor:
         """Return a view of a tensor's current residual, ``(numel,)`` float32."""
         return self.residuals.current(key)
+
+
+def fold_owned(
+    residuals: Planes, owned: Planes, rank: int, world_size: int, new_world_size: int
+) -> None:
+    """Add residuals of the means that a rank owned to those of its gradients, times the new number
+    of ranks, because a mean divides by it. So no sum is lost.
+
+    Args:
+        residuals, owned: residuals of the gradients and of the means, for the same tensors.
+        rank, world_size: the rank and the number of ranks that `owned` is for.
+        new_world_size: number of ranks from now on.
+    """
+    if not owned.begun:
+        return
+    shares = ByElements(world_size)
+    for index, numel in owned.numels.items():
+        first, _ = shares.bounds(residuals.numels[index], rank)
+        part = residuals.current(index)[first : first + numel]
+        part.add_(owned.current(index), alpha=new_world_size)

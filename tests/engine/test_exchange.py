@@ -5,12 +5,14 @@ bit for bit.
 import itertools
 import math
 import random
+import weakref
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from _averages import CODECS, average_over, check, gradient
+from _averaging import Run
 from _ranks import each_rank, run_local
 
 import gradcomp
@@ -77,6 +79,29 @@ def test_a_rank_may_begin_with_new_feedback(comm):
         out.append(tensor.numpy().tobytes())
     assert len(set(out)) == 3
     return out
+
+
+def with_feedback(comm, kept):
+    """Average a tensor; return the sum over ranks, this rank's residuals, those that it owns."""
+    feedback, tensor = kept[comm.rank], torch.from_numpy(gradient(comm.rank, 4096))
+    gradcomp.all_reduce(tensor, OneBit(), comm=comm, feedback=feedback, exchange="reduce_scatter")
+    owned = torch.zeros(4096)
+    owned[slice(*ByElements(comm.world_size).bounds(4096, comm.rank))] = (
+        feedback.owner_residuals.current(0)
+    )
+    return comm.world_size * tensor, feedback.residual(0).clone(), owned
+
+
+def test_feedback_goes_on_with_another_number_of_ranks():
+    """What ranks 0 and 1 had left as two of four is in what they average as two of two."""
+    kept = [Feedback({0: 4096}) for _ in range(4)]
+    (_, *rank0), (_, *rank1) = run_local(4, with_feedback, kept)[:2]
+    residuals, owned = (sum(both) for both in zip(rank0, rank1, strict=True))
+    (total, *rank0), (_, *rank1) = run_local(2, with_feedback, kept)
+    left, owned_left = (sum(both) for both in zip(rank0, rank1, strict=True))
+    assert residuals.any() and owned.any()
+    want = sum(torch.from_numpy(gradient(rank, 4096)) for rank in range(2)) + residuals + 2 * owned
+    assert torch.allclose(total + left + 2 * owned_left, want, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -279,6 +304,25 @@ def test_ownership_covers_every_element_once():
                 b - a for a, b in itertools.pairwise(starts)
             ]
     assert ByElements(4).pieces([Slot(0, 5, 5, True, 0)], 0) == []
+
+
+@pytest.mark.parametrize("name", ["terngrad", "onebit"])
+@each_rank(2, "local")
+def test_an_exchange_over_a_closed_communicator_is_peer_lost(comm, name):
+    mine = Run(comm, name, {"w": (8, 8)})
+    mine.step(0)
+    comm.abort("given up")
+    with pytest.raises(PeerLost):
+        mine.step(1)
+
+
+@each_rank(2, "local")
+def test_all_reduce_keeps_neither_the_tensor_nor_residuals(comm):
+    feedback, tensor = Feedback({0: 4096}), torch.ones(4096)
+    gradcomp.all_reduce(tensor, "ternary", comm=comm, feedback=feedback)
+    kept = weakref.ref(tensor), weakref.ref(feedback.residuals)
+    del tensor, feedback
+    assert [one() for one in kept] == [None, None]
 
 
 def memory_of(exchange):

@@ -175,6 +175,13 @@ def test_a_state_with_a_faster_codec_that_is_no_longer_tried(clock):
     assert run_local(2, run) == [None] * 2
 
 
+def test_a_run_resumed_at_the_first_timed_step_decides_nothing(clock):
+    """That step has no beginning to measure from."""
+    states = run_local(2, after, clock, UNTIMED)
+    for seen in run_local(2, resumed, clock, states, TIMED - UNTIMED + 2, LOSES):
+        assert "EntropyCoded" in seen[-1]
+
+
 @each_rank(2, "local")
 def test_it_stays_on_where_it_pays_for_most_ranks(comm, clock):
     averager, p = averager_of(comm)

@@ -81,6 +81,32 @@ def test_a_failure_ends_pending_tasks_and_later_ones():
     pipeline.close()
 
 
+def test_wait_returns_after_all_tasks_have_ended(monkeypatch):
+    """However long peers take to be notified, while a stage is busy."""
+    monkeypatch.setattr(pipelines, "QUIET_S", 0.2)
+    pipeline, ended = Pipeline(2, on_failure=lambda reason: time.sleep(0.5)), []
+    gate = submit_stuck(pipeline, done=ended.append)
+    pipeline.submit(Task([lambda: 1 / 0, nothing], ended.append))
+    with pytest.raises(ZeroDivisionError):
+        pipeline.wait()
+    assert len(ended) == 2
+    gate.set()
+    pipeline.close()
+
+
+def test_a_task_ends_once_even_if_its_pipeline_is_gone(monkeypatch):
+    monkeypatch.setattr(pipelines, "QUIET_S", 0.1)
+    pipeline, ended = Pipeline(2), []
+    (gate, thread) = submit_stuck(pipeline, done=ended.append), pipeline._threads[1]
+    pipeline.submit(Task([nothing, nothing], ended.append))
+    pipeline.fail(ValueError("lost"))
+    del pipeline
+    gc.collect()
+    gate.set()
+    thread.join(20)
+    assert [str(error) for error in ended] == ["lost"] * 2
+
+
 def test_a_task_stuck_in_a_stage_does_not_keep_the_others_waiting():
     pipeline, ended = Pipeline(2), []
     stuck, begun = submit_stuck(pipeline, done=ended.append), time.monotonic()

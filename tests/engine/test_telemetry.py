@@ -79,6 +79,12 @@ def test_targets(caplog):
     assert sum("gradcomp: step" in record.message for record in caplog.records) == 2
 
 
+def test_a_prefix_may_have_a_slash():
+    text = io.StringIO()
+    Telemetry(text, Stats, None, every=1, prefix="run/a").step(7)
+    assert text.getvalue().startswith("run/a: step 7, ")
+
+
 def test_a_target_that_fails_ends_no_training(caplog):
     """The step counted on all ranks, but gradients of this one were NaN, and again in each later
     step.

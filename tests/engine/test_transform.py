@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradcomp
 import gradcomp.ddp
-from gradcomp import EntropyCoded, Identity, OneBit, TernGrad
+from gradcomp import Block, EntropyCoded, Identity, OneBit, TernGrad
 from gradcomp.exchange.sizing import choose
 from gradcomp.onebit_sgd import AggregateAdagrad, LocalAdagrad, MomentumAdagrad
 from gradcomp.optim import SplitSGD, split_parameters
@@ -157,6 +157,27 @@ def test_a_transform_that_makes_nan_makes_it_on_every_rank(comm):
 class Broken(gradcomp.Transform):
     def apply(self, values, old, new):
         raise RuntimeError("no transform today")
+
+
+@pytest.mark.parametrize("codec", ["terngrad", Block(8, error_feedback=False)], ids=repr)
+@each_rank(2, "local")
+def test_a_warm_up_with_the_codec_of_the_run_applies_no_transform(comm, codec):
+    """A name stands for one object, which may be given twice, too."""
+    mine = run(comm, codec, LocalAdagrad(), warmup_steps=2, warmup_codec=codec)
+    seen = []
+    for _ in range(3):
+        mine.steps(1)
+        seen.append(any(state.any() for state in mine.parts()["transform_state"].values()))
+    assert seen == [False, False, True]
+
+
+@each_rank(4, "local")
+def test_a_warm_up_sends_second_phases_in_slices_though_the_owner_transforms_later(comm):
+    options = {"slice_numel": 1024, "exchange": "reduce_scatter", "warmup_steps": 1}
+    mine = run(comm, "onebit", AggregateAdagrad(), warmup_codec="terngrad", **options)
+    alike = run(comm, "terngrad", exchange="reduce_scatter")
+    assert same(mine.step(0), alike.step(0))
+    mine.step(1)
 
 
 def test_a_transform_that_raises_ends_every_rank():

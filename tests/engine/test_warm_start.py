@@ -9,7 +9,7 @@ from _models import bits
 from _ranks import each_rank, logged, run_local
 from _saved import parts_of
 
-from gradcomp import Block, Identity, OneBit, TernGrad
+from gradcomp import Block, EntropyCoded, Identity, OneBit, Ternary, TernGrad
 from gradcomp.engine.options import Options
 
 START, STEPS = 4, 8
@@ -64,6 +64,17 @@ def test_it_goes_with_other_options_and_replicas_stay_equal(codec, options):
     ranks = run_local(4, one)
     assert all(averages == ranks[0][0] for averages, _ in ranks)
     assert sum(sent[0] for _, sent in ranks) > sum(sent[-1] for _, sent in ranks)
+
+
+@pytest.mark.parametrize("codec", [Ternary(), EntropyCoded(2.2), Block(8), "terngrad"], ids=str)
+@pytest.mark.parametrize("packed", [EntropyCoded(2.2), Block(4), OneBit(), "terngrad"], ids=str)
+@each_rank(3, "local")
+def test_any_codec_may_pack_the_warm_up(comm, codec, packed):
+    """Each has its own groups."""
+    averages = run(comm, codec, warmup_codec=packed)[0][0]
+    for name, shape in SHAPES.items():
+        given = sum(gradient(name, shape, 0, rank) for rank in range(3)) / 3
+        assert torch.cosine_similarity(averages[name].view(-1), given.view(-1), dim=0) > 0.5
 
 
 @each_rank(2, "local")

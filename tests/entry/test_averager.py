@@ -1,5 +1,6 @@
 """GradientAverager and all_reduce: models without DDP, over threads and over gloo."""
 
+import contextlib
 import copy
 import warnings
 
@@ -13,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradcomp
 import gradcomp.ddp
-from gradcomp import GradientAverager, Identity, OneBit, TernGrad, UnsupportedTensor
+from gradcomp import GradientAverager, Identity, OneBit, PeerMismatch, TernGrad, UnsupportedTensor
 from gradcomp.allreduce import Feedback
 from gradcomp.comm import LocalCommunicator, TorchCommunicator
 from gradcomp.plan.nbytes import predict_bytes
@@ -60,6 +61,20 @@ def test_a_missing_gradient_counts_as_zero(comm):
     averager.average()
     found = [p.grad.unique().tolist() for p in net.parameters()]
     assert found == [[2.0], [2.0], [4.0], [4.0], [4.0], [4.0]]
+
+
+@pytest.mark.parametrize("names", [["b", "a"], ["a", "c"]], ids=["order", "name"])
+@each_rank(2)
+def test_parameters_of_one_shape_with_other_names_are_refused(names):
+    there = names if dist.get_rank() else ["a", "b"]
+    model = [(name, nn.Parameter(torch.zeros(8, 8))) for name in there]
+    for _, p in model:
+        p.grad = torch.ones(8, 8)
+    with (
+        contextlib.closing(GradientAverager(model, "onebit")) as averager,
+        pytest.raises(PeerMismatch, match="layout: rank 0 has parameter a .*, rank 1 has param"),
+    ):
+        averager.average()
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

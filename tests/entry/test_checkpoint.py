@@ -283,9 +283,40 @@ def test_files_of_two_runs_make_no_checkpoint(tmp_path):
         pytest.raises(fails, match=said),
     ):
         checkpoints.save(5)
-    if dist.get_rank() == 0:
-        left = sorted(one.name for one in (tmp_path / "step-000000000005").iterdir())
-        assert left == ["rank-0-of-2.pt", "shared.pt"]
+    dist.barrier()
+    assert of_ranks(tmp_path).load() is None
+
+
+def steps_in(folder):
+    return sorted(int(one.name.removeprefix("step-")) for one in folder.iterdir())
+
+
+class Torn(Numbers):
+    """Has no state to save when `broken`."""
+
+    broken = False
+
+    def state_dict(self):
+        if self.broken:
+            raise ZeroDivisionError
+        return super().state_dict()
+
+
+@pytest.mark.slow
+@each_rank(2)
+def test_a_save_that_failed_takes_no_place_of_those_to_keep(tmp_path):
+    state = Torn()
+    checkpoints = Checkpoints(tmp_path, state, keep=2, timeout_s=20)
+    for step in (10, 20):
+        checkpoints.save(step)
+    state.broken = dist.get_rank() == 1
+    fails, said = (ZeroDivisionError, "") if state.broken else (OSError, r"ranks \[1\] could")
+    with pytest.raises(fails, match=said):
+        checkpoints.save(30)
+    state.broken = False
+    checkpoints.save(40)
+    dist.barrier()
+    assert steps_in(tmp_path) == [20, 40]
 
 
 @pytest.mark.slow
