@@ -197,7 +197,7 @@ class Fragment:
         """Return this rank's state, for a bitwise equal continuation. No exchange may be in
         progress.
         """
-        arrived = self.anchors if self.held else []
+        arrived = self.anchors if self.due is not None else []
         return {
             **self._replicated_state(),
             "averages": {name: a.grad.clone() for name, a in arrived if a.grad is not None},
