@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from gradcomp.codecs import Codec, Ternary, resolve
-from gradcomp.engine.buckets import check_layers
 from gradcomp.engine.options import Options, ShardedOptions, takes
 from gradcomp.fsdp.state import FsdpState
 from gradcomp.fsdp.weights import weights_codec
@@ -76,14 +75,11 @@ def register(
         PeerMismatch: a rank has other parameters, another codec or other options.
         PeerLost: a rank did not answer.
     """
-    packed = None if weights is None else weights_codec(weights)
-    if isinstance(model, nn.Module):
-        check_layers(model)
     return FsdpState(
         model,
         Ternary(error_feedback=False) if codec == "auto" else resolve(codec),
         Options(**common),
-        weights=packed,
+        weights=None if weights is None else weights_codec(weights),
         keep_weights=keep_weights,
         residuals=residuals,
     )

@@ -1,7 +1,11 @@
-"""The parameters of an FSDP module, and the layout of all ranks' chunks in one flat tensor."""
+"""The FSDP modules of a model, their parameters, and the layout of all ranks' chunks of a module in
+one flat tensor.
+"""
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +13,59 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradcomp.comm import torch_private
+from gradcomp.kernels import check_device
 from gradcomp.memory.planes import Planes
 from gradcomp.payload.parameters import Parameter
 from gradcomp.payload.pieces import Slot
+
+# the `FsdpState` that compresses the gradients of an FSDP module, by the module's id; the state has
+# a reference to the module
+_owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def sharded_modules(model: nn.Module) -> list[torch_private.Sharded]:
+    """Return the modules that `fully_shard` has wrapped; TypeError if there are none."""
+    sharded = torch_private.sharded_modules(model)
+    if not sharded:
+        kinds = {type(module).__name__ for module in model.modules()}
+        first = (
+            "FullyShardedDataParallel is FSDP1: wrap with"
+            if "FullyShardedDataParallel" in kinds
+            else "no module of this model is wrapped by"
+        )
+        raise TypeError(
+            f"{first} torch.distributed.fsdp.fully_shard; for DDP there is gradcomp.ddp.register"
+        )
+    devices = {p.device for one in sharded for p in one.parameters}
+    for device in devices - {torch.device("meta")}:
+        check_device(device, "the model")
+    return sharded
+
+
+def owner_of(module: object) -> Any:
+    """Return the state that compresses the gradients of a module, None if there is none."""
+    return _owners.get(id(module))
+
+
+def claim(modules: Sequence[object], state: Any) -> None:
+    """Register `state` for these modules; ValueError if another state is registered."""
+    for module in modules:
+        owner = owner_of(module)
+        if owner is not None:
+            raise ValueError(
+                "gradcomp.fsdp.register has been called for this model"
+                f" ({type(module).__name__}) before, with codec {owner.codec!r}: close() the"
+                " state that it returned first"
+            )
+    for module in modules:
+        _owners[id(module)] = state
+
+
+def release(modules: Sequence[object]) -> None:
+    """Undo `claim`."""
+    for module in modules:
+        _owners.pop(id(module), None)
 
 
 @dataclass(frozen=True)
@@ -19,15 +73,14 @@ class Part:
     """One parameter of an FSDP module.
 
     Attributes:
-        parameter: name, unsharded shape, and whether it is compressed.
-        number: position of its name among all names in sorted order.
+        parameter: name, unsharded shape, and whether it is compressed; its index is the position of
+            its name among all names in sorted order.
         owner: the ``FSDPParam`` of torch.
         chunks: shape of every rank's chunk, the largest first.
         dim: dimension along which the parameter is sharded.
     """
 
     parameter: Parameter
-    number: int
     owner: Any
     chunks: list[tuple[int, ...]]
     dim: int
@@ -42,12 +95,12 @@ class Part:
     @property
     def padded_numel(self) -> int:
         """Number of elements of every rank's chunk, padding included."""
-        return numel_of(self.chunks[0])
+        return math.prod(self.chunks[0])
 
     @property
     def slot_indices(self) -> range:
-        """Slot positions of the chunks, by rank: number * N + rank."""
-        first = self.number * len(self.chunks)
+        """Slot positions of the chunks, by rank: index * N + rank."""
+        first = self.parameter.index * len(self.chunks)
         return range(first, first + len(self.chunks))
 
     def joined(self, chunks: Iterable[Tensor]) -> Tensor:
@@ -66,7 +119,7 @@ def number_of(parts: Sequence[Part]) -> int:
     """Return the number in headers of the module with these parameters: at least 1, and independent
     of how other modules are wrapped.
     """
-    return 1 + min(part.number for part in parts)
+    return 1 + min(part.parameter.index for part in parts)
 
 
 def slots_of(
@@ -81,14 +134,9 @@ def slots_of(
         offset, slots = rank * each, []
         for part in parts:
             p = part.parameter
-            index, numel = part.slot_indices[rank], numel_of(part.chunks[rank])
+            index, numel = part.slot_indices[rank], math.prod(part.chunks[rank])
             residual = residuals.offset(index) if residuals is not None and p.compressed else 0
             slots.append(Slot(index, numel, p.group_numel, p.compressed, offset, residual))
             offset += part.padded_numel
         out.append(slots)
     return out
-
-
-def numel_of(shape: Sequence[int]) -> int:
-    """Return the number of elements of a shape."""
-    return torch.Size(shape).numel()

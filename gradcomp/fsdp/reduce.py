@@ -7,9 +7,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradcomp.codecs import Codec
 from gradcomp.comm import torch_private
@@ -158,16 +159,6 @@ class ReduceScatter:
             if factor != 1:
                 output.mul_(factor)
 
-    def comes_late(self, dtype: torch.dtype) -> bool:
-        """Whether `finish` may run as late as the end of the backward pass, since torch does not
-        read `output` before.
-        """
-        return torch_private.leaves_shards_alone(self.module, dtype)
-
-    def trained_parameters(self) -> list[nn.Parameter]:
-        """Return the sharded parameters of ``model.parameters()`` whose gradients are averaged."""
-        return [part.sharded for part in self._trained()]
-
     def _discard(self) -> None:
         """Discard the residuals of this step."""
         if self._residuals is not None:
@@ -191,12 +182,22 @@ class ReduceScatter:
                 f"gradients of {dtype} are not packed; float32, bfloat16 and float16 are"
             )
         codec = self._codecs[self.steps >= self._warmup_steps]
-        kind = codec, dtype, device, tuple(part.number for part in trained)
+        kind = codec, dtype, device, tuple(part.parameter.index for part in trained)
         if kind not in self._exchanges:
             if self.steps == self._warmup_steps:
                 self._exchanges.clear()  # free the buffers of the warm-up
+            world = self._comm.world_size
+            plan = BucketPlan(
+                codec,
+                list(chain.from_iterable(slots_of(trained, world, self._residuals))),
+                Strategy("reduce_scatter", "fp32"),
+                world,
+                self._comm.rank,
+                ownership=BySlots(world),
+                stays=True,
+            )
             self._exchanges[kind] = BucketExchange(
-                self._plan(codec, trained),
+                plan,
                 self._comm,
                 dtype,
                 self._stats,
@@ -210,42 +211,16 @@ class ReduceScatter:
             )
         return self._exchanges[kind]
 
-    def _plan(self, codec: Codec, trained: Sequence[Part]) -> BucketPlan:
-        world = self._comm.world_size
-        slots = [
-            slot for rank_slots in slots_of(trained, world, self._residuals) for slot in rank_slots
-        ]
-        strategy = Strategy("reduce_scatter", "fp32")
-        return BucketPlan(
-            codec,
-            slots,
-            strategy,
-            world,
-            self._comm.rank,
-            ownership=BySlots(world),
-            stays=True,
-        )
 
-
-def reusing(reused: torch_private.ReusedTensors) -> torch_private.Allocate:
-    """Return an allocator that reuses host memory; torch itself reuses accelerator memory."""
-
-    def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        take = reused.take if device.type == "cpu" else empty
-        return take(numel, dtype, device)
-
-    return allocate
-
-
-def unless_shards(
-    reused: torch_private.ReusedTensors, module: ReduceScatter
+def allocator(
+    reused: torch_private.ReusedTensors, module: ReduceScatter | None = None
 ) -> torch_private.Allocate:
-    """Return an allocator that reuses memory for unsharded gradients, but not for shards, which
-    become a parameter's ``.grad``.
+    """Return an allocator that reuses host memory; torch itself reuses accelerator memory. For a
+    `module` only its unsharded gradients: shards become a parameter's ``.grad``.
     """
-    take = reusing(reused)
 
     def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return (take if module.fits(numel) else empty)(numel, dtype, device)
+        reuses = device.type == "cpu" and (module is None or module.fits(numel))
+        return (reused.take if reuses else empty)(numel, dtype, device)
 
     return allocate

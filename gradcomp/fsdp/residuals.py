@@ -9,13 +9,14 @@ commit stores the second. Until then the stored residuals do not change.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from gradcomp.exchange.gather import BufferPool
-from gradcomp.fsdp.parts import Part, numel_of
+from gradcomp.fsdp.parts import Part
 from gradcomp.kernels import device_of, of
 from gradcomp.memory.planes import Planes
 from gradcomp.memory.saved import check_tensors, mean_by_name
@@ -42,7 +43,7 @@ class ModuleResiduals(Planes):
     ) -> None:
         self.parts = [part for part in parts if part.parameter.compressed]
         numels = {
-            index: numel_of(shape)
+            index: math.prod(shape)
             for part in self.parts
             for index, shape in zip(part.slot_indices, part.chunks, strict=True)
         }
@@ -61,7 +62,7 @@ class ModuleResiduals(Planes):
         old, new = self._lent_planes(self._lent)
         for part in self.parts:
             run = self._run(part)
-            old[run].copy_(self._allocate()[self._side(part)][run])
+            old[run].copy_(self._stored(part))
         if self.loss_scale != 1:
             old.mul_(self.loss_scale)
         return old, new
@@ -77,8 +78,8 @@ class ModuleResiduals(Planes):
                 run = self._run(part)
                 if self._count > 1 and part.slot_indices[0] not in self._committed:
                     super().commit(part.slot_indices)  # the other copy stays as it is
-                stored = self._allocate()[self._side(part)][run]
-                stored.copy_(new[run] if self.loss_scale == 1 else new[run].div_(self.loss_scale))
+                scaled = self.loss_scale != 1
+                self._stored(part).copy_(new[run].div_(self.loss_scale) if scaled else new[run])
         self._give_back()
 
     def discard(self) -> None:
@@ -97,8 +98,9 @@ class ModuleResiduals(Planes):
             self._pool.give(self._lent)
             self._lent = None
 
-    def _side(self, part: Part) -> int:
-        return self._current[part.slot_indices[0]]  # that of all its slots
+    def _stored(self, part: Part) -> Tensor:
+        side = self._current[part.slot_indices[0]]  # that of all its slots
+        return self._allocate()[side][self._run(part)]
 
     def _run(self, part: Part) -> slice:
         """Return where the residuals of a parameter are in a plane."""

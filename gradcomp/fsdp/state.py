@@ -33,7 +33,7 @@ from gradcomp.comm.torchdist import (
     read_checkpoint,
     reduce_scatter,
 )
-from gradcomp.engine.buckets import poison
+from gradcomp.engine.buckets import check_layers, poison
 from gradcomp.engine.options import Options
 from gradcomp.engine.watch import NOT_CALLED, OR_TWICE, Mine, Steps, before_any_step, remove
 from gradcomp.errors import GradcompError, PeerMismatch
@@ -43,9 +43,8 @@ from gradcomp.exchange.pipeline import InlinePipeline
 from gradcomp.exchange.quality import Probe, Quality
 from gradcomp.exchange.stats import Stats
 from gradcomp.exchange.telemetry import Telemetry
-from gradcomp.fsdp.modules import claim, owner_of, release, sharded_modules
-from gradcomp.fsdp.parts import Part, number_of
-from gradcomp.fsdp.reduce import ReduceScatter, reusing, unless_shards
+from gradcomp.fsdp.parts import Part, claim, number_of, owner_of, release, sharded_modules
+from gradcomp.fsdp.reduce import ReduceScatter, allocator
 from gradcomp.fsdp.residuals import ModelResiduals
 from gradcomp.fsdp.weights import AllGather, Forward
 from gradcomp.kernels import empty
@@ -86,6 +85,7 @@ class FsdpState:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        check_layers(model)
         if keep_weights and weights is None:
             raise ValueError(
                 "keep_weights=True keeps packed weights: say how they are packed, weights='block8'"
@@ -111,11 +111,12 @@ class FsdpState:
         self._reports: list[Telemetry] = []
         self._hooks: list[Any] = []
         self._backwards = self._calls = 0
-        self._closed = self._has_warned = False
+        self._has_warned = False
         sharded = sharded_modules(model)
+        self._modules = [one.module for one in sharded]
         self._split = any(one.is_split for one in sharded)
         self._forward = Forward() if keep_weights else None
-        claim(sharded, self)
+        claim(self._modules, self)
         try:
             self._replace_collectives(model, sharded, options)
         except BaseException:
@@ -161,7 +162,7 @@ class FsdpState:
             if comm is None:
                 comm = TorchCommunicator(one.group, timeout_s=options.timeout_s)
                 self._comms[id(one.group)] = comm
-                self._agree(comm, options, gradients)
+                self._agree(comm, options, [gradients[name] for name, _ in wholes])
             feeds_back = self.codec.error_feedback or warm_up.error_feedback
             name = called[id(one.module)] or "(the model)"
             reduce = ReduceScatter(
@@ -178,7 +179,7 @@ class FsdpState:
             )
             self._reduces.append(reduce)
             torch_private.reduce_scatter_by(
-                one.module, self._reduce_by(reduce, comm), unless_shards(reused, reduce)
+                one.module, self._reduce_by(reduce, comm), allocator(reused, reduce)
             )
             if self.weights is None:
                 continue
@@ -194,10 +195,10 @@ class FsdpState:
                 self._forward,
             )
             self._gathers.append(gather)
-            torch_private.all_gather_by(one.module, self._gather_by(gather), reusing(reused))
+            torch_private.all_gather_by(one.module, self._gather_by(gather), allocator(reused))
 
     def _agree(
-        self, comm: TorchCommunicator, options: Options, described: dict[str, Parameter]
+        self, comm: TorchCommunicator, options: Options, parameters: Sequence[Parameter]
     ) -> None:
         """Raise PeerMismatch unless all ranks of a group have the same parameters and options."""
         values = {
@@ -208,7 +209,7 @@ class FsdpState:
             "min_numel": options.min_numel,
             "warmup_steps": options.compared()["warmup_steps"],
             "atomic_steps": int(options.whole_steps),
-            "parameters": [(p.name, p.shape, p.compressed) for p in described.values()],
+            "parameters": [(p.name, p.shape, p.compressed) for p in parameters],
         }
         called = "gradcomp.fsdp.register"
         with comm.lease(called) as lease:
@@ -260,7 +261,9 @@ class FsdpState:
             if module.is_under_way:  # left over from a backward pass that failed
                 self._pipeline.wait()
             self._pipeline.submit(module.start(output, given, factor))
-            reads_at_once = factor != 1 or not module.comes_late(given.dtype)
+            reads_at_once = factor != 1 or not torch_private.leaves_shards_alone(
+                module.module, given.dtype
+            )
             if reads_at_once or self._pipeline.error is not None:
                 self._pipeline.wait()
 
@@ -268,10 +271,10 @@ class FsdpState:
 
     def _gather_by(self, module: AllGather) -> Any:
         def call(output: Tensor, given: Tensor, group: Any) -> Callable[[], None] | None:
-            if module.fits(given, group.size()):
-                return self._poisoned_on_failure()(module.start(output, given))
-            all_gather(output, given, group)
-            return None
+            if not module.fits(given, group.size()):
+                all_gather(output, given, group)
+                return None
+            return self._poisoned_on_failure()(module.start(output, given))
 
         return self._poisoned_on_failure()(call)
 
@@ -320,14 +323,15 @@ class FsdpState:
 
     @contextlib.contextmanager
     def _poisoned_on_failure(self) -> Iterator[None]:
-        """If the block raises, fill all gradients with NaN, so that no optimizer can apply partial
-        averages, and notify the other ranks of an error of gradcomp. Replaces module numbers in a
-        PeerMismatch by names.
+        """Raise the error of an earlier failure, if there is one. If the block raises, fill all
+        gradients with NaN, so that no optimizer can apply partial averages, and notify the other
+        ranks of an error of gradcomp. Replaces module numbers in a PeerMismatch by names.
         """
         try:
+            self._pipeline.check()
             yield
         except BaseException as error:
-            self._poison()
+            poison(self._trained_parameters())
             if self._residuals.can_discard:
                 self._residuals.discard()
             if isinstance(error, GradcompError):
@@ -342,9 +346,6 @@ class FsdpState:
         for comm in self._comms.values():
             comm.abort(reason)
 
-    def _poison(self) -> None:
-        poison(p for module in self._reduces for p in module.trained_parameters())
-
     def _trained_parameters(self) -> list[nn.Parameter]:
         parts = [*self._alone, *(part for module in self._reduces for part in module.parts)]
         return [part.sharded for part in parts if part.sharded.requires_grad]
@@ -354,16 +355,16 @@ class FsdpState:
     ) -> None:
         # torch has ended the backward pass with an error: `_end_backward` did not run
         if not self._pipeline.is_empty and torch_private.graph_task() < 0:
-            self._poison()
+            poison(self._trained_parameters())
         self._steps.check(optimizer, args, kwargs)
         self._residuals.begin_step()
 
     def _check_modules(self) -> None:
-        """Raise GradcompError in the first step if modules were sharded after `register`: their
-        gradients would not be compressed.
+        """Raise GradcompError at the first reduce-scatter if modules were sharded after `register`:
+        their gradients would not be compressed.
         """
         model = self._model()
-        if self.stats.steps + self.plain > 0 or model is None:
+        if self._calls > 1 or model is None:
             return
         late = [
             type(one.module).__name__
@@ -530,12 +531,11 @@ class FsdpState:
         """Restore torch's own reduce-scatter and all_gather, and close the communicators. Further
         calls do nothing.
         """
-        if not self._closed:
-            self._closed = True
+        if not self._pipeline.closed:
             for comm in self._comms.values():
                 comm.close()
             self._pipeline.close()
-            release(self)
+            release(self._modules)
             remove(self._hooks)
             for reduce in self._reduces:
                 torch_private.reduce_scatter_as_before(reduce.module)
@@ -571,19 +571,17 @@ def _read_steps(saved_steps: Any, names: Collection[str]) -> dict[str, int]:
 
 
 def _described(
-    wholes: Sequence[tuple[str, tuple[int, ...]]], codec: Codec, options: Options
+    wholes: Iterable[tuple[str, tuple[int, ...]]], codec: Codec, options: Options
 ) -> dict[str, Parameter]:
-    return {
-        p.name: p
-        for p in describe_parameters(wholes, codec.group_numel, options.min_numel, options.exempts)
-    }
+    """Return the parameters by name; their indices do not depend on how modules are wrapped."""
+    described = describe_parameters(
+        sorted(wholes), codec.group_numel, options.min_numel, options.exempts
+    )
+    return {p.name: p for p in described}
 
 
 def _parts(
     one: torch_private.Sharded, names: Sequence[str], known: dict[str, Parameter]
 ) -> list[Part]:
-    order = {name: n for n, name in enumerate(sorted(known))}
-    return [
-        Part(known[name], order[name], owner, chunks, dim)
-        for name, owner, chunks, dim in zip(names, one.owners, one.chunks, one.dims, strict=True)
-    ]
+    fields = zip(names, one.owners, one.chunks, one.dims, strict=True)
+    return [Part(known[name], owner, chunks, dim) for name, owner, chunks, dim in fields]

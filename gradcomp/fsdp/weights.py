@@ -18,7 +18,6 @@ from torch import Tensor
 from gradcomp.codecs import Block, Codec, Identity, resolve
 from gradcomp.comm import torch_private
 from gradcomp.comm.torchdist import TorchCommunicator
-from gradcomp.errors import GradcompError
 from gradcomp.exchange.gather import BufferPool, ShardGather
 from gradcomp.exchange.stats import Stats
 from gradcomp.fsdp.parts import Part, number_of, slots_of
@@ -97,7 +96,6 @@ class AllGather:
         self._stats, self._pool = stats, pool
         self._each = sum(part.padded_numel for part in parts)
         self._gathers: dict[tuple[torch.dtype, torch.device], ShardGather] = {}
-        self._failed: GradcompError | None = None
 
     def fits(self, shard: Tensor, ranks: int) -> bool:
         """Whether `shard` can be this rank's chunks of all parameters of the module, and `ranks`
@@ -127,11 +125,10 @@ class AllGather:
         if not keep and self._kept is not None:
             self._pool.give(self._kept[1])
             self._kept = None
-        here = shard.to(there)
-        self._guarded(lambda: gather.start(here, self.count))
+        gather.start(shard.to(there), self.count)
         self.count += 1
         self._stats.steps += 1
-        return lambda: self._guarded(lambda: self._finish(gather, output, keep))
+        return lambda: self._finish(gather, output, keep)
 
     def _finish(self, gather: ShardGather, output: Tensor, keep: bool) -> None:
         buffer = self._write(partial(gather.finish, keep=keep), output)
@@ -169,12 +166,3 @@ class AllGather:
         result = call(host_output)
         output.copy_(host_output)
         return result
-
-    def _guarded(self, call: Callable[[], None]) -> None:
-        if self._failed is not None:
-            raise self._failed
-        try:
-            call()
-        except GradcompError as error:
-            self._failed = error
-            raise

@@ -211,12 +211,14 @@ class Coordinator:
         except ConnectionError as error:
             listener.close()
             raise OSError(f"the store cannot listen at port {store_port}: {error}") from error
-        loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
-            target=_run, args=(loop, self._state, listener), name="gradcomp-sites", daemon=True
+            target=asyncio.run,
+            args=(self._state.serve(listener),),
+            name="gradcomp-sites",
+            daemon=True,
         )
         self._thread.start()
-        self._end = weakref.finalize(self, _stop, loop, self._state, self._thread)
+        self._end = weakref.finalize(self, _stop, self._state, self._thread)
 
     def wait(self) -> None:
         """Wait until `close` is called in another thread, or a signal handler raises."""
@@ -234,14 +236,8 @@ class Coordinator:
         self.close()
 
 
-def _run(loop: asyncio.AbstractEventLoop, state: _State, listener: socket.socket) -> None:
-    with contextlib.closing(loop):
-        loop.run_until_complete(state.serve(listener))
-
-
-def _stop(loop: asyncio.AbstractEventLoop, state: _State, thread: threading.Thread) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is closed
-        loop.call_soon_threadsafe(state.close)
+def _stop(state: _State, thread: threading.Thread) -> None:
+    state.is_closed = True
     thread.join()
     state.store = None
 
@@ -250,6 +246,7 @@ class _State:
     """What the coordinator knows; used in its thread only.
 
     Attributes:
+        is_closed: whether `serve` is to end, within TICK_S; set by another thread.
         store: the store in which sites find each other's addresses.
         known: number of syncs in the anchors of each site that has not left.
         expected: the sites that the next sync waits for, and their names.
@@ -261,6 +258,7 @@ class _State:
     def __init__(self, sites: int, min_sites: int, patience_s: float, give_up_s: float) -> None:
         self._sites, self._min_sites = sites, min_sites
         self._patience_s, self._give_up_s = patience_s, give_up_s
+        self.is_closed = False
         self.store: Any = None
         self.known: dict[str, int] = {}
         self.expected: dict[str, str] = {}
@@ -275,9 +273,9 @@ class _State:
         self._verdicts: dict[str, dict[str, Any]] = {}
         self._changed = asyncio.Event()
         self._last_alive, self._noted = 0.0, ""
-        self._is_closed = False
 
     async def serve(self, listener: socket.socket) -> None:
+        """Serve sites until `is_closed`; `asyncio.run` then ends their connections."""
         server = await asyncio.start_server(self._talk, sock=listener, limit=LINE_NBYTES)
         try:
             with contextlib.suppress(_Closed):
@@ -285,19 +283,11 @@ class _State:
                     await self._vote_on(await self._gather())
         finally:
             server.close()
-            talks = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in talks:
-                task.cancel()
-            await asyncio.gather(*talks, return_exceptions=True)
 
     @property
     def newest(self) -> int:
         """Number of syncs of the newest anchors; -1: unknown, or none yet."""
         return max(self.known.values(), default=-1)
-
-    def close(self) -> None:
-        self._is_closed = True
-        self._changed.set()
 
     # ---- connections -----------------------------------------------------------------------------
 
@@ -364,7 +354,7 @@ class _State:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._changed.wait(), TICK_S)
         self._changed.clear()
-        if self._is_closed:
+        if self.is_closed:
             raise _Closed
         now = time.monotonic()
         for writer, heard in self.heard.items():

@@ -140,7 +140,7 @@ class ElasticDiLoCo(DiLoCo):
 
     def _compare_settings(self, settings: Mapping[str, object]) -> None:
         """Keep the settings, which the coordinator compares."""
-        shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in self._trained.named]
+        shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in self._named]
         values = {**settings, "parameters": shapes, "timeout_s": self._timeout_s}
         self._settings = {name: str(value) for name, value in values.items()}
 
@@ -152,7 +152,7 @@ class ElasticDiLoCo(DiLoCo):
         values: dict[str, object] = {
             "exchange": options.exchange,
             "options": sorted(options.compared().items()),
-            "memory_order": {self._trained.named[i][0]: order for i, order in orders.items()},
+            "memory_order": {self._named[i][0]: order for i, order in orders.items()},
             "wire version": WIRE_VERSION,
         }
         return {name: str(value) for name, value in values.items()}
@@ -187,7 +187,8 @@ class ElasticDiLoCo(DiLoCo):
                     trained = self._take_anchors(plan, trained)
                     if is_sent:
                         self._pending, self._can_undo = plan["sync"], True
-                        self._send(plan)
+                        share = len(plan["names"]) / plan["trained"]  # a mean of those that trained
+                        fragment.send(due=None, progress="", share=share)
                         syncs -= not fragment.is_finite()  # every site raises NotFinite
                 except BaseException as failure:
                     if comm is not None:
@@ -282,11 +283,6 @@ class ElasticDiLoCo(DiLoCo):
         self._synced, self._distrusts, self._starts_at_anchors = plan["synced"], False, False
         return keeps
 
-    def _send(self, plan: Mapping[str, Any]) -> None:
-        """Average the changes of the weights of the sites that have trained."""
-        share = len(plan["names"]) / plan["trained"]
-        self._fragment.send(wait=True, progress="", share=share)
-
     def _client(self) -> Client:
         return Client(self._coordinator, RETRY_S if self._synced else TIMEOUT_S)
 
@@ -297,7 +293,7 @@ class ElasticDiLoCo(DiLoCo):
 
     def check_replicas(self) -> None:
         """Have the next sync compare replicated state; see `gradcomp.DiLoCo.check_replicas`."""
-        for fragment in self._fragments:
+        for fragment in self._fragments:  # also in the constructor, before `_engine` is set
             fragment.averager._engine.replicas.compare_next()
 
     def state_dict(self) -> dict[str, Any]:

@@ -7,10 +7,11 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradcomp.averager import GradientAverager
 from gradcomp.codecs import Codec
@@ -42,7 +43,8 @@ class Fragment:
         optimizer: the optimizer of the anchors.
         syncs: number of syncs that were applied.
         progress: text of the local steps' progress, compared over the ranks in every exchange.
-        sent: pseudo-gradients were sent whose averages are not applied yet.
+        due: inner step after which the averages of a delayed exchange are applied; None: none is
+            under way.
         held: averages have been received and are in the anchors' ``grad``.
     """
 
@@ -57,14 +59,16 @@ class Fragment:
     ) -> None:
         self._named, self._weights = list(named), weights
         self.anchors = [(name, nn.Parameter(weights.read(p).clone())) for name, p in named]
+        self._pairs = [(p, a) for (_, p), (_, a) in zip(named, self.anchors, strict=True)]
         self.averager = GradientAverager(self.anchors, codec, comm=comm, **vars(options))
         self.optimizer = outer([anchor for _, anchor in self.anchors])
         self.syncs, self.progress = 0, ""
+        self.due: int | None = None
+        self.held = False
         me = weakref.ref(self)
         engine = self.averager._engine
         engine.replicas.more = lambda: mine.replicated() if (mine := me()) is not None else []
         engine.replicas.watched = True
-        self.sent = self.held = False
 
     # ---- a sync ----------------------------------------------------------------------------------
 
@@ -81,12 +85,11 @@ class Fragment:
                 named.append((f"average of {name}", anchor.grad))
         return named
 
-    def send(self, *, wait: bool, progress: str, share: float = 1.0) -> None:
+    def send(self, *, due: int | None, progress: str, share: float = 1.0) -> None:
         """Compute pseudo-gradients and average them, or start to.
 
         Args:
-            wait: wait for the averages.
-            progress: see the attribute.
+            due, progress: see the attributes; with `due` None wait for the averages.
             share: factor of the pseudo-gradients.
 
         Raises:
@@ -95,38 +98,36 @@ class Fragment:
             PeerMismatch, PeerLost, CorruptPayload: see `gradcomp.GradientAverager.average`.
         """
         for (name, parameter), (_, anchor) in zip(self._named, self.anchors, strict=True):
-            if parameter.shape != anchor.shape or not parameter.requires_grad:
-                now = (
-                    f"has shape {tuple(parameter.shape)}"
-                    if parameter.requires_grad
-                    else "is not trained"
-                )
-                raise ValueError(
-                    f"{name} {now}; at the last sync it was trained with shape"
-                    f" {tuple(anchor.shape)}"
-                )
+            if parameter.requires_grad and parameter.shape == anchor.shape:
+                continue
+            shape = tuple(parameter.shape)
+            now = f"has shape {shape}" if parameter.requires_grad else "is not trained"
+            raise ValueError(
+                f"{name} {now}; at the last sync it was trained with shape {tuple(anchor.shape)}"
+            )
         self.progress = progress
-        with torch.no_grad():
-            for (_, parameter), (_, anchor) in zip(self._named, self.anchors, strict=True):
-                anchor.grad = self._weights.written(
-                    parameter, anchor.detach()
-                ) - self._weights.read(parameter)
-                if share != 1.0:
-                    anchor.grad.mul_(share)
-        if wait:
+        for parameter, anchor in self._pairs:
+            anchor.grad = self._change(parameter, anchor)
+            if share != 1.0:
+                anchor.grad.mul_(share)
+        if due is None:
             self.averager.average()
         else:
             self.averager.average_delayed()
-        self.sent, self.held = True, wait
+        self.due, self.held = due, due is None
+
+    @torch.no_grad()
+    def _change(self, parameter: Tensor, anchor: Tensor) -> Tensor:
+        """Return the change since the last sync, anchor - parameter, float32 on the CPU."""
+        return self._weights.written(parameter, anchor) - self._weights.read(parameter)
 
     def arrive(self) -> None:
         """Wait for the averages of an exchange in progress, if there is one."""
-        if self.sent and not self.held:
+        if self.due is not None and not self.held:
             try:
                 self.held = self.averager.flush()
             except BaseException:
-                self.sent = False
-                self.forget()
+                self.drop()
                 raise
 
     def apply(self, alpha: float) -> None:
@@ -139,12 +140,13 @@ class Fragment:
             PeerMismatch, PeerLost, CorruptPayload: of the exchange.
         """
         self.arrive()
-        self.sent = self.held = False
         if not self.is_finite():
-            self.forget()
+            self.drop()
             raise NotFinite(self.not_finite())
-        self.optimizer.step()
-        self.forget()
+        try:
+            self.optimizer.step()
+        finally:
+            self.drop()
         self.syncs += 1
         # after 1, 2, 4, ... syncs compare anchors: options that are not compared show up there
         if self.syncs & (self.syncs - 1) == 0:
@@ -161,19 +163,15 @@ class Fragment:
         return [name for name, p in self._named if not torch.isfinite(self._weights.read(p)).all()]
 
     def drop(self) -> None:
-        """Drop averages that were received."""
-        self.sent = self.held = False
-        self.forget()
-
-    def forget(self) -> None:
-        """Free the pseudo-gradients."""
+        """Free pseudo-gradients, and averages that were received."""
+        self.due, self.held = None, False
         for _, anchor in self.anchors:
             anchor.grad = None
 
     @torch.no_grad()
     def restore(self, alpha: float = 0.0) -> None:
         """Set parameters to alpha * parameter + (1 - alpha) * anchor."""
-        for (_, parameter), (_, anchor) in zip(self._named, self.anchors, strict=True):
+        for parameter, anchor in self._pairs:
             weight = anchor.detach()
             if alpha:
                 weight = torch.lerp(weight, self._weights.read(parameter), alpha)
@@ -182,16 +180,15 @@ class Fragment:
     @torch.no_grad()
     def is_at_anchors(self) -> bool:
         """Whether the parameters are bitwise equal to the anchors, in their dtype."""
-        pairs = zip(self._named, self.anchors, strict=True)
         return all(
             torch.equal(self._weights.read(p), self._weights.written(p, anchor))
-            for (_, p), (_, anchor) in pairs
+            for p, anchor in self._pairs
         )
 
     @torch.no_grad()
     def anchor_here(self) -> None:
         """Set the anchors to the parameters, which must be equal on all ranks."""
-        for (_, parameter), (_, anchor) in zip(self._named, self.anchors, strict=True):
+        for parameter, anchor in self._pairs:
             anchor.copy_(self._weights.read(parameter))
 
     # ---- checkpoints -----------------------------------------------------------------------------
@@ -200,13 +197,10 @@ class Fragment:
         """Return this rank's state, for a bitwise equal continuation. No exchange may be in
         progress.
         """
+        arrived = self.anchors if self.due is not None else []
         return {
             **self._replicated_state(),
-            "averages": (
-                {name: a.grad.clone() for name, a in self.anchors if a.grad is not None}
-                if self.held
-                else {}
-            ),
+            "averages": {name: a.grad.clone() for name, a in arrived if a.grad is not None},
             "averager": self.averager.state_dict(),
         }
 
@@ -236,15 +230,10 @@ class Fragment:
         check_mapping(state, "another site's state", ("moments",))
         whole = {**state, "averages": {}, "averager": None}
         self.check(whole)
-        changes = [
-            self._weights.written(p, anchor.detach()) - self._weights.read(p)
-            for (_, p), (_, anchor) in zip(self._named, self.anchors, strict=True)
-        ]
+        changes = [self._change(p, anchor) for p, anchor in self._pairs]
         self.averager._engine.take_shared(state["moments"], keeps_residuals=True)
         self.load(whole)
-        for (_, parameter), (_, anchor), change in zip(
-            self._named, self.anchors, changes, strict=True
-        ):
+        for (parameter, anchor), change in zip(self._pairs, changes, strict=True):
             weight = anchor.detach()
             self._weights.write(parameter, weight - change if keeps_change else weight)
 
@@ -257,18 +246,16 @@ class Fragment:
 
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
-        """Load a state that `check` has accepted; the averager's part must be loaded before."""
+        """Load a state that `check` has accepted; the averager's part must be loaded before, and
+        `due` set afterwards if there are averages.
+        """
         for name, anchor in self.anchors:
             anchor.copy_(state["anchors"][name])
             average = state["averages"].get(name)
             anchor.grad = None if average is None else average.to(anchor.device, copy=True)
         self.optimizer.load_state_dict(copy.deepcopy(state["outer"]))
-        self.sent = self.held = bool(state["averages"])
+        self.due, self.held = None, bool(state["averages"])
         self.syncs = state["syncs"]
-
-    def close(self) -> None:
-        """Close the averager: stop its threads and close the communicator."""
-        self.averager.close()
 
 
 def cut(numels: Iterable[int], fragments: int) -> list[range]:
@@ -277,22 +264,18 @@ def cut(numels: Iterable[int], fragments: int) -> list[range]:
     Raises:
         ValueError: more fragments than tensors.
     """
-    sizes: Sequence[int] = list(numels)
+    sizes = list(numels)
     if fragments > len(sizes):
         raise ValueError(
             f"{fragments} fragments of {len(sizes)} tensors: a fragment has at least one"
         )
-    total, out, start, before = sum(sizes), [], 0, 0
-    for number in range(fragments):
-        left = fragments - number - 1
+    before = [0, *accumulate(sizes)]  # elements before each tensor, and in all of them
+    out, start = [], 0
+    for left in reversed(range(fragments)):  # fragments after this one
+        goal = before[-1] * (fragments - left) / fragments
         end = start + 1
-        before += sizes[start]
-        while (
-            end < len(sizes) - left and before + sizes[end] / 2 <= total * (number + 1) / fragments
-        ):
-            before += sizes[end]
+        while end < len(sizes) - left and (not left or before[end] + sizes[end] / 2 <= goal):
             end += 1
-        end = len(sizes) if not left else end
         out.append(range(start, end))
         start = end
     return out

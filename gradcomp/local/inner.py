@@ -5,6 +5,7 @@ schedule of fragments.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -20,51 +21,48 @@ COUNTED = 16  # the count of inner steps is checked after so many calls of DiLoC
 SyncEvery = int | Callable[[int], int]
 
 
-class Trained:
-    """The trained parameters of a model at construction; `check` compares later ones with them.
+Named = list[tuple[str, nn.Parameter]]
 
-    Args:
-        model: a plain module.
 
-    Attributes:
-        named: (name, parameter) pairs.
+def trained_parameters(model: nn.Module) -> Named:
+    """Return the trained parameters of a plain module with their names.
 
     Raises:
         TypeError: a DDP model, or not a module.
         UnsupportedTensor: a parameter that is not float32, bfloat16 or float16.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        if isinstance(model, DistributedDataParallel):
-            raise TypeError(
-                "DDP averages gradients every step: pass the module that it wraps, model.module"
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, DistributedDataParallel):
+        raise TypeError(
+            "DDP averages gradients every step: pass the module that it wraps, model.module"
+        )
+    named = _trained(model)
+    for name, p in named:
+        if p.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise UnsupportedTensor(
+                f"{name} is {p.dtype}: anchors are fp32, of float32, bfloat16 or float16"
             )
-        self._model = model
-        self.named = self._now()
-        for name, p in self.named:
-            if p.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-                raise UnsupportedTensor(
-                    f"{name} is {p.dtype}: anchors are fp32, of float32, bfloat16 or float16"
-                )
-        self._known = {name: id(p) for name, p in self.named}
+    return named
 
-    def _now(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
 
-    def check(self, called: str) -> None:
-        """Raise ValueError if the model now trains parameters that take no part in syncs.
+def check_trained(model: nn.Module, named: Named, called: str) -> None:
+    """Raise ValueError if the model trains parameters that are not in `named`.
 
-        Args:
-            called: name of the class that syncs, for the message.
-        """
-        for name, p in self._now():
-            if self._known.get(name) != id(p):
-                what = "was replaced" if name in self._known else "was not trained, or not there"
-                raise ValueError(
-                    f"{name} {what} when this {called} was made, and is in no sync: make it anew"
-                )
+    Args:
+        called: name of the class that syncs, for the message.
+    """
+    known = dict(named)
+    for name, p in _trained(model):
+        if known.get(name) is not p:
+            what = "was replaced" if name in known else "was not trained, or not there"
+            raise ValueError(
+                f"{name} {what} when this {called} was made, and is in no sync: make it anew"
+            )
+
+
+def _trained(model: nn.Module) -> Named:
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
 class Inner:
@@ -78,6 +76,7 @@ class Inner:
     Attributes:
         optimizers: the optimizers as a list.
         steps: inner steps since `watch`; all optimizers stepping once, in any order, is one step.
+        then: function that is called after each inner step, or None; see `call_after_steps`.
         weights: fp32 access to the parameters.
 
     Raises:
@@ -96,52 +95,52 @@ class Inner:
         check_optimizers(self.optimizers, known)
         self._stepped: set[int] = set()
         self._inside: Any = None
-        self._then: Callable[[], None] | None = None
-        self._hooked = [found for one in self.optimizers if (found := _with_hooks(one)) is not None]
-        self._is_counted = len(self._hooked) == len(self.optimizers)
+        self.then: Callable[[], None] | None = None
+        hooked = [(one, _with_hooks(one)) for one in self.optimizers]
+        self._hooked = [found for _, found in hooked if found is not None]
+        self._without_hooks = {type(one).__name__ for one, found in hooked if found is None}
         self._calls = self._before_calls = self.steps = 0
         self._is_warned = False
         self.weights = Weights(self.optimizers)
 
     def before_step(self, call: Callable[..., None]) -> list[Any]:
-        """Call `call` with the step's arguments before every step of each optimizer; return the
-        hook handles.
+        """Call `call`, a bound method, with the step's arguments before every step of each
+        optimizer, as long as its object is alive; return the hook handles.
         """
-        return [one.register_step_pre_hook(call) for one in self._hooked]
+        method = weakref.WeakMethod(call)
+
+        def hook(*args: Any) -> None:
+            if (alive := method()) is not None:
+                alive(*args)
+
+        return [one.register_step_pre_hook(hook) for one in self._hooked]
 
     def watch(self) -> list[Any]:
         """Count steps, and raise before a step of any other optimizer on these parameters. Returns
         the hook handles; nothing is counted if an optimizer takes no hooks.
         """
-        if not self._is_counted:
+        if self._without_hooks:
             return []
         hooks = [one.register_step_pre_hook(self._begins) for one in self._hooked]
         hooks += [one.register_step_post_hook(self._ended) for one in self._hooked]
         return [*hooks, before_any_step(self._mine, self._refuse)]
 
-    @property
-    def then(self) -> Callable[[], None] | None:
-        """Function that is called after each inner step, or None."""
-        return self._then
-
-    @then.setter
-    def then(self, call: Callable[[], None] | None) -> None:
-        if call is not None and not self._is_counted:
-            kinds = ", ".join(
-                sorted({type(one).__name__ for one in self.optimizers if _with_hooks(one) is None})
-            )
+    def call_after_steps(self, then: Callable[[], None]) -> None:
+        """Call `then` after each inner step; TypeError if an optimizer takes no hooks."""
+        if self._without_hooks:
+            kinds = ", ".join(sorted(self._without_hooks))
             raise TypeError(
                 f"steps of {kinds} cannot be counted, since it takes no hooks: call step() after"
                 " each of them, without a with block"
             )
-        self._then = call
+        self.then = then
 
     def count_call(self, name: str) -> None:
         """Count a call of ``name.step()``; warn once if there are twice as many calls as inner
         steps, or more.
         """
         self._calls, self._inside = self._calls + 1, None  # `_ended` does not run if a step raises
-        if self._calls < COUNTED or not self._is_counted:
+        if self._calls < COUNTED or self._without_hooks:
             return
         made, self._before_calls = self.steps - self._before_calls, self.steps
         if 2 * made <= COUNTED and not self._is_warned:
@@ -163,8 +162,8 @@ class Inner:
         if len(self._stepped) == len(self.optimizers):
             self._stepped.clear()
             self.steps += 1
-            if self._then is not None:
-                self._then()
+            if self.then is not None:
+                self.then()
 
     def _refuse(self, optimizer: Any, *_: Any) -> None:
         # an optimizer may step another one inside its own step

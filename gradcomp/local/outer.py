@@ -4,6 +4,7 @@ anchors equals torch's SGD, in a single pass over memory.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 
 import torch
@@ -34,11 +35,11 @@ def _is_plain(value: object) -> bool:
     """Whether a value consists of numbers and strings only, so that equal values have equal reprs
     on all ranks.
     """
-    if isinstance(value, (list, tuple, dict)):
-        return all(
-            map(_is_plain, [*value.keys(), *value.values()] if isinstance(value, dict) else value)
-        )
-    return value is None or isinstance(value, (bool, int, float, str))
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def nesterov(anchors: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

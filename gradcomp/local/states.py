@@ -116,36 +116,27 @@ def _check_under_way(under_way: Any, now: int, latest: int, fragments: Sequence[
 def check_outer(state: Any, optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError unless a state fits this outer optimizer and all its values are finite."""
     check_mapping(state, "the outer optimizer's state", ("state", "param_groups"))
-    groups = state["param_groups"]
-    if not isinstance(groups, (list, tuple)):
-        raise ValueError(  # noqa: TRY004
-            f"the outer optimizer's state has param_groups {groups!r}, a list expected"
-        )
-    wanted = [len(group["params"]) for group in optimizer.param_groups]
+    groups, where = state["param_groups"], "of the outer optimizer's state"
+    _check_list(groups, f"param_groups {where}")
     for number, group in enumerate(groups):
-        check_mapping(group, f"group {number} of the outer optimizer's state", ("params",))
-        if not isinstance(group["params"], (list, tuple)):
-            raise ValueError(  # noqa: TRY004
-                f"group {number} of the outer optimizer's state has params {group['params']!r}"
-            )
+        check_mapping(group, f"group {number} {where}", ("params",))
+        _check_list(group["params"], f"params of group {number} {where}")
+    wanted = [len(group["params"]) for group in optimizer.param_groups]
     found = [len(group["params"]) for group in groups]
     if found != wanted:
         raise ValueError(
             f"the outer optimizer's state has groups of {found} parameters, this has {wanted}"
         )
     for number, (group, own_group) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
-        _check_options(
-            group, own_group, optimizer.defaults, f"group {number} of the outer optimizer's state"
-        )
+        _check_options(group, own_group, optimizer.defaults, f"group {number} {where}")
     indices = [index for group in groups for index in group["params"]]
     if sorted(map(repr, indices)) != sorted(map(repr, range(len(indices)))):
         raise ValueError(
             f"the outer optimizer's state has params {indices}, {list(range(len(indices)))}"
             " expected"
         )
-    anchors = dict(
-        zip(indices, (p for group in optimizer.param_groups for p in group["params"]), strict=True)
-    )
+    own_anchors = [p for group in optimizer.param_groups for p in group["params"]]
+    anchors = dict(zip(indices, own_anchors, strict=True))
     check_mapping(state["state"], "'state' of the outer optimizer", ())
     for index, values in state["state"].items():
         if type(index) is not int or index not in anchors:
@@ -165,6 +156,11 @@ def check_outer(state: Any, optimizer: torch.optim.Optimizer) -> None:
                 " optimizer"
             )
     _try(state, optimizer)
+
+
+def _check_list(value: object, what: str) -> None:
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(f"{what} is a list, got {value!r:.80}")  # noqa: TRY004
 
 
 def _try(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
@@ -190,13 +186,11 @@ def _check_options(
             raise ValueError(f"{where} has no {name!r}: it is of another optimizer")
         if name not in given:  # added by others, such as a scheduler's initial_lr
             continue
-        if _numbers(value) is not None and name != "params":
+        own_numbers = _numbers(value)
+        if own_numbers is not None and name != "params":
             found = _numbers(given[name])
-            if (
-                found is None
-                or len(found) != len(_numbers(value) or ())
-                or not all(map(math.isfinite, found))
-            ):
+            fits = found is not None and len(found) == len(own_numbers)
+            if not fits or not all(map(math.isfinite, found or ())):
                 raise ValueError(
                     f"{where} has {name} {given[name]!r}, as many finite numbers as in {value!r}"
                     " expected"
@@ -236,19 +230,11 @@ def _check_value(
             shape = torch.Size(factors.get(str(name), whole))
         if value.dim() and value.shape != shape:
             raise ValueError(f"{where} has shape {tuple(value.shape)}, {tuple(shape)} expected")
-        if value.is_complex() or value.dtype == torch.bool or not _is_readable(value):
-            raise ValueError(f"{where} is {value.dtype} ({_form(value)})")
+        is_readable = value.layout == torch.strided and not value.is_meta
+        if value.is_complex() or value.dtype == torch.bool or not is_readable:
+            raise ValueError(f"{where} is {value.dtype} ({value.layout}, {value.device})")
     elif value is not None and _numbers(value) is None and not isinstance(value, bool):
         raise ValueError(f"{where} is {value!r:.80}, a tensor or a number expected")
     numbers = value if isinstance(value, Tensor) else torch.tensor(_numbers(value) or [])
     if not bool(torch.isfinite(numbers.float()).all()):
         raise ValueError(f"{where} holds NaN or Inf, or what is Inf in float32")
-
-
-def _is_readable(value: Tensor) -> bool:
-    """Whether a tensor's values can be read: strided, and not on the meta device."""
-    return value.layout == torch.strided and value.device.type != "meta"
-
-
-def _form(value: Tensor) -> str:
-    return f"{str(value.layout).removeprefix('torch.')}, {value.device}"

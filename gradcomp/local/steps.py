@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +22,7 @@ from gradcomp.exchange.agree import agree
 from gradcomp.exchange.stats import Stats
 from gradcomp.exchange.telemetry import Telemetry
 from gradcomp.local.fragment import Fragment, cut
-from gradcomp.local.inner import Inner, SyncEvery, Trained, Turns
+from gradcomp.local.inner import Inner, SyncEvery, Turns, check_trained, trained_parameters
 from gradcomp.local.outer import Outer, at_owners, mean, nesterov, options_of
 from gradcomp.local.states import check
 from gradcomp.memory.saved import Saved, write
@@ -115,8 +113,8 @@ class DiLoCo:
     ) -> None:
         from gradcomp.plan.advice import resolve_local
 
-        self._trained = Trained(model)
-        named = self._trained.named
+        self._model, self._named = model, trained_parameters(model)
+        named = self._named
         options = Options(**common, advanced=advanced)  # type: ignore[arg-type]
         if options.advanced.transform is not None:
             raise ValueError(
@@ -158,8 +156,6 @@ class DiLoCo:
         self._hooks: list[Any] = []
         weakref.finalize(self, remove, self._hooks)
         self._reports: list[Telemetry] = []
-        # exchanges in progress: (fragment, inner step at which its averages are applied)
-        self._under_way: deque[tuple[int, int]] = deque()
         self._averaged, self.inner_steps = False, 0
         # without a warm-up the first inner step must start from the anchors
         self._starts_at_anchors = not options.warmup_steps
@@ -185,22 +181,20 @@ class DiLoCo:
                         named[part.start : part.stop],
                         self._inner.weights,
                         codec,
-                        self._duplicate(),
+                        self._comm.duplicate(self._timeout_s),
                         of_changes,
                         outer,
                     )
                 )
             self.check_replicas()
             self._hooks += self._inner.watch()
-            if self._starts_at_anchors:
-                self._hooks += self._inner.before_step(_first_weights_hook(self))
+            self._hooks += self._inner.before_step(self._before_inner_step)
             if self._warmup_steps:
                 plain = replace(plain, precondition=None)
                 first = options.warmup_codec or Identity()
                 self._gradients = GradientAverager(
-                    named, first, comm=self._duplicate(), **vars(plain)
+                    named, first, comm=self._comm.duplicate(self._timeout_s), **vars(plain)
                 )
-                self._hooks += self._inner.before_step(self._before_inner_step)
             if self._chosen and self._comm.rank == 0:
                 logger.info(self.describe())
         except BaseException:
@@ -240,6 +234,15 @@ class DiLoCo:
             self._averaged = True
 
     def _before_inner_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Average gradients in the warm-up. Raise GradcompError if the weights differ from the
+        anchors before the first inner step: that would be averaged like a result of training.
+        """
+        if self._starts_at_anchors and not all(f.is_at_anchors() for f in self._fragments):
+            raise GradcompError(
+                f"weights were changed after this {type(self).__name__} was made, from a checkpoint"
+                " perhaps: make it when they are there"
+            )
+        self._starts_at_anchors = False
         if self._gradients is None or self._averaged:
             return
         if kwargs.get("closure") is not None or len(args) > 1:
@@ -249,19 +252,6 @@ class DiLoCo:
             )
         self.average_gradients()
 
-    def _check_first_weights(self) -> None:
-        """Raise GradcompError if the weights differ from the anchors before the first inner step.
-        The difference would be averaged like a result of training.
-        """
-        if self._starts_at_anchors and not all(
-            fragment.is_at_anchors() for fragment in self._fragments
-        ):
-            raise GradcompError(
-                f"weights were changed after this {type(self).__name__} was made, from a checkpoint"
-                " perhaps: make it when they are there"
-            )
-        self._starts_at_anchors = False
-
     def _count(self) -> None:
         self.inner_steps += 1
         self._averaged = False
@@ -269,30 +259,34 @@ class DiLoCo:
             if self.inner_steps == self._warmup_steps:
                 self._end_warmup()
             return
-        while self._under_way and self._under_way[0][1] <= self.inner_steps:
-            self._apply(self._under_way.popleft()[0])
-        due = self._turns.take()
-        if due:
-            self._trained.check(type(self).__name__)
-        for number in due:
+        for number, at in self._under_way():
+            if at <= self.inner_steps:
+                self._apply(number)
+        turns = self._turns.take()
+        if turns:
+            check_trained(self._model, self._named, type(self).__name__)
+        for number in turns:
             self._sync(number)
+
+    def _under_way(self) -> list[tuple[int, int]]:
+        """Return the exchanges under way in the order in which they began: number of the fragment,
+        and inner step after which its averages are applied.
+        """
+        numbered = [(n, f.due) for n, f in enumerate(self._fragments) if f.due is not None]
+        return sorted(numbered, key=lambda one: one[1])
 
     def _sync(self, number: int) -> None:
         """Average the changes of a fragment, and apply the averages unless they are delayed."""
         fragment = self._fragments[number]
-        if fragment.sent:  # `sync_every` has become shorter than the delay
-            self._under_way = deque(one for one in self._under_way if one[0] != number)
+        if fragment.due is not None:  # `sync_every` has become shorter than the delay
             self._apply(number)
-        fragment.send(wait=not self._delay, progress=self._progress())
-        if self._delay:
-            self._under_way.append((number, self.inner_steps + self._delay))
-        else:
+        due = self.inner_steps + self._delay if self._delay else None
+        fragment.send(due=due, progress=self._progress())
+        if due is None:
             self._apply(number)
 
     def _apply(self, number: int) -> None:
-        # `sent` is False if the exchange has failed; the next one raises the error again
-        if self._fragments[number].sent:
-            self._fragments[number].apply(self._alpha if self._delay else 0.0)
+        self._fragments[number].apply(self._alpha if self._delay else 0.0)
         for report in self._reports if number == len(self._fragments) - 1 else []:
             report.step(self.inner_steps)
 
@@ -327,17 +321,14 @@ class DiLoCo:
         Averages that were received are kept, and applied on schedule.
         """
         self._wait()
-        for fragment in self._fragments:
-            fragment.averager.reset()
-        if self._gradients is not None:
-            self._gradients.reset()
+        for averager in self._averagers():
+            averager.reset()
 
     def _wait(self) -> None:
         """Wait for exchanges in progress; forget those that fail."""
         for fragment in self._fragments:
             with contextlib.suppress(GradcompError):
                 fragment.arrive()
-        self._under_way = deque(one for one in self._under_way if self._fragments[one[0]].sent)
 
     # ---- reports ---------------------------------------------------------------------------------
 
@@ -420,7 +411,7 @@ class DiLoCo:
             round=self._turns.round,
             done=self._turns.done,
             fragments=[fragment.state() for fragment in self._fragments],
-            under_way=[list(one) for one in self._under_way],
+            under_way=[list(one) for one in self._under_way()],
             gradients=self._gradients.state_dict() if self._gradients is not None else None,
         )
 
@@ -444,10 +435,9 @@ class DiLoCo:
         checks = [fragment.check for fragment in self._fragments]
         check(saved, self._warmup_steps, self._turns, checks, has_gradients=has_gradients)
         given = [one["averager"] for one in extra["fragments"]]
-        averagers = [fragment.averager for fragment in self._fragments]
-        if self._gradients is not None and extra["gradients"] is not None:
+        if extra["gradients"] is not None:
             given.append(extra["gradients"])
-            averagers.append(self._gradients)
+        averagers = self._averagers()[: len(given)]
         for averager in averagers:
             averager._engine.drain()
         accepted = [a._engine.accept(one) for a, one in zip(averagers, given, strict=True)]
@@ -463,7 +453,8 @@ class DiLoCo:
             self._gradients = None
         self.inner_steps, self._starts_at_anchors, self._averaged = saved.step, False, False
         self._turns.round, self._turns.done = extra["round"], extra["done"]
-        self._under_way = deque((number, at) for number, at in extra["under_way"])
+        for number, at in extra["under_way"]:
+            self._fragments[number].due = at
 
     def _origin(self) -> dict[str, object]:
         return {"kind": type(self).__name__, "warmup_steps": self._warmup_steps}
@@ -485,42 +476,37 @@ class DiLoCo:
             "sync_every": lengths[0] if len(set(lengths)) == 1 else lengths,
             "fragments": self._turns.fragments,
             **settings,
-            "parameters": [(name, tuple(p.shape), p.dtype) for name, p in self._trained.named],
+            "parameters": [(name, tuple(p.shape), p.dtype) for name, p in self._named],
         }
         kind = type(self).__name__
         with self._comm.lease(kind) as lease:
             agree(lease, values, self._timeout_s, called=kind, phase="setup")
 
+    def _averagers(self) -> list[GradientAverager]:
+        """Return the averagers of all fragments, and in the warm-up also that of gradients."""
+        averagers = [fragment.averager for fragment in self._fragments]
+        return averagers if self._gradients is None else [*averagers, self._gradients]
+
     def _progress(self) -> str:
-        waiting = ", ".join(f"fragment {number} until step {at}" for number, at in self._under_way)
+        waiting = ", ".join(f"fragment {n} until step {at}" for n, at in self._under_way())
         return (
             f"inner step {self.inner_steps}, {self._turns.done} of round {self._turns.round}, under"
             f" way: {waiting or 'nothing'}"
         )
 
-    def _duplicate(self) -> Communicator:
-        return self._comm.duplicate(self._timeout_s)
-
     def close(self) -> None:
         """Stop the threads and close the communicators; closing twice is harmless."""
         remove(self._hooks)
-        for fragment in self._fragments:
-            fragment.close()
-        if self._gradients is not None:
-            self._gradients.close()
+        for averager in self._averagers():
+            averager.close()
         self._comm.close()
 
     def __enter__(self) -> Self:
         """Count the inner optimizer's steps automatically from now on."""
-        self._inner.then = self._count
+        self._inner.call_after_steps(self._count)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         """Close. Without an error, wait for exchanges in progress first, so that `state_dict` has
         their averages.
         """
@@ -536,14 +522,3 @@ class LocalSGD(DiLoCo):
     """
 
     _default_outer = staticmethod(mean)
-
-
-def _first_weights_hook(local: DiLoCo) -> Callable[..., None]:
-    """Return a pre-step hook of the inner optimizers, with a weak reference to `local`."""
-    me = weakref.ref(local)
-
-    def hook(*_: Any) -> None:
-        if (mine := me()) is not None:
-            mine._check_first_weights()
-
-    return hook

@@ -945,7 +945,7 @@ def test_averages_that_have_arrived_survive_the_failure_of_another_fragment(comm
     assert first.is_open and second.is_open
     second.fail(GradcompError("out of memory, say"))
     local.reset()
-    assert local._under_way and (first.step, second.step) == (1, 0)
+    assert local._under_way() and (first.step, second.step) == (1, 0)
     take_steps(model, optimizer, local, range(4, 5), comm.rank)
     assert [fragment.syncs for fragment in local._fragments] == [1, 0]
     assert bits(anchors_of(local)[:2]) != before

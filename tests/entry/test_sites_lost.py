@@ -3,6 +3,7 @@ all its sites or at none, and no change of the weights is lost or counted twice.
 """
 
 import contextlib
+import copy
 import os
 import signal
 import threading
@@ -307,6 +308,29 @@ def test_a_change_counts_once_wherever_a_sync_is_interrupted(run, error, step, w
             changed(model, local, 1.0)
             assert everywhere(model, -2.0)
             return outcome(local)[1:]
+
+    found = sites.each("ab", site)
+    assert found["a"] == found["b"]
+
+
+def test_an_interrupted_site_goes_on_from_its_checkpoint(run):
+    """Its state had averages, but no exchange under way: loading it raised ValueError."""
+    sites = run(sites=2)
+
+    def site(name):
+        model, _, local = sites.site(name, model=zeros(), **PLAIN)
+        with contextlib.closing(local):
+            if name == "b":
+                interrupt(local, KeyboardInterrupt, after_verdict=False)
+                with pytest.raises(KeyboardInterrupt):
+                    changed(model, local, 1.0)
+                local.load_state_dict(copy.deepcopy(local.state_dict()))
+            else:
+                changed(model, local, 1.0)
+            for _ in range(H):
+                local.step()
+            assert local.members == ["a", "b"] and everywhere(model, -1.0)
+            return outcome(local)
 
     found = sites.each("ab", site)
     assert found["a"] == found["b"]
