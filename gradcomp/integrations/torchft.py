@@ -119,7 +119,6 @@ class ManagedAverager(GradientAverager):
         **common: Unpack[CommonOptions],
     ) -> None:
         self._key = f"{KEY} {name}".strip()
-        self._number = sum(key.startswith(KEY) for key in manager._user_state_dicts)
         if manager._quorum_future is not None:
             raise ValueError("this manager has had a quorum: make the averager before the first")
         if self._key in manager._user_state_dicts:
@@ -268,8 +267,7 @@ class ManagedAverager(GradientAverager):
             self._quorum = LocalCommunicator.group(1)[0]
             return
         timeout_s = self._engine.timeout_s
-        path = f"{address}/{KEY}/{self._number}"
-        store = create_store_client(path, self._manager._connect_timeout)
+        store = create_store_client(f"{address}/{self._key}", self._manager._connect_timeout)
         mine = self._settings()
         store.set(f"settings {rank}", json.dumps([self._has_trained, mine]))
         try:
