@@ -131,8 +131,7 @@ def local_steps(
             "local steps need the model as it was before accelerator.prepare, which has DDP average"
             " gradients every step: leave it out there"
         )
-    given = optimizer if isinstance(optimizer, Sequence) else [optimizer]
-    optimizers = [inner(one) for one in given]
+    optimizers = inner(optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])
     if accelerator.num_processes > 1:
         for tensor in (*model.parameters(), *model.buffers()):
             dense = tensor.detach().contiguous()  # gloo sends memory as it lies there

@@ -73,9 +73,13 @@ def prepared_by(accelerator: Any) -> dict[str, Any]:
 
 
 def inner(optimizer: Any) -> Any:
-    """Return the torch optimizer inside an optimizer that accelerate has prepared."""
+    """Return the torch optimizer inside an optimizer that accelerate has prepared; a list of them
+    for a list or tuple.
+    """
     from accelerate.optimizer import AcceleratedOptimizer
 
+    if isinstance(optimizer, (list, tuple)):
+        return [inner(one) for one in optimizer]
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
