@@ -22,7 +22,7 @@ from gradcomp.engine.options import Advanced, CommonOptions, takes
 from gradcomp.integrations.checkpoints import Stateful, read, write
 from gradcomp.integrations.versions import imported
 from gradcomp.integrations.watch import DdpWatch, Watch
-from gradcomp.integrations.wrapped import attach_prepared, inner
+from gradcomp.integrations.wrapped import attach, inner, prepared_by
 from gradcomp.local.steps import DiLoCo
 
 if TYPE_CHECKING:
@@ -79,10 +79,10 @@ def register(
             `gradcomp.ddp.register`.
     """
     options = {**common, "advanced": advanced}
-    state = attach_prepared(accelerator, model, codec, optimizer, options)
+    state = attach(model, codec, inner(optimizer), options, **prepared_by(accelerator))
     if state is not None:
-        watch = DdpWatch(state, model)
-        state._hooks += _carry(accelerator, state, state._engine, watch)
+        DdpWatch(state, model)  # lives as long as the model
+        state._hooks += _carry(accelerator, state, state._engine)
     return state
 
 
@@ -131,8 +131,7 @@ def local_steps(
             "local steps need the model as it was before accelerator.prepare, which has DDP average"
             " gradients every step: leave it out there"
         )
-    given = optimizer if isinstance(optimizer, Sequence) else [optimizer]
-    optimizers = [inner(one) for one in given]
+    optimizers = inner(optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])
     if accelerator.num_processes > 1:
         for tensor in (*model.parameters(), *model.buffers()):
             dense = tensor.detach().contiguous()  # gloo sends memory as it lies there
@@ -147,21 +146,18 @@ def local_steps(
         " lets through, or train in a with block"
     )
     watch = Watch(model.parameters(), lambda: local.inner_steps, lambda: why, late=True)
-    whole, engine = _Whole(model, optimizers, local), local._fragments[0].averager._engine
+    whole, engine = _Whole(model, optimizers, local, watch), local._fragments[0].averager._engine
     local._hooks += [one.register_load_state_dict_pre_hook(_keep_own) for one in optimizers]
-    local._hooks += [*watch._hooks, *_carry(accelerator, whole, engine, watch, needed=True)]
+    local._hooks += [*watch._hooks, *_carry(accelerator, whole, engine, needed=True)]
     return local
 
 
-def _carry(
-    accelerator: Any, state: Stateful, engine: Engine, watch: Watch, *, needed: bool = False
-) -> list[Any]:
+def _carry(accelerator: Any, state: Stateful, engine: Engine, *, needed: bool = False) -> list[Any]:
     """Save and load `state` in an accelerator's checkpoints. Returns the hook handles, to be
     removed when `engine` is closed.
 
     Args:
         engine: the engine of `state`.
-        watch: restarted after `state` is loaded.
         needed: whether to raise ValueError for a checkpoint without the state.
     """
     before = _carried.get(accelerator, {}).items()
@@ -174,8 +170,7 @@ def _carry(
         write(state, engine, folder, name)
 
     def load(_: Any, folder: str) -> None:
-        if read(state, engine.comm, folder, name, needed=needed):
-            watch.restart()
+        read(state, engine.comm, folder, name, needed=needed)
 
     return [
         accelerator.register_save_state_pre_hook(save),
@@ -188,8 +183,10 @@ class _Whole:
     the next sync, but accelerate saves only those of rank 0.
     """
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Any], local: DiLoCo) -> None:
-        self._model, self._optimizers, self._local = model, optimizers, local
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[Any], local: DiLoCo, watch: Watch
+    ) -> None:
+        self._model, self._optimizers, self._local, self._watch = model, optimizers, local, watch
 
     def state_dict(self) -> dict[str, Any]:
         local = self._local.state_dict()  # first: it waits for averages in progress
@@ -206,6 +203,7 @@ class _Whole:
             one.load_state_dict(saved)
         if not isinstance(state, dict):
             self._local.restore()  # replace rank 0's weights by the anchors
+        self._watch.restart()
 
 
 def _keep_own(optimizer: torch.optim.Optimizer, _: Any) -> dict[str, Any] | None:

@@ -174,17 +174,17 @@ def read(
         why = f": {error}" if error else ""
         text = f"rank {votes.index(BROKEN)} cannot read its {files} in {folder}{why}"
         raise ValueError(text) from error
-    text = (
-        f"{folder} has no {files}: it was not saved with local steps; load model and optimizer"
-        " yourself before you begin them"
-    )
     if len(set(votes)) > 1:
         without = [rank for rank, vote in enumerate(votes) if vote != max(votes)]
         missing = f"ranks {without} have no {files} in {folder}"
         text = f"{missing}, others have: copy those of all ranks there"
-        if not needed:
-            warnings.warn(text, stacklevel=3)
+        if needed:
+            raise ValueError(text)
+        warnings.warn(text, stacklevel=3)
         found = None
-    if found is None and needed:
-        raise ValueError(text)
+    elif found is None and needed:
+        raise ValueError(
+            f"{folder} has no {files}: it was not saved with local steps; load model and optimizer"
+            " yourself before you begin them"
+        )
     return restore(state, comm, found, str(folder), f"delete {files} from {folder}")

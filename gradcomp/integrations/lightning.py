@@ -118,10 +118,9 @@ class CompressedDDPStrategy(DDPStrategy):  # type: ignore[misc]  # mypy does not
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         state = self._compression
-        if state is not None and self._watch is not None:
+        if state is not None:
             found, remedy = checkpoint.get(KEY), f"remove its entry {KEY!r}"
             restore(state, state._engine.comm, found, "this checkpoint", remedy)
-            self._watch.restart()
 
     def teardown(self) -> None:
         if self._watch is not None:

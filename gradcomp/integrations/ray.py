@@ -5,7 +5,6 @@ residuals.
 from __future__ import annotations
 
 import os
-import weakref
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -25,11 +24,6 @@ if TYPE_CHECKING:
 
 with imported("ray"):
     import ray.train  # noqa: F401 - checks that it is installed
-
-# weak references: a watch lives as long as its model
-_watches: weakref.WeakKeyDictionary[CompressionState, weakref.ref[DdpWatch]] = (
-    weakref.WeakKeyDictionary()
-)
 
 
 @takes(CommonOptions)
@@ -73,13 +67,9 @@ def register(
         ranks=group_size(),
         wrapper="ray.train.torch.prepare_model",
         alone=("Ray Train runs one worker", "ScalingConfig(num_workers=2) or more"),
-        hint=(
-            ". For fully_shard there is gradcomp.fsdp.register, for local steps, without"
-            " prepare_model, gradcomp.DiLoCo"
-        ),
     )
     if state is not None:
-        _watches[state] = weakref.ref(DdpWatch(state, model))
+        DdpWatch(state, model)  # lives as long as the model
     return state
 
 
@@ -128,9 +118,4 @@ def load(state: CompressionState | None, folder: str | os.PathLike[str]) -> bool
         ValueError: a file that cannot be read; states of another codec, exchange or model.
         PeerLost: "checkpoint"; a worker did not call this.
     """
-    if state is None or not read(state, state._engine.comm, folder):
-        return False
-    watch = _watches.get(state, lambda: None)()  # none for a state of gradcomp.ddp.register
-    if watch is not None:
-        watch.restart()
-    return True
+    return state is not None and read(state, state._engine.comm, folder)

@@ -97,8 +97,6 @@ class ManagedAverager(GradientAverager):
         optimizer: the optimizer of these parameters, or a list of several; each may be in
             torchft's wrapper.
         name: distinguishes several averagers of one manager.
-        checked: whether an optimizer step on these parameters without `average` before it raises
-            GradcompError.
 
     Raises:
         ValueError: an option that needs the same ranks in every step: `grad_scaler`,
@@ -117,12 +115,10 @@ class ManagedAverager(GradientAverager):
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         bucket_cap_mb: float = 25.0,
         name: str = "",
-        checked: bool = True,
         advanced: Advanced | None = None,
         **common: Unpack[CommonOptions],
     ) -> None:
         self._key = f"{KEY} {name}".strip()
-        self._number = sum(key.startswith(KEY) for key in manager._user_state_dicts)
         if manager._quorum_future is not None:
             raise ValueError("this manager has had a quorum: make the averager before the first")
         if self._key in manager._user_state_dicts:
@@ -168,7 +164,6 @@ class ManagedAverager(GradientAverager):
             (p for _, p in self._named),
             lambda: self._calls,
             lambda: "call averager.average() after loss.backward(), in every step",
-            automatic=checked,
         )
 
     def average(self) -> None:
@@ -272,8 +267,7 @@ class ManagedAverager(GradientAverager):
             self._quorum = LocalCommunicator.group(1)[0]
             return
         timeout_s = self._engine.timeout_s
-        path = f"{address}/{KEY}/{self._number}"
-        store = create_store_client(path, self._manager._connect_timeout)
+        store = create_store_client(f"{address}/{self._key}", self._manager._connect_timeout)
         mine = self._settings()
         store.set(f"settings {rank}", json.dumps([self._has_trained, mine]))
         try:
@@ -288,7 +282,10 @@ class ManagedAverager(GradientAverager):
                 self._is_odd = mine not in old.values()
         if self._is_odd and old and not self._has_trained:
             # torchft would give the model of another group to this one, which does not fit
-            self._refused = _mismatch(rank, mine, *next(iter(old.items())))
+            other, theirs = next(iter(old.items()))
+            field = next(name for name in mine if mine[name] != theirs.get(name))
+            texts = shorten(mine[field], theirs.get(field, "none"))
+            self._refused = PeerMismatch(field, other, *texts, first=rank)
             comm, self._quorum = self._quorum, None
             comm.abort(str(self._refused))
             comm.close()
@@ -430,12 +427,7 @@ class DiLoCo(local_sgd.DiLoCo):  # type: ignore[misc]
             ]
             self.averagers.append(
                 ManagedAverager(
-                    manager,
-                    changed,
-                    codec,
-                    name=f"fragment {number}",
-                    checked=False,
-                    **(options or {}),
+                    manager, changed, codec, name=f"fragment {number}", **(options or {})
                 )
             )
             fragment._average_grads = partial(_average, fragment, changed, self.averagers[-1])
@@ -459,14 +451,6 @@ def _forget(manager: Manager, key: str) -> None:
     """Remove an averager's state functions from a manager."""
     for registered in (manager._user_state_dicts, manager._load_state_dict_fns):
         registered.pop(key, None)
-
-
-def _mismatch(
-    rank: int, mine: Mapping[str, str], other: int, theirs: Mapping[str, str]
-) -> PeerMismatch:
-    """Return the error for the first setting in which this group differs from another."""
-    field = next(name for name in mine if mine[name] != theirs.get(name))
-    return PeerMismatch(field, other, *shorten(mine[field], theirs.get(field, "none")), first=rank)
 
 
 def _configure(owner: weakref.ref[ManagedAverager], configure: Any) -> Any:

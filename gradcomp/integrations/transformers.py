@@ -16,7 +16,7 @@ from gradcomp.engine.options import COMMON, Options, check_names
 from gradcomp.integrations.checkpoints import read, write
 from gradcomp.integrations.versions import imported
 from gradcomp.integrations.watch import DdpWatch
-from gradcomp.integrations.wrapped import attach_prepared
+from gradcomp.integrations.wrapped import attach, inner, prepared_by
 
 with imported("transformers"):
     from transformers import Trainer, TrainerCallback
@@ -125,8 +125,8 @@ class _Compression(TrainerCallback):  # type: ignore[misc]
         if self._model is not model:
             if self.state is not None:
                 self.state.close()
-            given = model, self._codec, trainer.optimizer, self._options
-            self.state, self._model = attach_prepared(trainer.accelerator, *given), model
+            given = model, self._codec, inner(trainer.optimizer), self._options
+            self.state, self._model = attach(*given, **prepared_by(trainer.accelerator)), model
         if self.state is not None:
             if self._resume is not None:
                 read(self.state, self.state._engine.comm, self._resume)

@@ -5,7 +5,7 @@ models again, or never leave `no_sync`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,21 +50,31 @@ class Watch(Steps):
 
 
 class DdpWatch(Watch):
-    """A watch for a DistributedDataParallel model; a hook of the model keeps the watch alive."""
+    """A watch for a DistributedDataParallel model; a hook of the model keeps the watch alive.
+
+    It counts exchanges itself, since loading a state changes ``state.step``.
+    """
 
     def __init__(
         self, state: CompressionState, model: nn.Module, *, automatic: bool = True
     ) -> None:
-        def now() -> tuple[int, int]:
-            return state.step, state.stats.steps  # a load changes the first, a reset the second
-
-        self._forwards = self._synced = 0
-        super().__init__(model.parameters(), now, self._cause, automatic=automatic)
+        self._exchanges = self._forwards = self._synced = 0
+        super().__init__(
+            model.parameters(), lambda: self._exchanges, self._cause, automatic=automatic
+        )
         self._hooks.append(model.register_forward_pre_hook(_Forward(self)))
+        self._reports = cast("list[Any]", state._engine.reports)
+        self._reports.append(self)
 
-    def check(self, optimizer: torch.optim.Optimizer, args: Any = (), kwargs: Any = None) -> None:
-        super().check(optimizer, args, kwargs)
+    def step(self, _: int) -> None:
+        """Count an exchange; the engine calls this after each one."""
+        self._exchanges += 1
         self._forwards = self._synced = 0
+
+    def close(self) -> None:
+        super().close()
+        if self in self._reports:
+            self._reports.remove(self)
 
     def _cause(self) -> str:
         if not self._forwards:

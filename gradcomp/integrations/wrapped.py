@@ -15,11 +15,6 @@ from gradcomp.codecs import Codec
 from gradcomp.ddp import CompressionState
 from gradcomp.engine.options import Options
 
-_ALONE = (
-    "accelerate runs one process",
-    "start several with torchrun --nproc-per-node 2 (accelerate launch --cpu starts one)",
-)
-
 
 def attach(
     model: nn.Module,
@@ -30,17 +25,14 @@ def attach(
     ranks: int,
     wrapper: str,
     alone: tuple[str, str],
-    hint: str = "",
-    stacklevel: int = 5,
 ) -> CompressionState | None:
     """Register on a wrapped model; return None, with a warning, if there is one rank and no DDP.
 
     Args:
         options: common options and ``advanced``, as keyword arguments of `gradcomp.ddp.register`.
         ranks: number of ranks of the framework's run.
-        wrapper, hint: the function that returns the wrapped model, and an end of the TypeError's
-            message.
-        alone, stacklevel: arguments of `warn_alone`; the warning names the user's call.
+        wrapper: the function that returns the wrapped model, for the TypeError's message.
+        alone: arguments of `warn_alone`.
 
     Raises:
         TypeError: several ranks, and a model that is not wrapped in DistributedDataParallel.
@@ -52,23 +44,19 @@ def attach(
     if ranks > 1:
         raise TypeError(
             f"model must be what {wrapper} returns, wrapped in DistributedDataParallel; got"
-            f" {type(model).__name__}{hint}"
+            f" {type(model).__name__}. For fully_shard there is gradcomp.fsdp.register, for local"
+            " steps of a plain module gradcomp.DiLoCo"
         )
-    warn_alone(*alone, stacklevel=stacklevel)
+    warn_alone(*alone, stacklevel=5)  # the call of the integration's `register`
     return None
 
 
-def attach_prepared(
-    accelerator: Any,
-    model: nn.Module,
-    codec: Codec | str,
-    optimizer: Any,
-    options: Mapping[str, Any],
-) -> CompressionState | None:
-    """Register on a model that accelerate has prepared, for accelerate itself and for Transformers.
+def prepared_by(accelerator: Any) -> dict[str, Any]:
+    """Return the last three arguments of `attach` for a model that accelerate has prepared, for
+    accelerate itself and for Transformers.
 
     Raises:
-        ValueError: accelerate has registered a communication hook; others see `attach`.
+        ValueError: accelerate has registered a communication hook.
     """
     hook = getattr(accelerator.ddp_handler, "comm_hook", None)
     if getattr(hook, "value", "no") != "no":
@@ -76,22 +64,22 @@ def attach_prepared(
             f"comm_hook={hook} of DistributedDataParallelKwargs: DDP takes one communication hook;"
             " leave it out for gradcomp's"
         )
-    return attach(
-        model,
-        codec,
-        inner(optimizer),
-        options,
-        ranks=accelerator.num_processes,
-        wrapper="accelerator.prepare(model)",
-        alone=_ALONE,
-        stacklevel=6,
-    )
+    remedy = "start several with torchrun --nproc-per-node 2 (accelerate launch --cpu starts one)"
+    return {
+        "ranks": accelerator.num_processes,
+        "wrapper": "accelerator.prepare(model)",
+        "alone": ("accelerate runs one process", remedy),
+    }
 
 
 def inner(optimizer: Any) -> Any:
-    """Return the torch optimizer inside an optimizer that accelerate has prepared."""
+    """Return the torch optimizer inside an optimizer that accelerate has prepared; a list of them
+    for a list or tuple.
+    """
     from accelerate.optimizer import AcceleratedOptimizer
 
+    if isinstance(optimizer, (list, tuple)):
+        return [inner(one) for one in optimizer]
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 

@@ -7,8 +7,7 @@ References:
 
 from gradcomp.onebit_sgd.adagrad import AggregateAdagrad, LocalAdagrad, MomentumAdagrad
 from gradcomp.onebit_sgd.batch_size import BatchSizeChoice, BatchSizeTrial, find_batch_size
-from gradcomp.onebit_sgd.double_buffer import DoubleBuffer
-from gradcomp.onebit_sgd.report import OverlapComparison, OverlapReport
+from gradcomp.onebit_sgd.double_buffer import DoubleBuffer, OverlapComparison, OverlapReport
 
 
 def __getattr__(name: str) -> object:

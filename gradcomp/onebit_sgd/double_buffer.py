@@ -13,12 +13,13 @@ import struct
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_flatten, tree_map
 
 from gradcomp.arguments import check_integer
 from gradcomp.averager import GradientAverager
@@ -28,8 +29,6 @@ from gradcomp.engine.delayed import DelayedSeconds
 from gradcomp.engine.options import Advanced, DelayedOptions, takes
 from gradcomp.exchange.agree import gather
 from gradcomp.exchange.stats import Stats
-from gradcomp.onebit_sgd.halves import cut
-from gradcomp.onebit_sgd.report import OverlapComparison, OverlapReport
 from gradcomp.onebit_sgd.restore import GroupOptions, apply_options, read_options, rolled_back
 
 if TYPE_CHECKING:
@@ -37,6 +36,74 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("gradcomp")
 ROUNDS = 2  # per variant in `compare`; the fastest counts, since other programs only add time
+
+
+@dataclass(frozen=True)
+class OverlapReport:
+    """Seconds of one rank's training with a `DoubleBuffer`, summed since its creation. They do not
+    show the time that double buffering saves; `DoubleBuffer.compare` measures it.
+
+    Attributes:
+        whole_steps: whether whole minibatches are exchanged instead of halves.
+        minibatches, exchanges: number of minibatches, and of finished exchanges.
+        exchange_s: seconds from an exchange's first bucket to its last.
+        waited_s: the part of `exchange_s` in which this rank was blocked.
+        codec_s: the part of `exchange_s` in which codecs encoded and decoded.
+        update_s: seconds in ``optimizer.step()`` and in copying gradients to and from buckets.
+        compute_s: seconds in forward and backward passes.
+    """
+
+    whole_steps: bool
+    minibatches: int
+    exchanges: int
+    exchange_s: float
+    waited_s: float
+    codec_s: float
+    update_s: float
+    compute_s: float
+
+    @property
+    def hidden(self) -> float:
+        """The share of `exchange_s` overlapped with computation, 0 to 1; 0 without exchanges."""
+        return max(0.0, 1.0 - self.waited_s / self.exchange_s) if self.exchange_s > 0 else 0.0
+
+    def __str__(self) -> str:
+        """Return one sentence."""
+        if not self.exchange_s:
+            return "nothing was exchanged"
+        seconds = self.exchange_s
+        duration = f"{seconds:.1f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
+        return (
+            f"hidden {100 * self.hidden:.0f} % of {duration} in {self.exchanges} exchanges;"
+            " compare() measures whether that pays"
+        )
+
+
+@dataclass(frozen=True)
+class OverlapComparison:
+    """Seconds per minibatch on the slowest rank; every rank has the same values.
+
+    Attributes:
+        plain_s: seconds without double buffering: forward, backward, exchange and update of the
+            whole minibatch, one after the other.
+        overlapped_s: seconds with double buffering, the last exchange included.
+    """
+
+    plain_s: float
+    overlapped_s: float
+
+    @property
+    def pays(self) -> bool:
+        """Whether a minibatch is faster with double buffering."""
+        return self.overlapped_s < self.plain_s
+
+    def __str__(self) -> str:
+        """Return one sentence."""
+        return (
+            f"double buffering {'pays' if self.pays else 'does not pay'} here:"
+            f" {1e3 * self.overlapped_s:.1f} ms a minibatch with it, {1e3 * self.plain_s:.1f} ms"
+            " without"
+        )
 
 
 class DoubleBuffer:
@@ -158,7 +225,7 @@ class DoubleBuffer:
         self._check_open()
         if not callable(loss_fn):
             raise TypeError(f"loss_fn must be a function, got {type(loss_fn).__name__}")
-        halves, shares = ([batch], [1.0]) if self._whole_steps else cut(batch)
+        halves, shares = ([batch], [1.0]) if self._whole_steps else _cut(batch)
         self._stepping = True
         try:
             losses = [self._half(loss_fn, *each) for each in zip(halves, shares, strict=True)]
@@ -395,6 +462,40 @@ class DoubleBuffer:
         data = struct.pack(layout, *mine)
         found = gather(comm, data, called, timeout_s, called=f"{called}()")
         return [struct.unpack(layout, theirs) for theirs in found]
+
+
+def _cut(batch: tuple[Any, ...]) -> tuple[list[tuple[Any, ...]], list[float]]:
+    """Return the two halves of a minibatch, as views, and each half's share of the samples. The
+    first half of an odd number has one sample more.
+
+    Raises:
+        ValueError: fewer than 2 samples, tensors with different numbers of samples, a tensor
+            without dimensions, no tensor.
+        TypeError: a value that is neither a tensor, None, nor a container of torch's pytree.
+    """
+    leaves = [leaf for leaf in tree_flatten(batch)[0] if leaf is not None]
+    if foreign := [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor)]:
+        raise TypeError(
+            f"a minibatch holds tensors, in tuples, lists and dictionaries, got {foreign[0]}"
+        )
+    if not leaves:
+        raise ValueError("the minibatch holds no tensor: call step(loss_fn, *batch)")
+    if not all(leaf.dim() for leaf in leaves):
+        raise ValueError("a tensor of the minibatch has no dimension for samples: its shape is ()")
+    samples, *others = sorted({leaf.shape[0] for leaf in leaves})
+    if others:
+        raise ValueError(
+            "all tensors of a minibatch must have the same number of samples, got"
+            f" {[samples, *others]}"
+        )
+    if samples < 2:
+        raise ValueError(f"a minibatch of {samples} samples cannot be cut into two halves")
+    first = (samples + 1) // 2
+    halves = [
+        tree_map(lambda leaf, part=part: leaf if leaf is None else leaf[part], batch)
+        for part in (slice(first), slice(first, None))
+    ]
+    return halves, [first / samples, (samples - first) / samples]
 
 
 class _DrainBeforeEvaluation:

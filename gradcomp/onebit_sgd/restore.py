@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -69,16 +69,6 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _generator_of(device: torch.device) -> Callable[[], None]:
-    """Return a function that restores the current state of a device's random number generator."""
-    module: Any = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
-    if not hasattr(module, "get_rng_state"):
-        return lambda: None
-    which: tuple[Any, ...] = () if device.type == "mps" else (device,)  # mps has one device
-    state = module.get_rng_state(*which)
-    return lambda: module.set_rng_state(state, *which)
-
-
 @contextmanager
 def rolled_back(
     model: nn.Module, optimizer: torch.optim.Optimizer, others: Sequence[Any]
@@ -100,8 +90,8 @@ def rolled_back(
     loads = type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict
     state: Any = optimizer.state_dict() if loads else list(optimizer.state.items())
     kept: Any = copy.deepcopy(state if loads else [held for _, held in state])
-    generators = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    draws = [_generator_of(device) for device in {tensor.device for tensor, _ in tensors}]
+    drawn, drawn_by_numpy = random.getstate(), np.random.get_state()
+    devices = {torch.device("cpu"), *(tensor.device for tensor, _ in tensors)}
 
     def restore() -> None:
         with torch.inference_mode(False), torch.no_grad():
@@ -122,16 +112,19 @@ def rolled_back(
                     own.update(held)
                     optimizer.state[parameter] = own
             write_options(optimizer, options)
-        for put_back in draws:
-            put_back()
-        torch.set_rng_state(generators[0])
-        random.setstate(generators[1])
-        np.random.set_state(generators[2])
+        random.setstate(drawn)
+        np.random.set_state(drawn_by_numpy)
         for other, held in zip(others, states, strict=True):
             other.load_state_dict(held)
 
     try:
-        yield
+        with ExitStack() as generators:
+            for device in devices:  # fork_rng restores the CPU's generator, too
+                draws = hasattr(getattr(torch, device.type, None), "get_rng_state")
+                generators.enter_context(
+                    torch.random.fork_rng([device] if draws else [], device_type=device.type)
+                )
+            yield
     except BaseException:
         # the exception may come from a failed exchange, whose error restore() would raise again
         with suppress(GradcompError):

@@ -6,7 +6,6 @@ bytes per weight.
 """
 
 from gradcomp.optim.base import SplitOptimizer
-from gradcomp.optim.packed import packed_add
 from gradcomp.optim.split import (
     SplitParameters,
     fp32_state_dict,
@@ -15,7 +14,13 @@ from gradcomp.optim.split import (
     split,
     split_parameters,
 )
-from gradcomp.optim.split_optimizers import SplitAdagrad, SplitAdamW, SplitLAMB, SplitSGD
+from gradcomp.optim.split_optimizers import (
+    SplitAdagrad,
+    SplitAdamW,
+    SplitLAMB,
+    SplitSGD,
+    packed_add,
+)
 
 __all__ = [
     "SplitAdagrad",

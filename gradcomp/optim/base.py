@@ -10,8 +10,9 @@ from __future__ import annotations
 import threading
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -22,26 +23,28 @@ from gradcomp.errors import GradcompError, UnsupportedTensor
 from gradcomp.kernels.rules import Kind
 from gradcomp.optim.entries import GRADIENT_DTYPES, Entry, make_rules, run_rules
 from gradcomp.optim.placeholder import Placeholder
-from gradcomp.optim.sparse import check_sparse, run_sparse
 from gradcomp.optim.split import (
     SplitParameters,
     adopt,
     check_free,
     check_parameter,
     check_rounding,
+    join,
     new_state,
     new_trail,
-    waiting_trail,
+    wait,
+    waiting_trails,
+    write_split,
 )
 from gradcomp.optim.state import CHECKSUM, check_saved
-from gradcomp.optim.tracking import Tracking, TrailKeeper, check_moved
+from gradcomp.optim.tracking import Tracking, check_moved
 
 # torch wraps a class's `step` in the first constructor call; two threads would wrap it twice, and
 # hooks would run twice
 _first = threading.Lock()
 
 
-class SplitOptimizer(TrailKeeper):
+class SplitOptimizer(torch.optim.Optimizer):
     """Base class of the split optimizers; use one of its subclasses.
 
     bf16 parameters are tops, and their trails are in ``state[p]["trail"]``. fp32 parameters have no
@@ -125,7 +128,7 @@ class SplitOptimizer(TrailKeeper):
         group = {"rounding": "truncate", **self.defaults, **param_group, "params": members}
         self.check_options(group)
         check_rounding(group["rounding"])
-        waiting = [waiting_trail(p) for p in tensors if isinstance(p, nn.Parameter)]
+        waiting = [waiting_trails.get(p) for p in tensors if isinstance(p, nn.Parameter)]
         roundings = {found.family.rounding for found in waiting if found}
         if len(roundings) > 1:
             raise ValueError(
@@ -147,7 +150,7 @@ class SplitOptimizer(TrailKeeper):
         state["step"] = torch.zeros((), device="cpu")
         self._tracking.begin(p)
         if p.dtype == torch.bfloat16:
-            found = waiting_trail(p)
+            found = waiting_trails.get(p)
             if found is None:
                 state["trail"] = new_trail(p)
             else:
@@ -215,7 +218,7 @@ class SplitOptimizer(TrailKeeper):
             self.run(dense)
         for entry in entries:
             if entry.gradient is None and entry.packed is None:
-                run_sparse(self, entry)
+                self._run_sparse(entry)
         torch._foreach_add_(steps, 1)
         self._tracking.stepped(entry.parameter for entry in entries)
         return loss
@@ -238,7 +241,7 @@ class SplitOptimizer(TrailKeeper):
                 return entry
         is_dense = gradient.layout == torch.strided
         if not is_dense:
-            check_sparse(self, p, group, name)
+            self._check_sparse(gradient, entry, name)
         elif gradient.dtype not in GRADIENT_DTYPES or gradient.device != p.device:
             raise UnsupportedTensor(
                 f"the gradient of {name} is {gradient.dtype} on {gradient.device}; float32 or"
@@ -260,9 +263,140 @@ class SplitOptimizer(TrailKeeper):
             entry.gradient = gradient.detach()
         return entry
 
+    def _check_sparse(self, gradient: Tensor, entry: Entry, name: str) -> None:
+        """Raise UnsupportedTensor unless this optimizer can apply a sparse gradient exactly."""
+        takes = self.takes_sparse and gradient.layout == torch.sparse_coo
+        reason = None
+        if not takes or gradient.sparse_dim() != 1:
+            kind = type(self).__name__
+            reason = f"{kind} does not take it (Embedding(sparse=False) makes dense ones)"
+        elif entry.group.get("momentum", 0) or float(entry.group["weight_decay"]):
+            reason = "momentum and weight decay change weights that it does not name"
+        elif gradient.dtype not in GRADIENT_DTYPES or not entry.parameter.is_contiguous():
+            reason = f"it is {gradient.dtype}, or the parameter is not contiguous"
+        if reason:
+            raise UnsupportedTensor(
+                f"the gradient of {name} is sparse ({gradient.layout}): {reason}"
+            )
+
+    def _run_sparse(self, entry: Entry) -> None:
+        """Update the rows at a sparse gradient's indices (embeddings), with their state, as a dense
+        update would.
+        """
+        p, state = entry.parameter, entry.state
+        assert p.grad is not None
+        gradient = p.grad.float().coalesce()  # cast first: it sums duplicate rows
+        index, values = gradient.indices()[0], gradient.values().contiguous()
+        if not values.numel():
+            return
+        kept = [name for name in ("trail", *self.moments) if name in state]
+        rows = {name: state[name][index].contiguous() for name in kept}
+        part = nn.Parameter(p.detach()[index].contiguous(), requires_grad=False)
+        own = Entry(part, entry.group, rows | {"step": state["step"]}, values)
+        own.step, own.is_first = entry.step, entry.is_first
+        self.run([own])
+        p.detach().index_copy_(0, index, part.detach())
+        for name in kept:
+            state[name].index_copy_(0, index, rows[name])
+
     def name_of(self, p: Tensor) -> str:
         """Return the name of a parameter in error messages."""
         return self._places[p][1] if p in self._places else "a parameter"
+
+    @cached_property
+    def _places(self) -> dict[Tensor, tuple[dict[str, Any], str]]:
+        """The group and the name in error messages of every parameter."""
+        found = {}
+        for where, group in enumerate(self.param_groups):
+            names = group.get("param_names")
+            for place, p in enumerate(group["params"]):
+                name = f"{names[place]!r}" if names else f"{place} of group {where}"
+                found[p] = group, f"parameter {name}"
+        return found
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        for group in self.param_groups:
+            yield from group["params"]
+
+    # ---- trails -----------------------------------------------------------------------------
+
+    def trail(self, parameter: Tensor) -> Tensor | None:
+        """Return a parameter's trail, int16 in its shape; None if it is fp32 or not in this
+        optimizer.
+        """
+        return self.state[parameter].get("trail") if parameter in self.state else None
+
+    def rounding(self, parameter: Tensor) -> str:
+        """Return how the top of a parameter is made: "truncate" or "nearest".
+
+        Raises:
+            ValueError: this optimizer does not have the parameter.
+        """
+        if parameter not in self._places:
+            raise ValueError("this optimizer does not have that parameter")
+        return str(self._places[parameter][0]["rounding"])
+
+    def fp32(self, parameter: Tensor) -> Tensor:
+        """Return a parameter joined with its trail, a new float32 tensor of its shape.
+
+        Raises:
+            ValueError: the trail belongs to other weights.
+        """
+        trail = self.trail(parameter)
+        if trail is None:
+            return parameter.detach().clone()
+        self._tracking.check(parameter, trail, "the parameter")
+        return join(parameter.detach(), trail, rounding=self.rounding(parameter))
+
+    @torch.no_grad()
+    def set_fp32(self, parameter: Tensor, weight: Tensor) -> None:
+        """Set a parameter and its trail to an fp32 weight.
+
+        Raises:
+            ValueError: the weight has another shape; the parameter was moved away from its trail.
+        """
+        if weight.shape != parameter.shape:
+            theirs, mine = tuple(weight.shape), tuple(parameter.shape)
+            raise ValueError(f"the weight has shape {theirs}, the parameter {mine}")
+        trail = self.trail(parameter)
+        source = torch.empty_like(parameter, dtype=torch.float32).copy_(weight)
+        if trail is None:
+            parameter.copy_(source)
+            return
+        check_moved(parameter, self.state[parameter], ["trail"], "the parameter")
+        write_split(source, self.rounding(parameter), parameter, trail)
+        torch.autograd.graph.increment_version(parameter)
+        self._tracking.trust(parameter)
+
+    def zero_trails(self) -> None:
+        """Accept the current bf16 weights, and set all trails to zero.
+
+        Call it after other code has changed the weights, for instance loaded or averaged them.
+        """
+        self.keep_trails()
+        for p in self._parameters():
+            if "trail" in self.state[p]:
+                self.state[p]["trail"].zero_()
+
+    def keep_trails(self) -> None:
+        """Accept the current weights as those of the last step, and keep all trails.
+
+        Call it after code that swaps weights in place and restores the old ones (weight averages,
+        pruning trials).
+        """
+        for p in self._parameters():
+            self._tracking.trust(p)
+
+    def release(self) -> None:
+        """Release the trails for the next optimizer; this one has no parameters afterwards."""
+        for p in self._parameters():
+            trail = self.state[p].get("trail")
+            if trail is not None:
+                wait(p, trail, self._tracking.checksum(p), self.rounding(p))
+        for group in self.param_groups:
+            group["params"] = []
+        self.state.clear()
+        self.__dict__.pop("_places", None)
 
     # ---- packed gradients -------------------------------------------------------------------
 

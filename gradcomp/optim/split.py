@@ -171,7 +171,7 @@ class SplitParameters:
     @property
     def waiting(self) -> list[str]:
         """Names of the parameters whose trails no optimizer has adopted."""
-        found = [(name, waiting_trail(p)) for name, p in self._named]
+        found = [(name, waiting_trails.get(p)) for name, p in self._named]
         return [name for name, trail in found if trail is not None and trail.family is self]
 
 
@@ -183,32 +183,31 @@ class WaitingTrail(NamedTuple):
     family: SplitParameters
 
 
-_waiting: MutableMapping[nn.Parameter, WaitingTrail] = WeakIdKeyDictionary()
+waiting_trails: MutableMapping[nn.Parameter, WaitingTrail] = WeakIdKeyDictionary()
 _owners: MutableMapping[nn.Parameter, weakref.ref[Any]] = WeakIdKeyDictionary()  # optimizers
 
 
 def wait(parameter: nn.Parameter, trail: Tensor, checksum: int, rounding: str) -> None:
     """Register the trail of a released parameter for the next optimizer."""
     family = SplitParameters([("released", parameter)], rounding)
-    _waiting[parameter] = WaitingTrail(trail, checksum, family)
+    waiting_trails[parameter] = WaitingTrail(trail, checksum, family)
     _owners.pop(parameter, None)
-
-
-def waiting_trail(parameter: nn.Parameter) -> WaitingTrail | None:
-    """Return a parameter's trail that no optimizer has adopted yet, or None."""
-    return _waiting.get(parameter)
 
 
 def adopt(optimizer: Any, parameters: Iterable[nn.Parameter]) -> None:
     """Make an optimizer the owner of the waiting trails of these parameters."""
     for parameter in parameters:
-        if _waiting.pop(parameter, None) is not None:
+        if waiting_trails.pop(parameter, None) is not None:
             _owners[parameter] = weakref.ref(optimizer)
 
 
 def check_free(parameter: Tensor, name: str) -> None:
     """Raise ValueError if another optimizer owns a parameter's trail; warn if its owner is gone."""
-    if not isinstance(parameter, nn.Parameter) or parameter not in _owners or parameter in _waiting:
+    if (
+        not isinstance(parameter, nn.Parameter)
+        or parameter not in _owners
+        or parameter in waiting_trails
+    ):
         return
     if _owners[parameter]() is not None:
         raise ValueError(
@@ -261,7 +260,7 @@ def split_parameters(
     named = list(model.named_parameters())
     for name, parameter in named:
         check_parameter(parameter, f"parameter {name!r}")
-        if parameter in _waiting:
+        if parameter in waiting_trails:
             raise ValueError(
                 f"parameter {name!r} is split already and its trail waits for an optimizer"
             )
@@ -272,7 +271,7 @@ def split_parameters(
             top = torch.empty_like(parameter, dtype=torch.bfloat16, requires_grad=False)
             write_split(parameter.detach(), rounding, top, trail)
             parameter.data, parameter.grad = top, None
-            _waiting[parameter] = WaitingTrail(trail, checksum(top), family)
+            waiting_trails[parameter] = WaitingTrail(trail, checksum(top), family)
     return family
 
 

@@ -1,15 +1,14 @@
-"""Access to an optimizer's trails, and the check that each still belongs to its parameter."""
+"""The check that each trail of an optimizer still belongs to its parameter."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from functools import cached_property
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from gradcomp.optim.split import checksum, join, wait, write_split
+from gradcomp.optim.split import checksum
 
 REMEDY = (
     "load a checkpoint of model and optimizer, or call zero_trails() to take the weights as they"
@@ -124,102 +123,3 @@ def check_moved(p: Tensor, state: dict[str, Any], keys: Iterable[str], name: str
                 f"{name} is on {p.device}, its {key} on {state[key].device}: move the model before"
                 " the optimizer is made, or load the optimizer's state into a new one"
             )
-
-
-class TrailKeeper(torch.optim.Optimizer):
-    """Base class of `SplitOptimizer` with its methods on trails, the ``state[p]["trail"]``."""
-
-    _tracking: Tracking
-
-    @cached_property
-    def _places(self) -> dict[Tensor, tuple[dict[str, Any], str]]:
-        """The group and the name in error messages of every parameter."""
-        found = {}
-        for where, group in enumerate(self.param_groups):
-            names = group.get("param_names")
-            for place, p in enumerate(group["params"]):
-                name = f"{names[place]!r}" if names else f"{place} of group {where}"
-                found[p] = group, f"parameter {name}"
-        return found
-
-    def _parameters(self) -> Iterator[nn.Parameter]:
-        for group in self.param_groups:
-            yield from group["params"]
-
-    def trail(self, parameter: Tensor) -> Tensor | None:
-        """Return a parameter's trail, int16 in its shape; None if it is fp32 or not in this
-        optimizer.
-        """
-        return self.state[parameter].get("trail") if parameter in self.state else None
-
-    def rounding(self, parameter: Tensor) -> str:
-        """Return how the top of a parameter is made: "truncate" or "nearest".
-
-        Raises:
-            ValueError: this optimizer does not have the parameter.
-        """
-        if parameter not in self._places:
-            raise ValueError("this optimizer does not have that parameter")
-        return str(self._places[parameter][0]["rounding"])
-
-    def fp32(self, parameter: Tensor) -> Tensor:
-        """Return a parameter joined with its trail, a new float32 tensor of its shape.
-
-        Raises:
-            ValueError: the trail belongs to other weights.
-        """
-        trail = self.trail(parameter)
-        if trail is None:
-            return parameter.detach().clone()
-        self._tracking.check(parameter, trail, "the parameter")
-        return join(parameter.detach(), trail, rounding=self.rounding(parameter))
-
-    @torch.no_grad()
-    def set_fp32(self, parameter: Tensor, weight: Tensor) -> None:
-        """Set a parameter and its trail to an fp32 weight.
-
-        Raises:
-            ValueError: the weight has another shape; the parameter was moved away from its trail.
-        """
-        if weight.shape != parameter.shape:
-            theirs, mine = tuple(weight.shape), tuple(parameter.shape)
-            raise ValueError(f"the weight has shape {theirs}, the parameter {mine}")
-        trail = self.trail(parameter)
-        source = torch.empty_like(parameter, dtype=torch.float32).copy_(weight)
-        if trail is None:
-            parameter.copy_(source)
-            return
-        check_moved(parameter, self.state[parameter], ["trail"], "the parameter")
-        write_split(source, self.rounding(parameter), parameter, trail)
-        torch.autograd.graph.increment_version(parameter)
-        self._tracking.trust(parameter)
-
-    def zero_trails(self) -> None:
-        """Accept the current bf16 weights, and set all trails to zero.
-
-        Call it after other code has changed the weights, for instance loaded or averaged them.
-        """
-        self.keep_trails()
-        for p in self._parameters():
-            if "trail" in self.state[p]:
-                self.state[p]["trail"].zero_()
-
-    def keep_trails(self) -> None:
-        """Accept the current weights as those of the last step, and keep all trails.
-
-        Call it after code that swaps weights in place and restores the old ones (weight averages,
-        pruning trials).
-        """
-        for p in self._parameters():
-            self._tracking.trust(p)
-
-    def release(self) -> None:
-        """Release the trails for the next optimizer; this one has no parameters afterwards."""
-        for p in self._parameters():
-            trail = self.state[p].get("trail")
-            if trail is not None:
-                wait(p, trail, self._tracking.checksum(p), self.rounding(p))
-        for group in self.param_groups:
-            group["params"] = []
-        self.state.clear()
-        self.__dict__.pop("_places", None)

@@ -7,7 +7,17 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
-from _frameworks import batches, become_a_run_of_one, loss_of, net, placed, same, sgd, weights_of
+from _frameworks import (
+    batches,
+    become_a_run_of_one,
+    loss_of,
+    net,
+    placed,
+    same,
+    sgd,
+    split,
+    weights_of,
+)
 from _ranks import each_rank
 from torch import nn
 
@@ -181,6 +191,18 @@ def test_what_is_refused():
         model, optimizer = own.prepare(model, sgd(model))
         register(own, model, ["terngrad", "onebit"][dist.get_rank()])
         epoch(own, model, optimizer, batches())
+
+
+@each_rank(2)
+def test_split_optimizers_in_a_list_are_compared_between_ranks():
+    """In a list they stayed in accelerate's wrapper, and trails of other seeds went unnoticed."""
+    from gradcomp.integrations.accelerate import register
+
+    with accelerator() as own:
+        model = net(seed=dist.get_rank())
+        prepared, optimizer = own.prepare(model, split(model))
+        with pytest.raises(PeerMismatch, match="trail of"):
+            register(own, prepared, "onebit", optimizer=[optimizer])
 
 
 @each_rank(2)

@@ -115,6 +115,25 @@ def test_a_watched_model_is_copied_and_saved():
     state.close()
 
 
+@each_rank(1)
+def test_neither_a_loaded_state_nor_reset_statistics_are_an_exchange():
+    """After ``stats.reset()`` a step without an exchange went unnoticed."""
+    from gradcomp.integrations.watch import DdpWatch
+
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradcomp.ddp.register(model, "ternary") as state:
+        watch, saved = DdpWatch(state, model), state.state_dict()
+        for change in (lambda: state.load_state_dict(saved), state.stats.reset):
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+            change()
+            with pytest.raises(GradcompError, match="not called in this step: no forward pass"):
+                optimizer.step()
+        watch.close()
+        optimizer.step()
+
+
 @each_rank(3, "local")
 def test_states_of_any_size_are_gathered(comm):
     """In parts: the longest has several, the shortest one."""

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from statistics import mean, stdev
+from unittest import mock
 
 import _forks
 import pytest
@@ -402,6 +403,31 @@ def test_options_of_torchfts_own_exchange_are_refused(manager):
     for name in ("should_quantize", "use_bucketization", "bucket_cap_mb"):
         with pytest.raises(TypeError, match=f"{name} is of torchft's own exchange"):
             DiLoCo(manager, [model], inner, outer, 4, codec="ternary", **{name: True})
+
+
+def test_averagers_of_one_manager_connect_apart(manager):
+    """Their places in the store were counted, and one made after another was closed took that of a
+    third.
+    """
+    from gradcomp.integrations import torchft as packed
+
+    places = []
+
+    def client(place, timeout):
+        places.append(place)
+        raise ConnectionError("no store here")
+
+    first, second = (
+        averager_of(manager, torch.nn.Linear(8, 8), "ternary", name=name) for name in "ab"
+    )
+    first.close()
+    third = averager_of(manager, torch.nn.Linear(8, 8), "ternary", name="c")
+    with mock.patch.object(packed, "create_store_client", client):
+        for one in (second, third):
+            with pytest.raises(ConnectionError, match="no store here"):
+                one._connect("localhost:1", 0, 2)
+            one.close()
+    assert len(set(places)) == 2
 
 
 def test_a_step_without_averages_is_an_error(manager):
