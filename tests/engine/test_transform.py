@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from _averaging import Run, Scale, same
-from _expected import average
+from _expected import Adagrad, average
 from _models import bits
 from _ranks import each_rank, run_local
 from _saved import parts_of
@@ -48,17 +48,6 @@ def of(name, step, rank):
 def run(comm, codec="onebit", transform=None, **options):
     options = {"min_numel": MIN_NUMEL, "gradient": gradient, **options}
     return Run(comm, codec, SHAPES, transform=transform, **options)
-
-
-class Adagrad:
-    """The formula in NumPy, float32 rounding at every operation."""
-
-    def __init__(self):
-        self.total = np.float32(0)
-
-    def __call__(self, g):
-        self.total = self.total + g * g
-        return g / (np.sqrt(self.total) + np.float32(1e-10))
 
 
 def expected(codec, world, steps):

@@ -6,8 +6,8 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from _models import bits, filled, loss_of, sgd, small_model, train
-from _ranks import each_rank, run_local
+from _models import bits, filled, loss_of, small_model
+from _ranks import each_rank
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -25,30 +25,6 @@ def averager_of(comm, codec="terngrad", model=MODEL, **options):
     """Return a copy of a model, and its averager."""
     net = copy.deepcopy(model)
     return net, GradientAverager(net.named_parameters(), codec, comm=comm, **options)
-
-
-def trained(comm, codec, cap, exchange="auto"):
-    """Return the weights after four steps, and the averager."""
-    options = {"min_numel": 0, "bucket_cap_mb": cap, "exchange": exchange}
-    net, averager = averager_of(comm, codec, **options)
-    train(net, sgd(net), comm.rank, range(4), averager.average)
-    averager.check_replicas()
-    return bits(net), averager
-
-
-def over_gloo(codec):
-    return trained(TorchCommunicator(timeout_s=60), codec, 25)[0]
-
-
-@pytest.mark.parametrize(
-    "codec", [TernGrad(), TernGrad(second_phase="requantize"), OneBit(), Identity()], ids=repr
-)
-def test_same_run_over_threads_and_gloo_and_any_bucket_size(gloo, codec, one_thread):
-    """Promise 2 over transports: LocalCommunicator and gloo give the same bits, whatever the
-    buckets.
-    """
-    runs = {run for cap in (0.01, 25) for run, _ in run_local(3, trained, codec, cap)}
-    assert len(runs | set(gloo(3, over_gloo, codec))) == 1
 
 
 @each_rank(2, "local")
@@ -224,6 +200,12 @@ WRONG_MODELS = [
         r"none of the 2 parameters \('weight' \.\.\.\) is trained",
     ),
     (
+        [*nn.Linear(4, 4).named_parameters(), *nn.Linear(4, 4).named_parameters()],
+        "terngrad",
+        ValueError,
+        "several parameters are called 'weight'",
+    ),
+    (
         nn.Linear(4, 4),
         gradcomp.Ternary,
         TypeError,
@@ -282,11 +264,3 @@ def test_scales_that_cost_more_than_codes_are_warned_of(codec, shape, bits):
     for text in messages:
         said = f"'thin.weight' has {shape[1]} and costs {bits:.1f} bits"
         assert "1 of" in text and said in text
-
-
-def test_two_parameters_of_one_name_are_refused():
-    """A state had residuals of one of them alone."""
-    layers = nn.Linear(4, 4), nn.Linear(4, 4)
-    pairs = [pair for layer in layers for pair in layer.named_parameters()]
-    with pytest.raises(ValueError, match="several parameters are called 'weight'"):
-        GradientAverager(pairs, "onebit")

@@ -1166,17 +1166,6 @@ def test_optimizers_that_follow_each_other_are_not_taken_for_one():
     assert not missed
 
 
-def test_local_steps_that_are_dropped_watch_nobody():
-    gc.collect()  # models of earlier tests
-    before = len(watch._watchers)
-    model, _, local = alone(sync_every=2)
-    assert len(watch._watchers) == before + 2
-    del local
-    gc.collect()
-    assert len(watch._watchers) == before
-    inner_step(model, torch.optim.AdamW(model.parameters()), 0, 0)
-
-
 @pytest.mark.parametrize("itself", [True, False])
 def test_gradients_that_add_up_are_no_inner_steps(itself):
     """A sync falls behind optimizer steps and never between minibatches; who calls `step` after
