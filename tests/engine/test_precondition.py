@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from _averaging import Run, same
 from _expected import average
-from _models import bits
+from _models import bits, small_model, train
 from _ranks import each_rank, logged, run_local
 from _saved import parts_of
 from reference import codec as ref
@@ -246,19 +246,13 @@ def test_gradients_of_bfloat16(comm):
 def test_ddp_with_and_without_an_optimizer_that_takes_packed_averages():
     found = []
     for fused in (True, False):
-        torch.manual_seed(0)
-        layers = nn.Linear(40, 64), nn.ReLU(), nn.Linear(64, 10)
-        net = DDP(nn.Sequential(*layers).bfloat16())
+        net = DDP(small_model(torch.bfloat16))
         optimizer = SplitAdamW(net.parameters(), lr=1e-3)
         options = {"min_numel": 100, "precondition": True}
         options["advanced"] = gradcomp.Advanced(scale_lr=False)
         options["optimizer"] = optimizer if fused else None
         with gradcomp.ddp.register(net, Block(2, residual_decay=1), **options) as state:
-            for step in range(4):
-                torch.manual_seed(10 * step + dist.get_rank())
-                optimizer.zero_grad()
-                net(torch.randn(16, 40).bfloat16()).float().square().mean().backward()
-                optimizer.step()
+            train(net, optimizer, dist.get_rank(), range(4))
             state.check_replicas()
         found.append(bits(net))
     assert found[0] == found[1]

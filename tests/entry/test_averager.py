@@ -1,13 +1,12 @@
 """GradientAverager and all_reduce: models without DDP, over threads and over gloo."""
 
 import copy
-import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
-from _models import bits, filled, loss_of, small_model
-from _ranks import each_rank
+from _models import MODEL, averager_of, bits, filled, loss_of
+from _ranks import each_rank, warnings_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -17,14 +16,6 @@ from gradcomp import GradientAverager, Identity, OneBit, TernGrad, UnsupportedTe
 from gradcomp.allreduce import Feedback
 from gradcomp.comm import LocalCommunicator, TorchCommunicator
 from gradcomp.plan.nbytes import predict_bytes
-
-MODEL = small_model()  # threads share torch's global generator, so models are made once and copied
-
-
-def averager_of(comm, codec="terngrad", model=MODEL, **options):
-    """Return a copy of a model, and its averager."""
-    net = copy.deepcopy(model)
-    return net, GradientAverager(net.named_parameters(), codec, comm=comm, **options)
 
 
 @each_rank(2, "local")
@@ -256,10 +247,8 @@ def test_scales_that_cost_more_than_codes_are_warned_of(codec, shape, bits):
     shapes = {"thin.weight": shape, "wide": (40, 40)}
     named = [(name, nn.Parameter(torch.zeros(of))) for name, of in shapes.items()]
     comm = LocalCommunicator.group(2)[0]
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+    with warnings_of("scale groups") as messages:
         GradientAverager(named, codec, comm=comm, min_numel=0).close()
-    messages = [str(w.message) for w in seen if "scale groups" in str(w.message)]
     assert len(messages) == (bits is not None)
     for text in messages:
         said = f"'thin.weight' has {shape[1]} and costs {bits:.1f} bits"
