@@ -137,33 +137,27 @@ def test_a_faster_codec_where_it_takes_less_time(clock, world_size):
         assert all("Ternary" in one for one in seen)
 
 
-@pytest.mark.parametrize(("noise", "level"), [((0.0,), len(LADDER)), ((0.0, 0.6), 0)])
-def test_bf16_stays_if_its_steps_are_clearly_shorter(clock, noise, level):
-    """Another program that is busy during some steps decides nothing."""
-
-    def run(comm):
-        averager, p = averager_of(comm)
-        steps(clock, averager, p, TIMED, (1.2, 1.2, 1.0), noise=noise)
-        return averager._engine.guard.level
-
-    assert run_local(2, run) == [level] * 2
-
-
 @pytest.mark.parametrize(
-    ("noise", "level"),
-    [((0.0,), -1), ((0.0, 0.0, 0.4), -1), ((0.0, 0.4), 0)],
+    ("seconds", "noise", "level"),
+    [
+        ((1.2, 1.2, 1.0), (0.0,), len(LADDER)),
+        # another program that is busy during some steps decides nothing
+        ((1.2, 1.2, 1.0), (0.0, 0.6), 0),
+        ((1.2, 1.0, 2.0), (0.0,), -1),
+        # nor does one step that a pause has made longer
+        ((1.2, 1.0, 2.0), (0.0, 0.0, 0.4), -1),
+        ((1.2, 1.0, 2.0), (0.0, 0.4), 0),
+        # a faster codec that is not fast enough is faster than bf16 all the same
+        ((1.0, 0.97, 0.98), (0.0,), 0),
+    ],
 )
-def test_a_codec_is_faster_if_nearly_all_of_its_steps_are(clock, noise, level):
-    """On busy machines steps differ by more than codecs; one step that a pause has made longer
-    decides nothing.
-    """
-
-    def run(comm):
-        averager, p = averager_of(comm)
-        steps(clock, averager, p, TIMED, (1.2, 1.0, 2.0), noise=noise)
-        return averager._engine.guard.level
-
-    assert run_local(2, run) == [level] * 2
+@each_rank(2, "local")
+def test_the_codec_changes_if_nearly_all_steps_are_clearly_shorter(
+    comm, clock, seconds, noise, level
+):
+    averager, p = averager_of(comm)
+    steps(clock, averager, p, TIMED, seconds, noise=noise)
+    assert averager._engine.guard.level == level
 
 
 def test_a_state_with_a_faster_codec_that_is_no_longer_tried(clock):
@@ -261,17 +255,6 @@ def test_ranks_that_start_again_before_the_decision_have_one_codec(clock):
 
     one, other = run_local(2, run)
     assert list(map(repr, one)) == list(map(repr, other))
-
-
-def test_what_takes_the_shortest_stays(clock):
-    """A faster codec that is not fast enough is faster than bf16 all the same."""
-
-    def run(comm):
-        averager, p = averager_of(comm)
-        return steps(clock, averager, p, TIMED + 1, (1.0, 0.97, 0.98))[-1], averager._engine.codec
-
-    for seen, mine in run_local(2, run):
-        assert seen == repr(mine)
 
 
 def test_errors_lead_down_the_ladder(clock):

@@ -12,9 +12,8 @@ import torch.distributed as dist
 from _averages import CODECS
 from _averaging import Run
 from _expected import hierarchical
-from _models import bits
+from _models import bits, small_model, train
 from _ranks import each_rank, run_local, with_communicator
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradcomp.ddp
@@ -223,19 +222,13 @@ def test_ddp_trains(dtype):
     """Replicas stay equal, bytes inside nodes are counted apart, and a model may be registered
     again.
     """
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(40, 60), nn.ReLU(), nn.Linear(60, 10)).to(dtype)
+    module = small_model(dtype)
     options = {"exchange": "hierarchical", "advanced": Advanced(nodes=[[0, 3], [1, 2]])}
     for _ in range(2):
         model = DDP(module, bucket_cap_mb=0.005)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with gradcomp.ddp.register(model, "onebit", min_numel=0, timeout_s=30, **options) as state:
-            for step in range(4):
-                generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-                x = torch.randn(16, 40, generator=generator).to(dtype)
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(model(x).float(), x[:, :10].argmax(1)).backward()
-                optimizer.step()
+            train(model, optimizer, dist.get_rank(), range(4))
             state.check_replicas()
             assert 0 < state.stats.bytes_sent < state.stats.inside_nodes.bytes_sent
             assert "hierarchical" in state.describe()

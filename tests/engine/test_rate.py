@@ -117,16 +117,6 @@ def test_every_optimizer_of_a_model_has_longer_steps():
     assert seen == [pytest.approx([0.3, 0.2, 0.1]), pytest.approx([0.4, 0.4, 0.2])]
 
 
-def test_it_ends_with_what_made_it():
-    optimizer = torch.optim.AdamW([parameter()], lr=0.1)
-    longer = LongerSteps([optimizer], 2.0, 0)
-    longer.steps, seen = 1, rates_of(optimizer)
-    optimizer.step()
-    del longer
-    optimizer.step()
-    assert seen == [0.2, 0.1]
-
-
 def test_a_step_that_raises_leaves_a_rate_that_the_next_one_mends():
     p = parameter()
     optimizer = torch.optim.AdamW([p], lr=0.1)

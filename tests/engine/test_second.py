@@ -1,6 +1,5 @@
 """Second phases as objects: their forms and bits, what they refuse; kernel sets by device."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -10,7 +9,6 @@ from gradcomp.exchange.second import second_phase
 from gradcomp.exchange.sizing import BucketPlan, Strategy, choose
 from gradcomp.kernels.interface import Kernels, WeightKernels
 from gradcomp.payload.form import BFLOAT16, BLOCKS, ONEBIT, PLAIN, TERNARY, lanes_form
-from gradcomp.payload.layout import joined_rows
 from gradcomp.payload.pieces import Slot
 
 FORMS = {
@@ -60,27 +58,6 @@ def test_exact_sums_take_no_room_in_the_shard(second, plain_only):
     slots = [Slot(0, 1000, 1000, True, 0), Slot(1, 100, 100, False, 1000)]
     plan = BucketPlan(TernGrad(), slots, Strategy("reduce_scatter", second), 2, 0)
     assert plan.shard_numel == (48 if plain_only else 496 + 48)
-
-
-def test_joined_rows_are_every_owners_pieces():
-    """One call of a kernel over all owners' payloads covers every element once, in the place of
-    each payload.
-    """
-    slots = [Slot(0, 1000, 10, True, 0), Slot(1, 100, 100, False, 1000)]
-    plan = BucketPlan(TernGrad(), slots, Strategy("reduce_scatter", "exact"), 3, 0)
-    seen = np.zeros(1100, int)
-    one, *others = plan.slices
-    assert not others
-    joined = joined_rows(one.second, one.second_nbytes)
-    for kind, table in (("packed", joined.packed), ("plain", joined.plain)):
-        for row in table.rows:
-            seen[row["data"] : row["data"] + row["numel"]] += 1
-        assert table.rows["codes"].tolist() == [
-            row["codes"] + owner * one.second_nbytes
-            for owner, theirs in enumerate(one.second)
-            for row in getattr(theirs, kind).rows
-        ]
-    assert (seen == 1).all()
 
 
 def test_lanes_above_their_sum_are_refused():

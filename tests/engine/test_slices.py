@@ -3,7 +3,6 @@
 import itertools
 import math
 
-import numpy as np
 import pytest
 import torch
 from _ranks import each_rank, run_local
@@ -158,22 +157,6 @@ def test_a_cut_covers_every_element_once(count):
     assert max(sizes) - min(sizes) <= 2 * 320
     assert cuts_groups(runs) is (count > 10)  # the one group of the first tensor
     assert not cuts_groups(cut(whole_pieces(slots[2:]), 7))
-
-
-@pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])
-@pytest.mark.parametrize("name", ["terngrad", "terngrad-own", "onebit", "onebit-tensor"])
-def test_every_row_is_encoded_once_and_before_it_is_sent(name, exchange):
-    codec, world = CODECS[name], 4
-    plan = plan_of(codec, exchange, world, 1, Slicing(2_500))
-    seen = {s.index: np.zeros(s.numel, int) for s in plan.slots}
-    assert len(plan.slices) > 10
-    for one in plan.slices:
-        for row in itertools.chain(one.encoded.packed.rows, one.encoded.plain.rows):
-            seen[int(row["parameter"])][row["start"] : row["start"] + row["numel"]] += 1
-        for message in one.messages:
-            for p in message.pieces:
-                assert (seen[p.slot.index][p.start : p.start + p.numel] == 1).all()
-    assert all((values == 1).all() for values in seen.values())
 
 
 def test_second_phases_whose_scales_span_slices_go_whole():

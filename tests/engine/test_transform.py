@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from _averaging import Run, Scale, same
-from _expected import average
-from _models import bits
+from _expected import Adagrad, average
+from _models import bits, small_model, train
 from _ranks import each_rank, run_local
 from _saved import parts_of
 from torch import nn
@@ -48,17 +48,6 @@ def of(name, step, rank):
 def run(comm, codec="onebit", transform=None, **options):
     options = {"min_numel": MIN_NUMEL, "gradient": gradient, **options}
     return Run(comm, codec, SHAPES, transform=transform, **options)
-
-
-class Adagrad:
-    """The formula in NumPy, float32 rounding at every operation."""
-
-    def __init__(self):
-        self.total = np.float32(0)
-
-    def __call__(self, g):
-        self.total = self.total + g * g
-        return g / (np.sqrt(self.total) + np.float32(1e-10))
 
 
 def expected(codec, world, steps):
@@ -356,9 +345,7 @@ def trained(codec, dtype=torch.float32, fused=None, transform=True):
     """Return the weights after three steps; `fused`: whether an optimizer of split weights takes
     packed averages, None for SGD.
     """
-    torch.manual_seed(0)
-    layers = nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 4)
-    net = nn.Sequential(*layers).to(dtype)
+    net = small_model(dtype)
     if fused is None:
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     else:
@@ -367,12 +354,7 @@ def trained(codec, dtype=torch.float32, fused=None, transform=True):
     options = {"min_numel": 0, "optimizer": optimizer if fused else None}
     advanced = gradcomp.Advanced(transform=AggregateAdagrad() if transform else None)
     with gradcomp.ddp.register(wrapped, codec, advanced=advanced, **options) as state:
-        for step in range(3):
-            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-            x = torch.randn(16, 32, generator=generator).to(next(net.parameters()).dtype)
-            optimizer.zero_grad()
-            wrapped(x).float().square().mean().backward()
-            optimizer.step()
+        train(wrapped, optimizer, dist.get_rank(), range(3))
         state.check_replicas()
         assert ("AggregateAdagrad" in state.describe()) == transform
         assert ("on the aggregate" in state.describe()) == transform

@@ -2,13 +2,12 @@
 
 import contextlib
 import copy
-import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
-from _models import bits, filled, loss_of, sgd, small_model, train
-from _ranks import each_rank, run_local
+from _models import MODEL, averager_of, bits, filled, loss_of
+from _ranks import each_rank, warnings_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -18,38 +17,6 @@ from gradcomp import GradientAverager, Identity, OneBit, PeerMismatch, TernGrad,
 from gradcomp.allreduce import Feedback
 from gradcomp.comm import LocalCommunicator, TorchCommunicator
 from gradcomp.plan.nbytes import predict_bytes
-
-MODEL = small_model()  # threads share torch's global generator, so models are made once and copied
-
-
-def averager_of(comm, codec="terngrad", model=MODEL, **options):
-    """Return a copy of a model, and its averager."""
-    net = copy.deepcopy(model)
-    return net, GradientAverager(net.named_parameters(), codec, comm=comm, **options)
-
-
-def trained(comm, codec, cap, exchange="auto"):
-    """Return the weights after four steps, and the averager."""
-    options = {"min_numel": 0, "bucket_cap_mb": cap, "exchange": exchange}
-    net, averager = averager_of(comm, codec, **options)
-    train(net, sgd(net), comm.rank, range(4), averager.average)
-    averager.check_replicas()
-    return bits(net), averager
-
-
-def over_gloo(codec):
-    return trained(TorchCommunicator(timeout_s=60), codec, 25)[0]
-
-
-@pytest.mark.parametrize(
-    "codec", [TernGrad(), TernGrad(second_phase="requantize"), OneBit(), Identity()], ids=repr
-)
-def test_same_run_over_threads_and_gloo_and_any_bucket_size(gloo, codec, one_thread):
-    """Promise 2 over transports: LocalCommunicator and gloo give the same bits, whatever the
-    buckets.
-    """
-    runs = {run for cap in (0.01, 25) for run, _ in run_local(3, trained, codec, cap)}
-    assert len(runs | set(gloo(3, over_gloo, codec))) == 1
 
 
 @each_rank(2, "local")
@@ -239,6 +206,12 @@ WRONG_MODELS = [
         r"none of the 2 parameters \('weight' \.\.\.\) is trained",
     ),
     (
+        [*nn.Linear(4, 4).named_parameters(), *nn.Linear(4, 4).named_parameters()],
+        "terngrad",
+        ValueError,
+        "several parameters are called 'weight'",
+    ),
+    (
         nn.Linear(4, 4),
         gradcomp.Ternary,
         TypeError,
@@ -289,19 +262,9 @@ def test_scales_that_cost_more_than_codes_are_warned_of(codec, shape, bits):
     shapes = {"thin.weight": shape, "wide": (40, 40)}
     named = [(name, nn.Parameter(torch.zeros(of))) for name, of in shapes.items()]
     comm = LocalCommunicator.group(2)[0]
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+    with warnings_of("scale groups") as messages:
         GradientAverager(named, codec, comm=comm, min_numel=0).close()
-    messages = [str(w.message) for w in seen if "scale groups" in str(w.message)]
     assert len(messages) == (bits is not None)
     for text in messages:
         said = f"'thin.weight' has {shape[1]} and costs {bits:.1f} bits"
         assert "1 of" in text and said in text
-
-
-def test_two_parameters_of_one_name_are_refused():
-    """A state had residuals of one of them alone."""
-    layers = nn.Linear(4, 4), nn.Linear(4, 4)
-    pairs = [pair for layer in layers for pair in layer.named_parameters()]
-    with pytest.raises(ValueError, match="several parameters are called 'weight'"):
-        GradientAverager(pairs, "onebit")

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from _held import descriptors, steady
-from _models import bits, filled, minibatch, small_model
+from _models import MODEL, averager_of, bits, filled, minibatch, small_model
 from _ranks import each_rank, mismatch, one_rank, run_local
 from _saved import parts_of, saved_and_loaded
 from torch import nn
@@ -47,7 +47,7 @@ from gradcomp.exchange.agree import EXCHANGE_FIELDS, NBYTES, agree
 from gradcomp.onebit_sgd import AggregateAdagrad
 from gradcomp.optim import SplitSGD, split_parameters
 
-MODEL, OTHER = small_model(), small_model(seed=1)
+OTHER = small_model(seed=1)
 SMALL = {"bucket_cap_mb": 0.005}
 each_way = pytest.mark.parametrize("way", ["average", "average_delayed"])
 
@@ -56,12 +56,6 @@ def registered(codec="onebit", model=None, ddp=None, **options):
     """Return a copy of the model in DDP, and its state."""
     model = DDP(copy.deepcopy(MODEL) if model is None else model, **(ddp or {}))
     return model, gradcomp.ddp.register(model, codec, timeout_s=20, **options)
-
-
-def averager_of(comm, codec="terngrad", model=MODEL, timeout_s=20, **options):
-    """Return a copy of the model, and its averager."""
-    model = copy.deepcopy(model)
-    return model, GradientAverager(model, codec, comm=comm, timeout_s=timeout_s, **options)
 
 
 def backward(model, step=0):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from _expected import average
+from _expected import Adagrad, average
 from _models import bits, loss_of, minibatch
 from _ranks import each_rank
 from torch import nn
@@ -69,17 +69,6 @@ def local(t):
     return t.to_local() if isinstance(t, DTensor) else t
 
 
-class Squares:
-    """AdaGrad's formula."""
-
-    def __init__(self):
-        self.total = np.float32(0)
-
-    def __call__(self, g):
-        self.total = self.total + g * g
-        return g / (np.sqrt(self.total) + np.float32(1e-10))
-
-
 @pytest.mark.parametrize("transform", [None, AggregateAdagrad()], ids=["plain", "adagrad"])
 @pytest.mark.parametrize("codec", [Identity(), OneBit(), TernGrad()], ids=repr)
 @each_rank(4)
@@ -91,7 +80,7 @@ def test_gradients_equal_the_exact_expectation(codec, transform):
     optimizer = torch.optim.SGD(mesh.model.parameters(), lr=0.1)
     strategy = choose(codec, 2, owner_transform=transform is not None)
     named = dict(mesh.model.named_parameters())
-    formulas = {name: Squares() if transform else (lambda mean: mean) for name in named}
+    formulas = {name: Adagrad() if transform else (lambda mean: mean) for name in named}
     kept = {name: (None, None) for name in named}
     for step in range(3):
         optimizer.zero_grad()

@@ -51,8 +51,7 @@ def test_sites_that_stay_have_the_bits_of_diloco(run, codec):
     sites = run(sites=3)
 
     def elastic(name):
-        model, optimizer, local = sites.site(name, codec=codec)
-        with contextlib.closing(local):
+        with sites.joined(name, codec=codec) as (model, optimizer, local):
             steps(model, optimizer, local, range(4 * H), "abc".index(name))
             assert local.members == ["a", "b", "c"] and local.syncs == 4
             return bits(model), local.stats.bytes_sent
@@ -70,63 +69,35 @@ def test_sites_that_stay_have_the_bits_of_diloco(run, codec):
     assert [found[name] for name in "abc"] == run_local(3, fixed)
 
 
-def test_models_need_not_be_equal_at_the_start(run):
+def with_other_weights():
+    model = fresh()
+    nn.init.zeros_(model[0].weight)
+    return model
+
+
+# what makes the options of two sites that need not be equal
+SITES = {
+    "other weights": lambda name: {"model": with_other_weights() if name == "b" else fresh()},
+    "bfloat16": lambda name: {"model": fresh(torch.bfloat16)},
+    "float16": lambda name: {"model": fresh(torch.float16)},
+    "other numbers of inner steps": lambda name: {"sync_every": H if name == "a" else 2 * H},
+    "one name": lambda name: {"name": "here"},
+}
+
+
+@pytest.mark.parametrize("what", SITES)
+def test_two_sites_hold_the_same_bits(run, what):
     sites = run(sites=2)
 
     def site(name):
-        model = fresh()
-        if name == "b":
-            nn.init.zeros_(model[0].weight)
-        model, optimizer, local = sites.site(name, model=model)
-        with contextlib.closing(local):
-            assert bits(model) == bits(MODEL), name
-            steps(model, optimizer, local, range(H), ord(name))
+        options = {"name": name, "sync_every": H, **SITES[what](name)}
+        with sites.joined(**options) as (model, optimizer, local):
+            assert what != "other weights" or bits(model) == bits(MODEL), name
+            steps(model, optimizer, local, range(2 * options["sync_every"]), ord(name))
+            assert local.members == (["here"] * 2 if what == "one name" else ["a", "b"])
             return outcome(local)
 
-    found = sites.each("ab", site)
-    assert found["a"] == found["b"]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_parameters(run, dtype):
-    sites = run(sites=2)
-
-    def site(name):
-        model, optimizer, local = sites.site(name, model=fresh(dtype))
-        with contextlib.closing(local):
-            steps(model, optimizer, local, range(2 * H), ord(name))
-            return outcome(local)
-
-    found = sites.each("ab", site)
-    assert found["a"] == found["b"] and found["a"][0] == 2
-
-
-def test_sites_with_other_numbers_of_inner_steps(run):
-    sites = run(sites=2)
-
-    def site(name):
-        every = H if name == "a" else 2 * H
-        model, optimizer, local = sites.site(name, sync_every=every)
-        with contextlib.closing(local):
-            steps(model, optimizer, local, range(2 * every), ord(name))
-            return outcome(local)
-
-    found = sites.each("ab", site)
-    assert found["a"] == found["b"] and found["a"][0] == 2
-
-
-def test_two_sites_of_one_name_are_two_sites(run):
-    sites = run(sites=2)
-
-    def site(name):
-        model, optimizer, local = sites.site("here")
-        with contextlib.closing(local):
-            steps(model, optimizer, local, range(2 * H), ord(name))
-            assert local.members == ["here", "here"]
-            return outcome(local)
-
-    found = sites.each("ab", site)
-    assert found["a"] == found["b"] and found["a"][0] == 2
+    assert sites.alike("ab", site)[0] == 2
 
 
 def test_in_a_with_block(run):
@@ -138,8 +109,7 @@ def test_in_a_with_block(run):
             train(model, optimizer, ord(name), range(H), **SIZES)
             return outcome(local)
 
-    found = sites.each("ab", site)
-    assert found["a"] == found["b"] and found["a"][0] == 1
+    assert sites.alike("ab", site)[0] == 1
 
 
 # ---- sites that come, go and are late ------------------------------------------------------------
@@ -152,8 +122,7 @@ def test_a_late_change_is_added_to_the_next_sync_or_dropped(run, late):
     synced = threading.Event()
 
     def site(name):
-        model, _, local = sites.site(name, model=zeros(), late=late, **PLAIN)
-        with contextlib.closing(local):
+        with sites.joined(name, model=zeros(), late=late, **PLAIN) as (model, _, local):
             if name == "d":
                 assert synced.wait(WAIT_S)
                 changed(model, local, 5.0)
@@ -193,8 +162,7 @@ def test_a_new_site_takes_anchors_and_outer_state(run):
             assert local.late_added == local.late_dropped == 0
             return outcome(local)
 
-    found = sites.each("abc", site)
-    assert len(set(found.values())) == 1 and found["a"][0] == 5
+    assert sites.alike("abc", site)[0] == 5
 
 
 def test_a_site_that_leaves_is_not_waited_for(run):
@@ -217,8 +185,7 @@ def test_a_sync_waits_for_enough_sites(run):
     sites = run(sites=2, min_sites=2, patience_s=0.5, give_up_s=2.0)
 
     def site(name):
-        model, optimizer, local = sites.site(name)
-        with contextlib.closing(local):
+        with sites.joined(name) as (model, optimizer, local):
             if name == "a":
                 with pytest.raises(PeerLost, match="1 of at least 2 sites have come"):
                     steps(model, optimizer, local, range(H), 0)
@@ -235,15 +202,13 @@ def test_a_run_goes_on_bit_for_bit_from_its_checkpoints(run, tmp_path):
     half = H + 1
 
     def first(name):
-        model, optimizer, local = sites.site(name)
-        with contextlib.closing(local):
+        with sites.joined(name) as (model, optimizer, local):
             steps(model, optimizer, local, range(half), "abc".index(name))
             parts = model.state_dict(), optimizer.state_dict(), local.state_dict()
             torch.save(parts, tmp_path / name)
 
     def second(name):
-        model, optimizer, local = later.site(name)
-        with contextlib.closing(local):
+        with later.joined(name) as (model, optimizer, local):
             parts = torch.load(tmp_path / name, weights_only=True)
             for part, state in zip((model, optimizer, local), parts, strict=True):
                 part.load_state_dict(state)
@@ -251,7 +216,7 @@ def test_a_run_goes_on_bit_for_bit_from_its_checkpoints(run, tmp_path):
             return outcome(local)
 
     sites.each("abc", first)
-    assert set(later.each("abc", second).values()) == {wanted}
+    assert later.alike("abc", second) == wanted
 
 
 def test_a_site_with_an_older_checkpoint_takes_the_newer_anchors(run):
@@ -259,8 +224,7 @@ def test_a_site_with_an_older_checkpoint_takes_the_newer_anchors(run):
     old = {}
 
     def site(name):
-        model, optimizer, local = sites.site(name)
-        with contextlib.closing(local):
+        with sites.joined(name) as (model, optimizer, local):
             steps(model, optimizer, local, range(H), ord(name))
             old[name] = copy.deepcopy(local.state_dict())
             steps(model, optimizer, local, range(H), ord(name))
@@ -277,8 +241,7 @@ def test_a_site_with_an_older_checkpoint_takes_the_newer_anchors(run):
 
 def test_states_that_do_not_fit_are_refused(run):
     sites = run(patience_s=1.0)
-    model, optimizer, local = sites.site("a")
-    with contextlib.closing(local):
+    with sites.joined("a") as (model, optimizer, local):
         steps(model, optimizer, local, range(H), 0)
         good, before = copy.deepcopy(local.state_dict()), outcome(local)
         for wrong in (
@@ -325,15 +288,13 @@ def test_a_site_with_other_settings_gets_an_error_and_the_others_go_on(run, what
                 sites.site(name, **options)
             refused.set()
             return None
-        model, optimizer, local = sites.site(name)
-        with contextlib.closing(local):
+        with sites.joined(name) as (model, optimizer, local):
             begun.set()
             assert refused.wait(WAIT_S)
             steps(model, optimizer, local, range(H), ord(name))
             return outcome(local)
 
-    found = sites.each("abc", site)
-    assert found["a"] == found["b"] and found["a"][0] == 1
+    assert sites.alike("abc", site)[0] == 1
 
 
 @pytest.mark.parametrize(
@@ -433,8 +394,7 @@ def test_bytes_that_are_no_message_are_answered_and_hinder_nothing(run, data):
         foreign.shutdown(socket.SHUT_WR)
         answer = foreign.makefile().read()
         assert json.loads(answer.splitlines()[0])["error"] == "message", answer
-    model, optimizer, local = sites.site("a")
-    with contextlib.closing(local):
+    with sites.joined("a") as (model, optimizer, local):
         steps(model, optimizer, local, range(H), 0)
         assert local.syncs == 1
 

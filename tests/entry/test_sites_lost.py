@@ -84,8 +84,7 @@ def test_a_sync_that_fails_changes_nothing_and_is_made_again(run, phase, caplog)
     wanted, sites = undisturbed(run(sites=3)), run(sites=3)
 
     def site(name):
-        model, optimizer, local = sites.site(name)
-        with contextlib.closing(local):
+        with sites.joined(name) as (model, optimizer, local):
             steps(model, optimizer, local, range(H), "abc".index(name))
             if name == "b":
                 break_next(local, phase)
@@ -93,8 +92,7 @@ def test_a_sync_that_fails_changes_nothing_and_is_made_again(run, phase, caplog)
             assert local.members == ["a", "b", "c"]
             return outcome(local)
 
-    found = sites.each("abc", site)
-    assert set(found.values()) == {wanted} and "a test says" in caplog.text
+    assert sites.alike("abc", site) == wanted and "a test says" in caplog.text
 
 
 @pytest.mark.parametrize("fails", ["a", "c"])
@@ -105,8 +103,7 @@ def test_anchors_that_do_not_arrive_are_sent_again(run, fails):
     def site(name):
         if name == "c":
             assert begun.wait(WAIT_S)
-        model, optimizer, local = sites.site(name)
-        with contextlib.closing(local):
+        with sites.joined(name) as (model, optimizer, local):
             if name == "c":
                 return outcome(local)
             steps(model, optimizer, local, range(H), ord(name))
@@ -125,10 +122,10 @@ def test_anchors_that_do_not_arrive_are_sent_again(run, fails):
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(elastic, "_unpacked", damaged)
-            found = sites.each("abc", site)
+            found = sites.alike("abc", site)
     else:
-        found = sites.each("abc", site)
-    assert len(set(found.values())) == 1 and found["a"][0] == 2
+        found = sites.alike("abc", site)
+    assert found[0] == 2
 
 
 def test_no_change_is_lost_or_counted_twice(run):
@@ -138,8 +135,8 @@ def test_no_change_is_lost_or_counted_twice(run):
     sites = run(sites=4)
 
     def site(name):
-        model, _, local = sites.site(name, model=zeros(), **{**PLAIN, "codec": "onebit"})
-        with contextlib.closing(local), torch.no_grad():
+        options = {**PLAIN, "codec": "onebit", "model": zeros()}
+        with sites.joined(name, **options) as (model, _, local), torch.no_grad():
             sent = [torch.zeros_like(p) for p in model.parameters()]
             draw = torch.Generator().manual_seed(ord(name))
             for phase in PHASES:
@@ -179,16 +176,14 @@ def test_a_site_that_makes_every_sync_fail_is_sent_away(run):
             with pytest.raises(PeerLost, match="lost this one in 3 syncs in a row"):
                 sites.site(name, kind=Failing)
             return None
-        model, optimizer, local = sites.site(name)
-        with contextlib.closing(local):
+        with sites.joined(name) as (model, optimizer, local):
             begun.set()
             sites.until_arrived("c")
             steps(model, optimizer, local, range(H), ord(name))
             assert local.members == ["a", "b"]
             return outcome(local)
 
-    found = sites.each("abc", site)
-    assert found["a"] == found["b"] and found["a"][0] == 1
+    assert sites.alike("abc", site)[0] == 1
 
 
 class Failing(ElasticDiLoCo):
@@ -201,8 +196,7 @@ class Failing(ElasticDiLoCo):
 def test_the_next_run_on_the_same_coordinator(run):
     sites = run(patience_s=0.5, give_up_s=600)
     for _ in range(2):
-        model, optimizer, local = sites.site("a")
-        with contextlib.closing(local):
+        with sites.joined("a") as (model, optimizer, local):
             steps(model, optimizer, local, range(H), 0)
             assert local.syncs == 1
 
@@ -211,8 +205,7 @@ def test_weights_that_are_not_finite(run):
     sites = run(sites=2)
 
     def site(name):
-        model, optimizer, local = sites.site(name)
-        with contextlib.closing(local):
+        with sites.joined(name) as (model, optimizer, local):
             steps(model, optimizer, local, range(H), ord(name))
             train(model, optimizer, ord(name), range(H), **SIZES)
             before = outcome(local)
@@ -231,16 +224,14 @@ def test_weights_that_are_not_finite(run):
             steps(model, optimizer, local, range(H), ord(name))
             return outcome(local)
 
-    found = sites.each("ab", site)
-    assert found["a"] == found["b"] and found["a"][0] == 2
+    assert sites.alike("ab", site)[0] == 2
 
 
 def test_anchors_that_differ_are_replaced_by_those_of_the_first(run, caplog):
     sites = run(sites=2)
 
     def site(name):
-        model, optimizer, local = sites.site(name)
-        with contextlib.closing(local):
+        with sites.joined(name) as (model, optimizer, local):
             steps(model, optimizer, local, range(H), ord(name))
             if name == "b":
                 local._fragments[0].anchors[0][1].data[0, 0] += 1  # a bit that has flipped
@@ -248,8 +239,8 @@ def test_anchors_that_differ_are_replaced_by_those_of_the_first(run, caplog):
             steps(model, optimizer, local, range(H), ord(name))
             return outcome(local)
 
-    found = sites.each("ab", site)
-    assert found["a"] == found["b"] and "parameter 0.weight" in caplog.text
+    sites.alike("ab", site)
+    assert "parameter 0.weight" in caplog.text
 
 
 def test_a_verdict_that_is_lost_is_asked_for_again(run, monkeypatch):
@@ -266,16 +257,14 @@ def test_a_verdict_that_is_lost_is_asked_for_again(run, monkeypatch):
     monkeypatch.setattr(Client, "_read", broken)
 
     def site(name):
-        model, optimizer, local = sites.site(name)
-        with contextlib.closing(local):
+        with sites.joined(name) as (model, optimizer, local):
             if name == "a":
                 due.append(1)
             steps(model, optimizer, local, range(2 * H), ord(name))
             assert local.members == ["a", "b"]
             return outcome(local)
 
-    found = sites.each("ab", site)
-    assert found["a"] == found["b"] and found["a"][0] == 2 and not due
+    assert sites.alike("ab", site)[0] == 2 and not due
 
 
 INTERRUPTED = [
@@ -292,8 +281,7 @@ def test_a_change_counts_once_wherever_a_sync_is_interrupted(run, error, step, w
     sites = run(sites=2)
 
     def site(name):
-        model, _, local = sites.site(name, model=zeros(), timeout_s=6.0, **PLAIN)
-        with contextlib.closing(local):
+        with sites.joined(name, model=zeros(), timeout_s=6.0, **PLAIN) as (model, _, local):
             if name in where.split(",")[0]:
                 interrupt(local, error, after_verdict=step == 2)
                 with pytest.raises(error if isinstance(error, type) else type(error)):
@@ -309,8 +297,7 @@ def test_a_change_counts_once_wherever_a_sync_is_interrupted(run, error, step, w
             assert everywhere(model, -2.0)
             return outcome(local)[1:]
 
-    found = sites.each("ab", site)
-    assert found["a"] == found["b"]
+    sites.alike("ab", site)
 
 
 def test_an_interrupted_site_goes_on_from_its_checkpoint(run):
@@ -363,8 +350,7 @@ def test_a_verdict_that_only_some_learned_before_the_coordinator_was_started_aga
     synced = threading.Barrier(2)
 
     def site(name):
-        model, _, local = sites.site(name, model=zeros(), **PLAIN)
-        with contextlib.closing(local):
+        with sites.joined(name, model=zeros(), **PLAIN) as (model, _, local):
             if name == "b":
                 interrupt(local, KeyboardInterrupt, after_verdict=False)
                 with pytest.raises(KeyboardInterrupt):
@@ -379,8 +365,7 @@ def test_a_verdict_that_only_some_learned_before_the_coordinator_was_started_aga
             assert everywhere(model, -1.0)
             return outcome(local)
 
-    found = sites.each("ab", site)
-    assert found["a"] == found["b"]
+    sites.alike("ab", site)
 
 
 def test_after_a_restart_the_coordinator_waits_for_as_many_sites_as_before(run):
@@ -390,8 +375,7 @@ def test_after_a_restart_the_coordinator_waits_for_as_many_sites_as_before(run):
     def site(name):
         if name == "b":
             sites.until_joined()
-        model, _, local = sites.site(name, model=zeros(), **PLAIN)
-        with contextlib.closing(local):
+        with sites.joined(name, model=zeros(), **PLAIN) as (model, _, local):
             if name == "a":
                 sites.until_arrived("b")
                 changed(model, local, 1.0)
@@ -402,8 +386,7 @@ def test_after_a_restart_the_coordinator_waits_for_as_many_sites_as_before(run):
             assert local.members == ["a", "b"] and everywhere(model, -2.0)
             return outcome(local)
 
-    found = sites.each("ab", site)
-    assert found["a"] == found["b"]
+    sites.alike("ab", site)
 
 
 def test_a_site_that_was_alone_takes_the_others_anchors(run):
@@ -421,8 +404,7 @@ def test_a_site_that_was_alone_takes_the_others_anchors(run):
             assert local.members == ["a", "b"]
             return outcome(local)
 
-    found = sites.each("ab", alone)
-    assert found["a"] == found["b"]
+    sites.alike("ab", alone)
 
 
 def test_a_coordinator_that_is_started_again(run):
@@ -430,16 +412,14 @@ def test_a_coordinator_that_is_started_again(run):
     done = threading.Barrier(2)
 
     def site(name):
-        model, optimizer, local = sites.site(name)
-        with contextlib.closing(local):
+        with sites.joined(name) as (model, optimizer, local):
             steps(model, optimizer, local, range(H), ord(name))
             if done.wait(WAIT_S) == 0:
                 sites.restart()
             steps(model, optimizer, local, range(H), ord(name))
             return outcome(local)
 
-    found = sites.each("ab", site)
-    assert found["a"] == found["b"] and found["a"][0] == 2
+    assert sites.alike("ab", site)[0] == 2
 
 
 # ---- processes -----------------------------------------------------------------------------------

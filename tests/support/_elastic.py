@@ -43,6 +43,19 @@ class Run:
         local = kind(model, optimizer, codec, coordinator=self.address, name=name, **options)
         return model, optimizer, local
 
+    @contextlib.contextmanager
+    def joined(self, name, **options):
+        """Yield what `site` returns; the site leaves in the end."""
+        model, optimizer, local = self.site(name, **options)
+        with contextlib.closing(local):
+            yield model, optimizer, local
+
+    def alike(self, names, body):
+        """Return what ``body(name)`` returns at each site: the same, or None at some of them."""
+        first, *others = (one for one in self.each(names, body).values() if one is not None)
+        assert all(one == first for one in others), (first, others)
+        return first
+
     def each(self, names, body):
         """Return ``body(name)`` of each site, all at once; the first error is raised."""
         found, errors = {}, []
@@ -114,13 +127,11 @@ def undisturbed(sites):
     """Return the outcome of three syncs of three sites."""
 
     def site(name):
-        model, optimizer, local = sites.site(name)
-        with contextlib.closing(local):
+        with sites.joined(name) as (model, optimizer, local):
             steps(model, optimizer, local, range(3 * H), "abc".index(name))
             return outcome(local)
 
-    (wanted,) = set(sites.each("abc", site).values())
-    return wanted
+    return sites.alike("abc", site)
 
 
 def outcome(local):

@@ -146,3 +146,14 @@ def hierarchical(grads, codec, nodes, *, step=0, parameter=0, shape=None, state=
         )
         after.append(left)
     return out, after
+
+
+class Adagrad:
+    """AdaGrad's formula in NumPy, float32 rounding at every operation."""
+
+    def __init__(self):
+        self.total = np.float32(0)
+
+    def __call__(self, g):
+        self.total = self.total + g * g
+        return g / (np.sqrt(self.total) + np.float32(1e-10))

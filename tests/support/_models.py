@@ -1,8 +1,12 @@
 """A small model, its minibatches, and how it is trained, for tests of entry points."""
 
+import copy
+
 import torch
 from _saved import bits_of
 from torch import nn
+
+from gradcomp import GradientAverager
 
 
 def small_model(dtype=torch.float32, seed=0):
@@ -13,6 +17,9 @@ def small_model(dtype=torch.float32, seed=0):
     torch.manual_seed(seed)
     layers = nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)
     return nn.Sequential(*layers).to(dtype)
+
+
+MODEL = small_model()
 
 
 def minibatch(step, rank, dtype=torch.float32, features=64, classes=10):
@@ -45,6 +52,12 @@ def bits(tensors):
     """Return the bytes of tensors, or of a model's parameters."""
     tensors = tensors.parameters() if isinstance(tensors, nn.Module) else tensors
     return b"".join(raw for _, _, raw in map(bits_of, tensors))
+
+
+def averager_of(comm, codec="terngrad", model=MODEL, **options):
+    """Return a copy of a model, and its averager; 20 s are its timeout unless it says another."""
+    model = copy.deepcopy(model)
+    return model, GradientAverager(model, codec, comm=comm, **{"timeout_s": 20, **options})
 
 
 def filled(model, value):

@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
@@ -442,6 +443,16 @@ def logged(word=""):
         yield found
     finally:
         log.removeHandler(handler)
+
+
+@contextlib.contextmanager
+def warnings_of(text):
+    """Yield a list, which afterwards has the warnings that say this."""
+    found = []
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        yield found
+    found += [str(one.message) for one in seen if text in str(one.message)]
 
 
 def unpacked(comm, function, given):
