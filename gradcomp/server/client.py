@@ -16,7 +16,7 @@ from gradcomp.comm.base import Communicator
 from gradcomp.engine.options import MAX_TIMEOUT_S
 from gradcomp.errors import CorruptPayload, GradcompError, PeerLost
 from gradcomp.server.calls import Pending, Request, Requests, T
-from gradcomp.server.keys import ClientKey, RawCodes
+from gradcomp.server.keys import ClientKey, RawCodes, check_initial
 from gradcomp.server.messages import (
     EMPTY,
     MAX_KEY_NBYTES,
@@ -142,14 +142,14 @@ class ParameterClient:
         if None not in (dtype, type) and _dtype_name(dtype) != _dtype_name(type):
             raise ValueError(f"dtype={dtype!r} and type={type!r} differ; give one of them")
         name = _dtype_name(dtype if dtype is not None else type)
-        given = spec = make_spec(tuple(shape), name, resolved, asynchronous, learning_rate)
-        raw = self._raw_codes(given, resolved, scale_key)
+        spec = make_spec(tuple(shape), name, resolved, asynchronous, learning_rate)
+        raw = self._raw_codes(spec, scale_key)
         if raw is not None:
-            resolved = raw.codec
-            spec = make_spec(raw.payload_shape, name, resolved, asynchronous, learning_rate)
-        known = ClientKey(key, given, spec, raw, resolved, value, self._shard_numel)
+            spec = make_spec(raw.payload_shape, name, raw.codec, asynchronous, learning_rate)
+        start = check_initial(spec, value)
+        known = ClientKey(key, spec, raw, start, self._shard_numel)
         self._accept_replies_to(known)
-        asked = [self._ask(Kind.INIT, key, shard, body) for shard, body in known.settings(value)]
+        asked = [self._ask(Kind.INIT, key, shard, body) for shard, body in known.settings(start)]
         known.steps = _number_in(self._replies(asked)[0])
         before = self._keys.get(key)
         if before is None or not before.is_made_like(known):
@@ -348,11 +348,9 @@ class ParameterClient:
             )
         return self._keys[key]
 
-    def _raw_codes(
-        self, given: Spec, codec: Codec | None, scale_key: str | None
-    ) -> RawCodes | None:
+    def _raw_codes(self, given: Spec, scale_key: str | None) -> RawCodes | None:
         """Return the converter from raw codes to payloads; None for a key without raw codes."""
-        packed = given.dtype == "uint8" and codec is None
+        packed = given.dtype == "uint8" and given.codec is None
         if scale_key is None:
             return RawCodes(given.shape, None) if packed and len(given.shape) != 1 else None
         scale = self._known(scale_key)
@@ -360,7 +358,7 @@ class ParameterClient:
         if not packed or spec.dtype != "float32" or spec.numel != 1 or spec.asynchronous:
             raise ValueError(
                 f"scale_key={scale_key!r} must be a synchronous float32 key of one element, for raw"
-                f' codes: dtype="uint8" and no codec, got {given.dtype} and {codec!r}'
+                f' codes: dtype="uint8" and no codec, got {given.dtype} and {given.codec!r}'
             )
         return RawCodes(given.shape, scale)
 

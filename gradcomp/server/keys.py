@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,38 +26,39 @@ _CODES_AT = HEADER_NBYTES + 4 * TernGrad.form.scales_per_group  # byte offset in
 Parts = list[tuple[int, Tensor]]  # shard numbers and bodies of requests
 
 
+@dataclass(frozen=True)
 class RawCodes:
-    """Converts raw 2-bit codes, ternary payloads without header and scale, to payloads.
+    """Converts raw 2-bit codes, ternary payloads without header and scale, to payloads."""
 
-    Args:
-        shape: shape of the codes, uint8, four codes per byte.
-        scale: key whose last pull with "max" is the scale of the payloads; None: 1.
+    codes_shape: tuple[int, ...]  # of uint8, four codes per byte
+    scale_key: ClientKey | None  # its last pull with "max" is the scale of the payloads; None: 1
+    codec: ClassVar[Codec] = TernGrad(clip_sigma=None, scale="shared")
 
-    Attributes:
-        shape: shape of the values, which is `shape` with four times the last dimension.
-        payload_shape: shape of the payloads, ``(nbytes,)`` uint8.
-    """
+    def __post_init__(self) -> None:
+        if math.prod(self.shape) >= 2**32:
+            text = f"shape {self.codes_shape!r} holds {math.prod(self.shape)} codes"
+            raise ValueError(f"{text}, not fewer than 2**32")
 
-    codec = TernGrad(clip_sigma=None, scale="shared")
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the values, which is `codes_shape` with four times the last dimension."""
+        *rows, last = self.codes_shape or (1,)
+        return (*rows, CODES_A_BYTE * last)
 
-    def __init__(self, shape: tuple[int, ...], scale: ClientKey | None) -> None:
-        self._scale = scale
-        self.shape = (*shape[:-1], CODES_A_BYTE * (shape[-1] if shape else 1))
-        self._numel = math.prod(self.shape)
-        if self._numel >= 2**32:
-            raise ValueError(f"shape {shape!r} holds {self._numel} codes, not fewer than 2**32")
-        self.payload_shape = (self.codec.payload_nbytes(self._numel),)
+    @property
+    def payload_shape(self) -> tuple[int]:
+        return (self.codec.payload_nbytes(math.prod(self.shape)),)
 
     def payload(self, key: str, codes: Tensor, step: int) -> Tensor:
         """Return the payload of `codes`, uint8, flagged as non-finite if the scale is; ValueError
         if the scale has not been pulled or is negative.
         """
-        scale, numel = 1.0, self._numel
-        if self._scale is not None:
-            if self._scale.maximum is None:
-                what = f"key {key!r}, which it scales"
-                raise ValueError(f'pull {self._scale.key!r} with "max" before you push to {what}')
-            scale = float(self._scale.maximum)
+        scale, numel = 1.0, math.prod(self.shape)
+        if self.scale_key is not None:
+            if self.scale_key.maximum is None:
+                first = f'pull {self.scale_key.key!r} with "max"'
+                raise ValueError(f"{first} before you push to key {key!r}, which it scales")
+            scale = float(self.scale_key.maximum)
         if scale < 0:
             raise ValueError(f"the scale of key {key!r} must not be negative, it is {scale}")
         nonfinite = not math.isfinite(scale)
@@ -76,37 +77,33 @@ class ClientKey:
 
     Args:
         key: name of the key.
-        given: settings on the caller's side: shape and dtype of pushed values.
         spec: settings on the server's side.
         raw: converts raw codes to payloads; None: values are pushed unchanged.
-        codec: codec of the payloads; None: unknown, or values are not payloads.
-        value: initial values of an asynchronous key, float32.
+        value: initial values of an asynchronous key, from `check_initial`.
         shard_numel: most elements of a shard.
     """
 
     def __init__(
         self,
         key: str,
-        given: Spec,
         spec: Spec,
         raw: RawCodes | None,
-        codec: Codec | None,
         value: Tensor | None,
         shard_numel: int,
     ) -> None:
-        self.key, self.spec, self._given, self._raw = key, spec, given, raw
+        self.key, self.spec, self._raw = key, spec, raw
+        self._dtype = DTYPES[spec.dtype]  # dtype and shape of pushed values
+        self._push_shape = spec.shape if raw is None else raw.codes_shape
         self.pushes = 0  # number of pushes of this client
         self.steps = 0  # number of rounds in the checkpoint of the server
         self.complete = 0  # newest round known to be complete
         self.maximum: Tensor | None = None  # result of the last pull with "max"
         self.lost: PeerLost | None = None  # error of a push that some shards may have got
         self._shards: Shards | None = None
-        is_float = spec.dtype == "float32"
+        codec, is_float = spec.codec, spec.dtype == "float32"
         # shape of an uncompressed pull; None: (numel,), with numel as in its payloads
         self.shape = spec.shape if is_float else raw.shape if raw is not None else None
-        _check_initial(spec, value)
         if value is not None:
-            value = value.detach().cpu()
             self.shape = value.shape
         # if the shape is unknown, the most elements that a payload of this size can have
         most = (ONEBIT if codec is None else codec.form).most_numel(spec.numel)
@@ -130,8 +127,7 @@ class ClientKey:
 
     def is_made_like(self, other: ClientKey) -> bool:
         """Return whether both have the same settings, checkpoint steps and scale key."""
-        scales = [key._raw._scale if key._raw is not None else None for key in (self, other)]
-        return (self.spec, self.steps) == (other.spec, other.steps) and scales[0] is scales[1]
+        return (self.spec, self.steps, self._raw) == (other.spec, other.steps, other._raw)
 
     @property
     def is_cut(self) -> bool:
@@ -144,7 +140,6 @@ class ClientKey:
 
     def settings(self, value: Tensor | None = None) -> Parts:
         """Return the bodies of the INIT requests that create the key and its known shards."""
-        value = value if value is None else value.detach().cpu()
         if not self.is_cut:
             return [(0, pack_spec(self.spec, value))]
         made = [(0, pack_spec(self.spec))]
@@ -159,7 +154,7 @@ class ClientKey:
 
     def body(self, value: Any) -> Tensor:
         """Check a pushed value; return it, or the payload of raw codes, as ``(nbytes,)`` uint8."""
-        dtype, shape = DTYPES[self._given.dtype], self._given.shape
+        dtype, shape = self._dtype, self._push_shape
         tensor = value if isinstance(value, Tensor) else self._tensor_of(value)
         check_memory(tensor, "value")
         if tensor.dtype != dtype or tuple(tensor.shape) != shape:
@@ -172,18 +167,17 @@ class ClientKey:
 
     def _tensor_of(self, value: object) -> Tensor:
         """Return numbers as a tensor. A key of one element also accepts a single number."""
-        dtype = DTYPES[self._given.dtype]
         try:
             numbers = torch.as_tensor(value, device="cpu")
-            tensor = numbers.to(dtype)
+            tensor = numbers.to(self._dtype)
         except (TypeError, ValueError, RuntimeError) as error:
             text = f"value of key {self.key!r} must be a tensor or numbers, got {value!r}"
             raise ValueError(text) from error
-        if dtype == torch.uint8 and not torch.equal(numbers, tensor.to(numbers.dtype)):
+        if self._dtype == torch.uint8 and not torch.equal(numbers, tensor.to(numbers.dtype)):
             shown = f"{numbers.tolist()!r:.100}"
             raise ValueError(f"value of key {self.key!r} must be bytes, got {shown}")
-        is_one = not tensor.dim() and self._given.numel == 1
-        return tensor.view(self._given.shape) if is_one else tensor
+        is_one = not tensor.dim() and math.prod(self._push_shape) == 1
+        return tensor.view(self._push_shape) if is_one else tensor
 
     def pushed(self, body: Tensor) -> tuple[Parts, Parts]:
         """Return the bodies of the INIT requests and of the PUSH requests of a push.
@@ -258,17 +252,20 @@ def _summary(value: Tensor) -> str:
     return f"{flat.numel()} values from {first} on with a sum of {float(flat.double().sum()):.9g}"
 
 
-def _check_initial(spec: Spec, value: Tensor | None) -> None:
-    """Raise unless `value` fits: finite float32 for an asynchronous key, None for other keys."""
+def check_initial(spec: Spec, value: Tensor | None) -> Tensor | None:
+    """Return initial values on the CPU; None if there are none. Raise unless they fit: finite
+    float32 for an asynchronous key, None for other keys.
+    """
     given = None if value is None else f"{value.dtype} of shape {tuple(value.shape)}"
     if spec.asynchronous != (value is not None):
         text = "value and asynchronous=True must be given together"
         raise ValueError(f"{text}, got {given} with asynchronous={spec.asynchronous}")
     if value is None:
-        return
+        return None
     check_memory(value, "value")
     fits = spec.dtype == "uint8" or tuple(value.shape) == spec.shape
     if value.dtype != torch.float32 or not fits:
         raise ValueError(f"value must be float32 of the key's shape {spec.shape}, got {given}")
     if not bool(torch.isfinite(value).all()):
         raise ValueError("value holds NaN or Inf")
+    return value.detach().cpu()

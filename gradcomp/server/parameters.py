@@ -1,4 +1,4 @@
-"""Keys on the server's side: pushes, waiting pulls, and their results.
+"""Keys on the server's side: pushes, waiting pulls, and reductions of rounds.
 
 References:
     Dean et al. 2012, "Large scale distributed deep networks" (Downpour SGD), for asynchronous keys.
@@ -6,28 +6,27 @@ References:
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gradcomp.errors import CorruptPayload, PeerLost, PeerMismatch
+from gradcomp.kernels import CPU, of
 from gradcomp.payload import wire
+from gradcomp.payload.form import HEADER_NBYTES
+from gradcomp.payload.rng import STREAM_SERVER, RngKey
 from gradcomp.server.messages import Message
-from gradcomp.server.reduce import (
-    SETTINGS,
-    admit_payload,
-    average_payloads,
-    encode_average,
-    reduce_values,
-    scale_bytes,
-)
-from gradcomp.server.spec import Spec, codec_of
+from gradcomp.server.spec import Spec, parse_payload
 from gradcomp.server.state import State
 
 OPEN_ROUNDS = 2  # most rounds that not every worker has pushed
+# header fields that are equal in all payloads of a key
+SETTINGS = ("codec", "dtype", "numel", "group_numel", "scale_count", "stream")
 
 
 @dataclass
@@ -178,12 +177,9 @@ class StoredParameter:
         `check` raises the error.
         """
         if mine != theirs and not self._broken:
-            here, there = mine, theirs
-            if isinstance(mine, bytes) and isinstance(theirs, bytes):
-                here, there = _first_unlike(mine, theirs)
             self._broken = {
-                rank: PeerMismatch(name, first, there, here, first=None),
-                None: PeerMismatch(name, rank, here, there, first=None),
+                rank: PeerMismatch(name, first, theirs, mine, first=None),
+                None: PeerMismatch(name, rank, mine, theirs, first=None),
             }
 
     def _mismatch(self, rank: int) -> PeerMismatch | None:
@@ -219,8 +215,16 @@ class StoredParameter:
         for other_rank, other in list(now.pushes.items())[:1]:
             before = wire.parse(other.numpy())
             self._compare("step", other_rank, before.step, rank, header.step)
-            if self.spec.shares_scale and not (before.nonfinite or header.nonfinite):
-                self._compare("scale", other_rank, scale_bytes(other), rank, scale_bytes(value))
+            finite = not (before.nonfinite or header.nonfinite)
+            if self.spec.shares_scale and finite and not self._broken:
+                mine, theirs = _scales(other), _scales(value)
+                if not np.array_equal(mine, theirs):
+                    at = int(np.argmax(mine != theirs))
+                    here, there = (
+                        f"{scales.view('<f4')[at].item()!r} as scale {at}"
+                        for scales in (mine, theirs)
+                    )
+                    self._compare("scale", other_rank, here, rank, there)
 
     def _result(self, number: int) -> Tensor | Exception | None:
         """Return the result of a round; None if it is not complete."""
@@ -242,22 +246,19 @@ class StoredParameter:
             values = [push.view(torch.float32) for push in pushes]
             return reduce_values(values, method or "sum").view(torch.uint8)
         mean = average_payloads(self.spec, pushes)
-        if not compressed:
-            return mean.view(torch.uint8)
-        header = wire.parse(pushes[0].numpy())
-        if self._residual is None and codec_of(self.spec, header, len(pushes[0])).error_feedback:
+        return self._encode(mean, pushes[0]) if compressed else mean.view(torch.uint8)
+
+    def _encode(self, mean: Tensor, payload: Tensor) -> Tensor:
+        """Return the payload of an average, with codec and step of an averaged `payload`.
+
+        In random draws, the CRC-32 of the key is the parameter number.
+        """
+        header, codec, _ = parse_payload(self.spec, payload)
+        if codec.error_feedback and self._residual is None:
             self._residual = torch.zeros_like(mean)
-        return encode_average(self.spec, self.key, mean, pushes[0], self._residual)
-
-
-def _first_unlike(*scales: bytes) -> list[str]:
-    """Return the first scale that differs between two payloads, in words."""
-    values = [np.frombuffer(part, "<u4") for part in scales]
-    count = min(map(len, values))
-    unlike = np.flatnonzero(values[0][:count] != values[1][:count])
-    at = int(unlike[0]) if unlike.size else count
-    shown = (part.view("<f4")[at : at + 1].tolist() for part in values)
-    return [f"{x[0]!r} as scale {at}" if x else f"{at} scales" for x in shown]
+        parameter = zlib.crc32(self.key.encode())
+        draws = RngKey(codec.seed, 0, header.step, parameter, STREAM_SERVER, self.spec.first)
+        return codec.encode(mean, residual=self._residual, key=draws)
 
 
 class AsynchronousParameter(StoredParameter):
@@ -311,3 +312,53 @@ class AsynchronousParameter(StoredParameter):
     def _others(self, rank: int) -> int:
         """Return the number of applied pushes of workers other than `rank`."""
         return sum(self._count.values()) - self._count[rank]
+
+
+# ---- reductions ----------------------------------------------------------------------------------
+
+
+def reduce_values(values: Sequence[Tensor], method: str) -> Tensor:
+    """Return the elementwise max, sum or mean of float32 tensors.
+
+    Values are added in the given order, and rounded after every addition. The mean is the sum times
+    fl(1 / N). A NaN in any value gives a NaN in the maximum.
+    """
+    out = values[0].clone()
+    for value in values[1:]:
+        out = torch.maximum(out, value) if method == "max" else out.add_(value)
+    return out.mul_(float(np.float32(1) / np.float32(len(values)))) if method == "mean" else out
+
+
+def admit_payload(spec: Spec, payload: Tensor) -> wire.Header:
+    """Validate a payload completely and return its header; CorruptPayload as `Codec.decode`."""
+    header, codec, layout = parse_payload(spec, payload)
+    if not header.nonfinite:
+        codec.validate_packed(payload, layout)
+    return header
+
+
+def average_payloads(spec: Spec, payloads: Sequence[Tensor]) -> Tensor:
+    """Return the average of admitted payloads with equal `SETTINGS`, ``(numel,)`` float32.
+
+    With a shared scale S, the average is fl(fl(S / N) * sum of codes). Otherwise decoded values are
+    added in the given order and multiplied by fl(1 / N). Both equal the result of an exchange of
+    the same payloads bit for bit. For a key without a codec, byte-equal scales count as shared. All
+    elements are NaN if any payload is flagged as non-finite.
+    """
+    header, codec, layout = parse_payload(spec, payloads[0])
+    out = of(CPU).empty(header.numel)
+    if any(wire.parse(payload.numpy()).nonfinite for payload in payloads):
+        return out.fill_(float("nan"))
+    if codec.can_share_scale:
+        shared = spec.shares_scale
+        if spec.codec is None:
+            shared = len({_scales(payload).tobytes() for payload in payloads}) == 1
+        codec = codec.of_groups(header.group_numel, shares_scale=shared)
+    codec.decode_body(of(CPU), payloads, layout, out)
+    return out
+
+
+def _scales(payload: Tensor) -> NDArray[np.uint32]:
+    """Return the bits of the scales of an admitted payload, ``(scale_count,)``."""
+    view = payload.numpy()
+    return view[HEADER_NBYTES : HEADER_NBYTES + 4 * wire.parse(view).scale_count].view("<u4")

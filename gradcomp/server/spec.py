@@ -185,40 +185,32 @@ def parse_spec(body: Tensor) -> tuple[Spec, Tensor | None]:
     return spec, rest.view(torch.float32) if has_value else None
 
 
-def codec_of(spec: Spec, header: wire.Header, nbytes: int, *, shares_scale: bool = False) -> Codec:
-    """Return the codec that decodes payloads of a key and encodes their averages.
+def parse_payload(spec: Spec, payload: Tensor) -> tuple[wire.Header, Codec, PayloadLayout]:
+    """Return header, codec and layout of a payload, without checking its scales and codes.
 
-    It never clips, as the owner of a reduce_scatter does (`Codec.requantizer`).
-
-    Args:
-        spec: settings of the key.
-        header: header of the payloads, which determines the scale groups.
-        nbytes: size of a payload, which determines the bits of a code if the codec has a choice.
-        shares_scale: whether all payloads have equal scales.
+    The codec decodes the payloads of a key, whose scales may differ, and encodes their averages. It
+    never clips, as the owner of a reduce_scatter does (`Codec.requantizer`).
 
     Raises:
-        CorruptPayload: check "codec"; `Codec.encode` does not produce such payloads.
+        CorruptPayload: the key does not take such payloads, or their header is wrong.
     """
-    if spec.codec is None and header.codec not in CODECS:
-        text = f"a {form_name(header.codec)} payload; the server takes those of Codec.encode"
-        raise CorruptPayload("codec", text)
-    codec = (spec.codec or CODECS[header.codec]).of_groups(
-        max(1, header.group_numel), shares_scale=shares_scale
-    )
-    code_nbytes = nbytes - HEADER_NBYTES - 4 * header.scale_count
-    return codec.with_form(codec.form.of_payload(header.numel, code_nbytes))
-
-
-def parse_payload(spec: Spec, payload: Tensor) -> tuple[wire.Header, Codec, PayloadLayout]:
-    """Return header, codec and layout of a payload, without checking its scales and codes."""
     view = payload.numpy()
     header = wire.parse(view)
     if header.segmented:
         raise CorruptPayload("segmented", "a server takes payloads of one tensor")
-    if spec.codec is not None and spec.codec.form.code != header.codec:
-        got, wanted = form_name(header.codec), form_name(spec.codec.form.code)
-        raise CorruptPayload("codec", f"a {got} payload, the key takes {wanted}")
-    codec = codec_of(spec, header, view.size)
+    got = form_name(header.codec)
+    if spec.codec is None:
+        if header.codec not in CODECS:
+            text = f"a {got} payload; the server takes those of Codec.encode"
+            raise CorruptPayload("codec", text)
+        codec = CODECS[header.codec]
+    else:
+        codec = spec.codec
+        if codec.form.code != header.codec:
+            raise CorruptPayload("codec", f"a {got} payload, the key takes {codec.form.name}")
+    codec = codec.of_groups(header.group_numel)
+    code_nbytes = view.size - HEADER_NBYTES - 4 * header.scale_count
+    codec = codec.with_form(codec.form.of_payload(header.numel, code_nbytes))
     layout = codec._layout_of(header, view.size)
     codec.check_header(header, layout, view.size)
     return header, codec, layout

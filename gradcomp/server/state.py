@@ -26,12 +26,11 @@ from gradcomp.server.messages import as_bytes
 from gradcomp.server.spec import Spec, pack_spec, parse_spec
 
 FORMAT = b"gradcomp parameter server, version 3, %d records"  # the archive's comment
-_OLD = b"GCPSTATE"  # first bytes of files of version 1
-_OLD_2 = b"gradcomp parameter server, version 2, "
-_OLD_TEXT = (
-    "is a checkpoint of a parameter server in format %d, which this gradcomp does not read: serve"
-    " it with the gradcomp that wrote it, pull its asynchronous keys there, and start here without"
-    " checkpoint= and with these as value="
+_FORMAT_1 = b"GCPSTATE"  # first bytes of a file
+_FORMAT_2 = b"gradcomp parameter server, version 2, "
+_OLDER = (
+    "it has format %d: serve it with the gradcomp that wrote it, pull its asynchronous keys there,"
+    " and start here without checkpoint= and with these as value="
 )
 _RECORD = struct.Struct("<QII")
 
@@ -92,24 +91,19 @@ def read_states(
         OSError: the file cannot be read.
     """
     with Path(path).open("rb") as file:
-        old = 1 if file.read(len(_OLD)) == _OLD else 2 if _OLD_2 in _last(file) else 0
-        if old:
-            raise ValueError(f"{os.fspath(path)} {_OLD_TEXT % old}")
         try:
             return list(_read(file, mine))
         except Exception as error:
-            text = f"{os.fspath(path)} is not a checkpoint of a parameter server: {error}"
-            raise ValueError(text) from error
-
-
-def _last(file: BinaryIO) -> bytes:
-    """Return the last bytes of a file, with the archive's comment."""
-    file.seek(max(0, file.seek(0, os.SEEK_END) - 2 * len(FORMAT)))
-    return file.read()
+            text = "is not a checkpoint of a parameter server that this gradcomp reads"
+            raise ValueError(f"{os.fspath(path)} {text}: {error}") from error
 
 
 def _read(file: BinaryIO, mine: Callable[[str, int], bool]) -> Iterator[tuple[str, int, State]]:
+    if file.read(len(_FORMAT_1)) == _FORMAT_1:
+        raise ValueError(_OLDER % 1)
     with zipfile.ZipFile(file) as archive:
+        if archive.comment.startswith(_FORMAT_2):
+            raise ValueError(_OLDER % 2)
         names = archive.namelist()
         end = FORMAT % len(names)
         file.seek(-len(end), os.SEEK_END)

@@ -177,4 +177,4 @@ def test_a_payload_key_too_large_to_be_whole_needs_its_codec(monkeypatch):
     monkeypatch.setattr(keys, "MAX_NBYTES", 4 * NUMEL)
     spec = make_spec((132,), "uint8", None, True, 1.0)
     with pytest.raises(ValueError, match="codec="):
-        keys.ClientKey("w", spec, spec, None, None, torch.zeros(NUMEL + 1), 64)
+        keys.ClientKey("w", spec, None, torch.zeros(NUMEL + 1), 64)
