@@ -9,7 +9,6 @@ import contextlib
 import errno
 import importlib.util
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -19,6 +18,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
+
+from gradcomp.arguments import Parser, count
 
 from . import mpirun, records
 from .mpirun import LaunchError, parse_hosts, read_hostfile
@@ -56,21 +57,23 @@ first on PATH.
 """
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(Parser):
     def error(self, message: str) -> NoReturn:
-        message = re.sub(r"unrecognized arguments: (\S+).*", r"unknown option \1", message)
         raise LaunchError(f"{message} (--help lists the options)")
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser; all words after the program are arguments of the program."""
     about = "Start a program as several ranks under an MPI or torchrun, and see them to their end."
-    layout = argparse.RawDescriptionHelpFormatter
     parser = _Parser(
-        f"python -m {NAME}", USAGE, about, EPILOG, formatter_class=layout, allow_abbrev=False
+        prog=f"python -m {NAME}",
+        usage=USAGE,
+        description=about,
+        epilog=EPILOG,
+        allow_abbrev=False,
     )
     add, text = parser.add_argument, "number of ranks to start (required)"
-    add("-n", dest="ranks", metavar="RANKS", type=_ranks, required=True, help=text)
+    add("-n", dest="ranks", metavar="RANKS", type=count, required=True, help=text)
     add("-m", dest="module", action="store_true", help="run the program as a module, as python -m")
     where, text = parser.add_mutually_exclusive_group(), "where to start ranks, with how many there"
     text += " if you like: node1:4,node2:4 (default: this host)"
@@ -87,12 +90,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--dry-run", action="store_true", help="print the variables and the command; run nothing")
     add("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
-
-
-def _ranks(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks: give 1 or more")
-    return int(text)
 
 
 def _seconds(text: str) -> float:

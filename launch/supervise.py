@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import signal
 import subprocess
@@ -58,7 +59,7 @@ def supervise(
         # no threads here
         preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, mask),  # noqa: PLW1509
     )
-    deadline, signalled, failed = float("inf"), False, False
+    deadline, signalled = math.inf, False
     try:
         while process.poll() is None and len(signals) < 2:
             if received := signal.sigtimedwait(stopping, POLL_S):
@@ -70,8 +71,8 @@ def supervise(
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signals[0] if signals else signal.SIGTERM)
                 deadline, signalled = now + grace_s, True
-            elif not signalled and not failed and has_failed():
-                deadline, failed = now + grace_s, True
+            elif deadline == math.inf and has_failed():
+                deadline = now + grace_s
     finally:
         if process.poll() != 0 or signals or has_failed():
             _kill_descendants(process)

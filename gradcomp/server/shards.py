@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradcomp.arguments import check_integer
 from gradcomp.errors import CorruptPayload
 from gradcomp.payload import wire
 from gradcomp.payload.form import HEADER_NBYTES, Form
@@ -23,12 +24,10 @@ MAX_SHARD_NBYTES = 1 << 30
 MAX_SHARDS = 1 << 16  # of one key
 
 
-def check_shard_nbytes(nbytes: object) -> int:
+def check_shard_nbytes(nbytes: int) -> int:
     """Return the elements of a shard of `nbytes` bytes of float32; ValueError if out of range."""
-    low, high = 4 * UNIT_NUMEL, MAX_SHARD_NBYTES
-    if isinstance(nbytes, bool) or not isinstance(nbytes, int) or not low <= nbytes <= high:
-        raise ValueError(f"shard_nbytes must be between {low} and {high} bytes, got {nbytes!r}")
-    return nbytes // low * UNIT_NUMEL
+    check_integer("shard_nbytes", nbytes, 4 * UNIT_NUMEL, MAX_SHARD_NBYTES)
+    return nbytes // (4 * UNIT_NUMEL) * UNIT_NUMEL
 
 
 @dataclass(frozen=True)
