@@ -195,8 +195,7 @@ class ClientKey:
         else:
             header, codec, _ = parse_payload(self.spec, body)
             nonfinite = header.nonfinite
-            group = header.group_numel if codec.form.scales_per_group else 1
-            shards = Shards.of(header.numel, self.spec.shard_numel, codec.form, group)
+            shards = Shards.of(header.numel, self.spec.shard_numel, codec.form, header.group_numel)
             if self._shards is None:
                 self._shards = shards
                 made = self.settings()

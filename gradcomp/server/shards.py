@@ -36,7 +36,7 @@ class Shards:
 
     numel: int  # elements of the key
     unit: int  # elements of every shard but the last
-    group_numel: int  # elements of a scale group of whole payloads; 1 for values
+    group_numel: int  # elements of a scale group of whole payloads; 1 without scales
     form: Form  # form of the payloads
 
     @classmethod
@@ -49,6 +49,8 @@ class Shards:
             ValueError: a scale group is too large for a message, or there are too many shards.
         """
         unit = min(limit, numel)
+        if not form.scales_per_group:
+            group_numel = 1
         if group_numel < numel or not form.cuts:
             grain = math.lcm(group_numel, UNIT_NUMEL)
             unit = min(numel, grain * max(1, limit // grain))

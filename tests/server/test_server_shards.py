@@ -88,8 +88,7 @@ CODECS = [
 def test_a_payload_that_was_cut_and_joined_decodes_to_the_same(codec, numel):
     payload = codec.encode(noise(numel, "cut"), key=RngKey(step=3))
     header = wire.parse(payload.numpy())
-    group = header.group_numel if codec.form.scales_per_group else 1
-    shards = Shards.of(numel, 64, codec.form, group)
+    shards = Shards.of(numel, 64, codec.form, header.group_numel)
     parts = shards.cut(payload)
     decoded = torch.cat([codec.decode(part) for part in parts])
     assert len(parts) == shards.count and same_bits(decoded, codec.decode(payload))
@@ -178,3 +177,18 @@ def test_a_payload_key_too_large_to_be_whole_needs_its_codec(monkeypatch):
     spec = make_spec((132,), "uint8", None, True, 1.0)
     with pytest.raises(ValueError, match="codec="):
         keys.ClientKey("w", spec, None, torch.zeros(NUMEL + 1), 64)
+
+
+def push_fp32(client, index):
+    codec, value = Identity(), torch.zeros(NUMEL)
+    options = {"codec": codec, "asynchronous": True, "learning_rate": 0.5, "value": value}
+    client.init_parameter("w", [codec.payload_nbytes(NUMEL)], "uint8", **options)
+    client.push_parameter("w", codec.encode(torch.ones(NUMEL)))
+    return client.pull_parameter("w").unique().tolist()
+
+
+def test_an_asynchronous_key_of_fp32_payloads_is_cut_as_its_payloads_are():
+    """It was cut as one scale group, and its payloads, which have no scales, in another way: every
+    push was a ValueError.
+    """
+    assert run(push_fp32, workers=1)[0] == [[0.5]]
