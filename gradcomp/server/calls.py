@@ -177,33 +177,36 @@ class Requests:
                 timeout_s, max_nbytes=self.max_reply_nbytes + _HEAD_NBYTES
             )
         except TimeoutError:
-            return None
+            return
         except RankGone as error:
             if error.rank in self._servers:
                 with self._lock:
                     self._gone[error.rank] = f"server {error}"
                 self._fail(f"server {error}", self._asked(error.rank))
-            return None
+            return
         except ValueError as error:
             text = f"a reply is too long: {error}"
-            return self._fail(CorruptPayload("message", text), self._asked())
+            self._fail(CorruptPayload("message", text), self._asked())
+            return
         self.bytes_received += raw.numel()
         asked = self._asked(sender)
         try:
             reply = parse(raw)
         except CorruptPayload as error:
-            return self._fail(error, asked)
+            self._fail(error, asked)
+            return
         # 0: the server could not read the number, so this replies to the oldest request
         request = next((r for r in asked if reply.request in (0, r.number)), None)
         if request is None or reply.kind not in (Kind.OK, Kind.ERROR) or not self.drop(request):
-            return None
+            return
         if reply.kind == Kind.OK:
-            return request.set_result(reply)
+            request.set_result(reply)
+            return
         failure = parse_error(reply.body, request.lost)
         if isinstance(failure, PeerMismatch) and failure.field == "servers":
             mine = list(self._servers)
             failure = PeerMismatch("servers", failure.rank, mine, failure.got, first=None)
-        return request.set_exception(failure)
+        request.set_exception(failure)
 
     def _fail(self, error: Exception | str, requests: Sequence[Request]) -> None:
         """Complete open requests with an error; a string is the detail of a PeerLost."""
