@@ -15,12 +15,12 @@ from _held import descriptors
 from _ranks import run_local
 
 from gradcomp import PeerLost
-from gradcomp.comm import RankGone, addresses, handshake
+from gradcomp.comm import RankGone, addresses, mailbox
 from gradcomp.comm.mailbox import Mailbox
 from gradcomp.errors import peers_answer
 
 WEB = b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"  # no greeting
-RANK_1 = handshake.MAGIC + (1).to_bytes(4, "little") + bytes(16)
+RANK_1 = mailbox.MAGIC + (1).to_bytes(4, "little") + bytes(16)
 
 
 @contextlib.contextmanager
@@ -221,7 +221,7 @@ async def relayed(change):
 
     async def serve(reader, writer):
         try:
-            await ends.put(await handshake.answer(reader, writer, key, 0, 2))
+            await ends.put(await mailbox.answer(reader, writer, key, 0, 2))
         except Exception as error:
             await ends.put(error)
         writer.close()
@@ -238,7 +238,7 @@ async def relayed(change):
 
 def test_both_ends_prove_themselves_and_no_proof_serves_twice():
     async def honest(reader, writer, key):
-        await handshake.greet(reader, writer, key, 1, 0)
+        await mailbox.greet(reader, writer, key, 1, 0)
 
     async def mirror(reader, writer, key):
         writer.write(RANK_1)
@@ -248,7 +248,7 @@ def test_both_ends_prove_themselves_and_no_proof_serves_twice():
 
     assert asyncio.run(relayed(honest)) == (None, 1)
     heard, end = asyncio.run(relayed(mirror))
-    assert heard is False and isinstance(end, handshake.Stranger)
+    assert heard is False and isinstance(end, mailbox.Stranger)
 
 
 def test_a_mailbox_that_is_dropped_ends_its_thread():
