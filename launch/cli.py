@@ -1,5 +1,5 @@
-"""Command line of the launcher: parse it, prepare the ranks' variables, run the ranks, and exit
-with the status of the rank that failed first.
+"""Command line of the launcher: parse it, prepare the ranks' variables, run the ranks, read their
+records, and exit with the status of the rank that failed first.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import errno
 import importlib.util
+import json
 import os
 import shlex
 import shutil
@@ -17,11 +18,11 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from gradcomp.arguments import Parser, count
 
-from . import mpirun, records
+from . import mpirun
 from .mpirun import LaunchError, parse_hosts, read_hostfile
 from .ports import free_port
 from .supervise import supervise
@@ -120,10 +121,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             [*command, str(folder), *program],
             dict.fromkeys(SESSION_BASE, str(folder)) | given | added,
             grace_s=options.grace,
-            has_failed=lambda: records.first_failure(folder) is not None,
+            has_failed=lambda: first_failure(folder) is not None,
         )
         if number:
-            _say(f"stopped by {records.signal_name(number)}; every process has ended")
+            _say(f"stopped by {_signal_name(number)}; every process has ended")
             return 128 + number
         return _verdict(folder, status, Path(command[0]).name)
     finally:
@@ -209,14 +210,46 @@ def _command(options: argparse.Namespace, environ: Mapping[str, str]) -> list[st
     return [*start, sys.executable, "-m", "mpi4py", str(BOOTSTRAP)]
 
 
+class Ended(NamedTuple):
+    """Record of a rank's end. `status` is an exit status as in a shell: 128 + n after signal n."""
+
+    rank: int
+    host: str
+    pid: int
+    time_ns: int
+    status: int
+    signal: int
+    traceback: str = ""
+
+
+def first_failure(folder: Path) -> Ended | None:
+    """Return the record of the rank that failed first, or None if none failed."""
+    texts = [path.read_text(encoding="utf-8") for path in folder.glob("ended.*")]
+    failures = [record for text in texts if (record := Ended(**json.loads(text))).status]
+    return min(failures, key=lambda record: record.time_ns, default=None)
+
+
+def _signal_name(number: int) -> str:
+    """Return number and name of a signal as text, such as ``signal 9 (SIGKILL)``."""
+    names = {known.value: f" ({known.name})" for known in signal.Signals}
+    return f"signal {number}{names.get(number, '')}"
+
+
 def _verdict(folder: Path, status: int, starter: str) -> int:
     """Print why the ranks ended, with the first failure's traceback; return the exit status."""
-    failure = records.first_failure(folder)
+    failure = first_failure(folder)
     if failure is not None:
-        _say(failure.sentence())
+        killed = f"killed by {_signal_name(failure.signal)}, " if failure.signal else ""
+        _say(
+            f"rank {failure.rank} (pid {failure.pid} on {failure.host}) failed first: {killed}exit"
+            f" status {failure.status}"
+        )
         sys.stderr.write(failure.traceback)
         return failure.status
-    lost = sorted(records.started(folder) - {record.rank for record in records.ended(folder)})
+    started, ended = (
+        {int(path.suffix[1:]) for path in folder.glob(f"{kind}.*")} for kind in ("started", "ended")
+    )
+    lost = sorted(started - ended)
     if status and lost:
         # MPICH returns a signal's number without 128. Other numbers are statuses (of MPI_Abort):
         # only this signal ends a rank's first process before it has written a record.

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from _ranks import mpi_python, output_of
-from gradcomp.launch import cli, mpirun, records, supervise, sweep
+from gradcomp.launch import cli, mpirun, supervise, sweep
 from gradcomp.launch.variables import NAMES
 
 pytestmark = pytest.mark.slow
@@ -263,7 +263,7 @@ def test_a_rank_killed_while_the_mpi_cleans_up_is_still_on_record(tmp_path):
     watcher.send_signal(signal.SIGTERM)
     watcher.send_signal(signal.SIGCONT)
     assert watcher.wait(30) == -signal.SIGKILL
-    assert records.first_failure(folder).status == 137
+    assert cli.first_failure(folder).status == 137
 
 
 @pytest.mark.parametrize(
