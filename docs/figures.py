@@ -13,11 +13,11 @@ import collections
 import functools
 import json
 import re
-import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,6 +56,11 @@ def step(name: str, method: str, link: str | None = None, ranks: int | None = No
 def ms(row: Any, what: str = "exposed") -> float:
     """Return the milliseconds of a row; `what` is the name before "_seconds", "" for the step."""
     return 1e3 * float(row[f"{what}_seconds" if what else "seconds"])
+
+
+def exposed(name: str, *methods: str, link: str | None = None) -> tuple[float, ...]:
+    """Return the exposed milliseconds of methods in a result of bench train."""
+    return tuple(ms(step(name, method, link)) for method in methods)
 
 
 def gain(base: Any, row: Any, what: str = "exposed_seconds") -> float:
@@ -106,23 +111,33 @@ def losses(method: str, file: str = "residual-decay.jsonl", **settings: Any) -> 
     return [run["measure"] for run in sorted(runs, key=lambda run: run["seed"])]
 
 
+def mean_loss(method: str, file: str = "residual-decay.jsonl", **settings: Any) -> float:
+    """Return the mean of `losses`."""
+    return fmean(losses(method, file, **settings))
+
+
+def with_mean(runs: Sequence[float]) -> tuple[float, ...]:
+    """Return the measures of runs and their mean, as `SEEDS` shows them."""
+    return (*runs, fmean(runs))
+
+
+def against(runs: Sequence[float], base: float) -> tuple[float, ...]:
+    """Return the measures of runs, their mean, and what the mean has above `base`."""
+    return (*with_mean(runs), fmean(runs) - base)
+
+
+def row_of(*cells: str) -> str:
+    """Return the template of a table's row."""
+    return f"| {' | '.join(cells)} |"
+
+
+SEEDS = "{:.4f} / {:.4f} / {:.4f}: {:.4f}"  # three runs and their mean
+SPREAD = "{:.2f} ± {:.2f}"  # mean and deviation
 GPT_600 = 1.7746  # fp32, 600 steps at 2e-3
 GPT_2000 = 1.3428  # fp32, 2,000 steps: no line (docs/results)
 
 
 # ---- pages ---------------------------------------------------------------------------------------
-
-
-def bits_and_loss() -> Iterator[Figure]:
-    """The table of all codecs, on the page on accuracy."""
-    for row in load("codecs-gpt-1m.json")["rows"]:
-        spread = row["deviation"] is not None
-        values = [row["bits"], row["mean"], *([row["deviation"]] if spread else []), row["to_fp32"]]
-        loss = "{:.4f} ± {:.4f}" if spread else "{:.4f}"
-        yield (
-            f"| {row['label']} | {{:.1f}} | {loss} | {{:+.3f}} | {{:.0f}} |",
-            (*values, row["seeds"]),
-        )
 
 
 def readme() -> Iterator[Figure]:
@@ -131,33 +146,32 @@ def readme() -> Iterator[Figure]:
         ('`"ternary"` | 2', "ternary"),
         ('`"onebit"` | 1', "onebit"),
     ):
-        yield f"| {cells} | {{:.0f}} |", (ms(step("mlp-1gbit", method)),)
-    entropy = step("mlp-entropy", "entropy:bits=1.25", "1gbit")
-    yield '| `"auto"`: `EntropyCoded(1.25)` | 1.25 | {:.0f} |', (ms(entropy),)
+        yield f"| {cells} | {{:.0f}} |", exposed("mlp-1gbit", method)
+    entropy = exposed("mlp-entropy", "entropy:bits=1.25", link="1gbit")
+    yield '| `"auto"`: `EntropyCoded(1.25)` | 1.25 | {:.0f} |', entropy
 
 
 def benchmarks() -> Iterator[Figure]:
     nine = [demo("9-seeds", codec) for codec in ("fp32", "ternary", "onebit")]
-    cells = " | ".join(["{:.2f} ± {:.2f}"] * 3)
-    yield f"| Fashion-MNIST | {cells} |", sum(nine, ())
+    yield row_of("Fashion-MNIST", *[SPREAD] * 3), sum(nine, ())
     lost = [nine[0][0] - mean for mean, _ in nine[1:]]
     yield "On Fashion-MNIST ternary lost {:.2f} points and 1 bit {:.2f}", tuple(lost)
+    lenet = {
+        method: [paper("terngrad-lenet", method, workers) for workers in (2, 4)]
+        for method in ("fp32", "ternary")
+    }
     for label, method in (("fp32", "fp32"), ("terngrad", "ternary")):
-        found = [paper("terngrad-lenet", method, workers) for workers in (2, 4)]
-        yield f"| {label} | {{:.2f}} ± {{:.2f}} | {{:.2f}} ± {{:.2f}} | 99.2", sum(found, ())
-    below = [
-        paper("terngrad-lenet", "fp32", workers)[0] - paper("terngrad-lenet", "ternary", workers)[0]
-        for workers in (2, 4)
-    ]
+        yield f"| {label} | {SPREAD} | {SPREAD} | 99.2", sum(lenet[method], ())
+    below = [plain[0] - packed[0] for plain, packed in zip(*lenet.values(), strict=True)]
     yield "terngrad is {:.2f} and {:.2f} points below fp32", tuple(below)
     fp32 = paper("ef-sign", "fp32", 2)
-    yield "| fp32 | {:.2f} ± {:.2f} | | |", fp32
+    yield f"| fp32 | {SPREAD} | | |", fp32
     for label, method in (
         ("error feedback", "onebit"),
         ("what it leaves out forgotten", "onebit:feedback=off"),
     ):
         found = paper("ef-sign", method, 2)
-        yield f"| 1 bit, {label} | {{:.2f}} ± {{:.2f}} | {{:+.1f}} |", (*found, found[0] - fp32[0])
+        yield row_of(f"1 bit, {label}", SPREAD, "{:+.1f}"), (*found, found[0] - fp32[0])
     yield from perceptron()
     yield from other_models()
 
@@ -165,8 +179,9 @@ def benchmarks() -> Iterator[Figure]:
 def perceptron() -> Iterator[Figure]:
     """Tables of bench train's mlp on the page on benchmarks."""
     fp32 = step("mlp-1gbit", "fp32")
-    for method in ("none", "noop"):
-        yield f"| {method} | {{:.1f}} | | |", (ms(step("mlp-1gbit", method), ""),)
+    none, noop = (ms(step("mlp-1gbit", method), "") for method in ("none", "noop"))
+    yield "| none | {:.1f} | | |", (none,)
+    yield "| noop | {:.1f} | | |", (noop,)
     for label, method in (
         ("fp32", "fp32"),
         ("bf16, buckets cast", "bf16"),
@@ -181,52 +196,48 @@ def perceptron() -> Iterator[Figure]:
     ):
         row = step("mlp-1gbit", method)
         bound = row["exposed_seconds"] / row["bound_seconds"]
-        predicted = row["predicted_seconds"]
-        expected = () if predicted is None else (ms(row, "predicted"), planner(row))
-        predicted_cell = "{:.0f} ({:+.0f} %)" if expected else ""
-        text = f"| {label} | {{:.1f}} | {{:.1f}} | {{:.1f}} | {{:.2f}} | {predicted_cell} |"
+        expected = ()
+        if row["predicted_seconds"] is not None:
+            expected = ms(row, "predicted"), planner(row)
         sent = row["sent_nbytes"] / 1e6, gain(fp32, row, "sent_nbytes")
+        cells = ["{:.1f}", "{:.1f}", "{:.1f}", "{:.2f}", "{:.0f} ({:+.0f} %)" if expected else ""]
         values = ms(row, ""), ms(row), gain(fp32, row), bound, *expected, *sent
-        yield f"{text} {{:.2f}} | {{:.1f}} |", values
-    noop, none = ms(step("mlp-1gbit", "noop"), ""), ms(step("mlp-1gbit", "none"), "")
-    copied = [ms(step("mlp-1gbit", m)) + noop - none for m in ("fp32", "ternary", "onebit")]
+        yield row_of(label, *cells, "{:.2f}", "{:.1f}"), values
+    copied = [more + noop - none for more in exposed("mlp-1gbit", "fp32", "ternary", "onebit")]
     text = "With the copies counted as exchange fp32 exposes {:.1f} times what ternary does"
-    yield (
-        f"{text} and {{:.1f}} times what 1 bit does",
-        (copied[0] / copied[1], copied[0] / copied[2]),
-    )
-    xeon = [ms(step("mlp-1gbit-xeon", m)) for m in ("fp32", "powersgd1", "powersgd4")]
-    yield "fp32 {:.1f} ms) they exposed {:.1f} and {:.1f} ms", tuple(xeon)
+    times = copied[0] / copied[1], copied[0] / copied[2]
+    yield f"{text} and {{:.1f}} times what 1 bit does", times
+    xeon = exposed("mlp-1gbit-xeon", "fp32", "powersgd1", "powersgd4")
+    yield "fp32 {:.1f} ms) they exposed {:.1f} and {:.1f} ms", xeon
     for label, method in (("fp32", "fp32"), ("terngrad", "ternary"), ("onebit", "onebit")):
-        values: list[float] = []
-        for mpi in ("mpich", "openmpi"):
-            row = step(f"mlp-{mpi}", method)
-            values += [ms(row, ""), ms(row), gain(step(f"mlp-{mpi}", "fp32"), row), planner(row)]
-        gloo = "{} ({}; {}x; {} %)"  # that run has no file
+        values = (None,) * 4  # of gloo: that run has no file
+        for name in ("mlp-mpich", "mlp-openmpi"):
+            row = step(name, method)
+            values += ms(row, ""), ms(row), gain(step(name, "fp32"), row), planner(row)
         cell = "{:,.0f} ({:.0f}; {:.1f}x; {:+.0f} %)"
-        yield f"| {label} | {gloo} | {cell} | {cell} |", (None,) * 4 + tuple(values)
+        yield row_of(label, "{} ({}; {}x; {} %)", cell, cell), values
     links = ("100mbit", "1gbit", "10gbit", "none")
     for method in ("fp32", "bf16", "ternary", "terngrad", "block2", "block4", "onebit"):
         rows = [(step("mlp", method, link), step("mlp", "fp32", link)) for link in links]
-        cells = " | ".join(["{:,.0f} ({:.1f}x; {:+.0f} %)"] * len(links))
         shown = [(ms(row), gain(base, row), planner(row)) for row, base in rows]
-        yield f"| {method} | {cells} |", sum(shown, ())
+        yield row_of(method, *["{:,.0f} ({:.1f}x; {:+.0f} %)"] * len(links)), sum(shown, ())
     text = (
         "{:+.0f} to {:+.0f} % off for the perceptron at 1 Gbit/s, {:+.0f} to {:+.0f} % for LeNet at"
     )
     names = ("mlp-rounds", "1gbit"), ("lenet-rounds", "100mbit"), ("lenet-rounds", "1gbit")
     apart = [planners(name, link) for name, link in names]
     yield f"{text} 100 Mbit/s, and {{:+.0f}} to {{:+.0f}} % at 1 Gbit/s", sum(apart, ())
-    four = {m: step("mlp-4-hosts", m, ranks=4) for m in ("fp32", "onebit", "ternary")}
-    two = {m: step("mlp-4-hosts", m, ranks=2) for m in four}
-    more = {m: gain(four[m], two[m]) for m in four}
-    sent = {m: gain(four[m], two[m], "sent_nbytes") for m in four}
-    text = "fp32 exposes {:,.0f} ms ({:.1f} times as much, as it sends)"
-    yield text, (ms(four["fp32"]), more["fp32"])
-    text = "1 bit {:.0f} ({:.1f} times; {:.1f} times the bytes)"
-    yield text, (ms(four["onebit"]), more["onebit"], sent["onebit"])
-    text = "terngrad {:,.0f} ({:.1f} times; sums of 4 bits make it {:.1f} times the bytes)"
-    yield text, (ms(four["ternary"]), more["ternary"], sent["ternary"])
+    for method, text in (
+        ("fp32", "fp32 exposes {:,.0f} ms ({:.1f} times as much, as it sends)"),
+        ("onebit", "1 bit {:.0f} ({:.1f} times; {:.1f} times the bytes)"),
+        (
+            "ternary",
+            "terngrad {:,.0f} ({:.1f} times; sums of 4 bits make it {:.1f} times the bytes)",
+        ),
+    ):
+        two, four = (step("mlp-4-hosts", method, ranks=ranks) for ranks in (2, 4))
+        values = ms(four), gain(four, two), gain(four, two, "sent_nbytes")
+        yield text, values[: len(FIELD.findall(text))]
 
 
 GPT_1BIT = "onebit:precondition"
@@ -242,8 +253,8 @@ def other_models() -> Iterator[Figure]:
         ("ResNet 11 M, 1 Gbit/s", "resnet-11m", "1gbit", usual),
     ):
         rows = [step(name, method, link) for method in methods if method]
-        cells = " | ".join(cell if method else "-" for method in methods)
-        yield f"| {label} | {cells} |", sum(((ms(row, ""), ms(row)) for row in rows), ())
+        cells = [cell if method else "-" for method in methods]
+        yield row_of(label, *cells), sum(((ms(row, ""), ms(row)) for row in rows), ())
     block2 = step("gpt-25m", "block2:precondition")
     text = "`block2:precondition` takes {:,.1f} ({:.1f}) ms there"
     yield text, (ms(block2, ""), ms(block2))
@@ -257,83 +268,63 @@ def other_models() -> Iterator[Figure]:
 
 
 def codecs() -> Iterator[Figure]:
-    for label, fashion, loss, method in (
-        ("fp32 | 32", demo("9-seeds", "fp32"), True, "fp32"),
-        ("bf16, buckets cast | 16", (), True, "bf16"),
-        ("`Block(4)` | 4", demo("codecs", "b4"), True, "block4"),
-        ('`"ternary"` | 2', demo("9-seeds", "ternary"), True, "ternary"),
-        ('`"terngrad"` | 2', (None, None), True, "terngrad"),  # an earlier run has no file
-        ("`Block(2), precondition=True` | 2", (), True, "block2"),
-        ('`"onebit"` | 1', demo("9-seeds", "onebit"), True, "onebit"),
+    for label, fashion, method in (
+        ("fp32 | 32", demo("9-seeds", "fp32"), "fp32"),
+        ("bf16, buckets cast | 16", (), "bf16"),
+        ("`Block(4)` | 4", demo("codecs", "b4"), "block4"),
+        ('`"ternary"` | 2', demo("9-seeds", "ternary"), "ternary"),
+        ('`"terngrad"` | 2', (None, None), "terngrad"),  # an earlier run has no file
+        ("`Block(2), precondition=True` | 2", (), "block2"),
+        ('`"onebit"` | 1', demo("9-seeds", "onebit"), "onebit"),
     ):
-        accuracy = "{:.2f} ± {:.2f}" if fashion else ""
         seconds = ms(step("mlp-1gbit", method)), ms(step("mlp", method, "100mbit"))
-        yield (
-            f"| {label} | {accuracy} | {{}} ± {{}} | {{:.0f}} | {{:,.0f}} |",
-            (*fashion, None, None, *seconds),
-        )
-    entropy = [ms(step("mlp-entropy", "entropy:bits=1.25", link)) for link in ("1gbit", "100mbit")]
+        cells = [SPREAD if fashion else "", "{} ± {}", "{:.0f}", "{:,.0f}"]
+        yield row_of(label, *cells), (*fashion, None, None, *seconds)
     method = "entropy:bits=1.25,exempt=vectors,precondition,decay=0.25"
     found = losses(method, "entropy.jsonl", steps=2000, batch=0)
+    entropy = [ms(step("mlp-entropy", "entropy:bits=1.25", link)) for link in ("1gbit", "100mbit")]
     text = '| `EntropyCoded(1.25)`, what `"auto"` takes | 1.25 | | {:.3f} ± {:.3f} |'
-    spread = statistics.fmean(found), statistics.stdev(found)
-    yield text + " {:.0f} | {:.0f} |", (*spread, *entropy)
-    here = [ms(step("mlp", method, "none")) for method in ("fp32", "ternary", "onebit", "bf16")]
-    yield "fp32 adds {:.0f} ms, ternary {:.0f}, 1 bit {:.0f} and bf16 {:.0f}", tuple(here)
-    base = {link: step("mlp-entropy", "fp32", link) for link in ("100mbit", "1gbit")}
+    yield text + " {:.0f} | {:.0f} |", (fmean(found), stdev(found), *entropy)
+    here = exposed("mlp", "fp32", "ternary", "onebit", "bf16", link="none")
+    yield "fp32 adds {:.0f} ms, ternary {:.0f}, 1 bit {:.0f} and bf16 {:.0f}", here
     for label, method in (
         ("fp32", "fp32"),
         ("`Block(2)`", "block2"),
         ("`EntropyCoded(2.2)`", "entropy:bits=2.2"),
         ("`EntropyCoded(1.25)`", "entropy:bits=1.25"),
     ):
-        cells: list[float] = []
-        for link, fp32 in base.items():
+        values: list[float] = []
+        for link in ("100mbit", "1gbit"):
             row = step("mlp-entropy", method, link)
-            cells += [ms(row), gain(fp32, row)]
-        yield f"| {label} | {{:,.0f}} | {{:.1f}} | {{:.0f}} | {{:.1f}} |", tuple(cells)
+            values += [ms(row), gain(step("mlp-entropy", "fp32", link), row)]
+        yield row_of(label, "{:,.0f}", "{:.1f}", "{:.0f}", "{:.1f}"), tuple(values)
 
 
 def which_mode() -> Iterator[Figure]:
-    fp32, ternary, onebit = (step("mlp-1gbit", m) for m in ("fp32", "ternary", "onebit"))
-    yield (
-        "waits {:.0f} ms a step for fp32 at 1 Gbit/s, and {:.1f} for ternary",
-        (
-            ms(fp32),
-            ms(ternary),
-        ),
-    )
-    here = [ms(step("mlp", method, "none")) for method in ("fp32", "ternary", "bf16")]
-    yield "it is {:.0f} and {:.0f}, and {:.0f} with buckets cast", tuple(here)
-    resnet = step("resnet-11m", "fp32")
-    yield (
-        "takes {:,.1f} ms a step in fp32, of which the exchange is {:.1f}, and {:,.1f} with",
-        (ms(resnet, ""), ms(resnet), ms(step("resnet-11m", "ternary"), "")),
-    )
+    fp32, ternary, onebit = exposed("mlp-1gbit", "fp32", "ternary", "onebit")
+    yield "waits {:.0f} ms a step for fp32 at 1 Gbit/s, and {:.1f} for ternary", (fp32, ternary)
+    here = exposed("mlp", "fp32", "ternary", "bf16", link="none")
+    yield "it is {:.0f} and {:.0f}, and {:.0f} with buckets cast", here
+    resnet, packed = (step("resnet-11m", method) for method in ("fp32", "ternary"))
+    text = "takes {:,.1f} ms a step in fp32, of which the exchange is {:.1f}, and {:,.1f} with"
+    yield text, (ms(resnet, ""), ms(resnet), ms(packed, ""))
     text = "waits {:.0f} ms a step for fp32, {:.1f} for ternary, {:.1f} for 1 bit"
-    yield text, (ms(fp32), ms(ternary), ms(onebit))
-    slow = [ms(step("mlp", method, "100mbit")) for method in ("fp32", "ternary", "onebit")]
-    yield "for 1 bit; at 100 Mbit/s {:,.0f}, {:.0f} and {:.0f}", tuple(slow)
-    mpich = [ms(step("mlp-mpich", method)) for method in ("fp32", "ternary")]
-    yield "over MPICH waits {:.0f} ms a step for fp32, {:.0f} for", tuple(mpich)
+    yield text, (fp32, ternary, onebit)
+    slow = exposed("mlp", "fp32", "ternary", "onebit", link="100mbit")
+    yield "for 1 bit; at 100 Mbit/s {:,.0f}, {:.0f} and {:.0f}", slow
+    mpich = exposed("mlp-mpich", "fp32", "ternary")
+    yield "over MPICH waits {:.0f} ms a step for fp32, {:.0f} for", mpich
     fsdp = [step("gpt-25m-fsdp2", m) for m in ("fsdp2", "fsdp2:ternary,weights=block8,keep")]
+    sent, seconds = ([row[name] for row in fsdp] for name in ("sent_nbytes", "seconds"))
     text = "sent {:.0f} MB a step, and {:.0f} with `TernGrad()` and weights in 8 bits that"
-    yield (
-        f"{text} backward keeps: {{:.2f}} s and {{:.2f}}",
-        (
-            *(row["sent_nbytes"] / 1e6 for row in fsdp),
-            *(row["seconds"] for row in fsdp),
-        ),
-    )
+    text += " backward keeps: {:.2f} s and {:.2f}"
+    yield text, (sent[0] / 1e6, sent[1] / 1e6, *seconds)
     ddp = [step("gpt-25m-fsdp2", method)["seconds"] for method in ("fp32", "ternary")]
     yield "Where it fits take DDP: {:.2f} in fp32, {:.2f} with", tuple(ddp)
-    late = step("gpt-25m-100mbit", LATE), step("gpt-25m-100mbit", "fp32")
-    yield (
-        "2.6 in {:.0f} s, with fp32 every step in {:,.0f}",
-        tuple(row["target_seconds"] for row in late),
-    )
-    double = step("mlp-1gbit", "onebit:double")
-    yield "step took {:.1f} ms with it and {:.1f} without", (ms(double, ""), ms(onebit, ""))
+    reached = [step("gpt-25m-100mbit", method)["target_seconds"] for method in (LATE, "fp32")]
+    yield "2.6 in {:.0f} s, with fp32 every step in {:,.0f}", tuple(reached)
+    steps = [ms(step("mlp-1gbit", method), "") for method in ("onebit:double", "onebit")]
+    yield "step took {:.1f} ms with it and {:.1f} without", tuple(steps)
 
 
 def from_powersgd() -> Iterator[Figure]:
@@ -346,18 +337,14 @@ def from_powersgd() -> Iterator[Figure]:
         ("`OneBit()`", "onebit"),
     ):
         row = step("mlp-1gbit-xeon", method)
-        yield f"| {label} | {{:.1f}} | {{:.2f}} |", (ms(row), row["sent_nbytes"] / 1e6)
+        yield row_of(label, "{:.1f}", "{:.2f}"), (ms(row), row["sent_nbytes"] / 1e6)
     cpu = [ms(step("mlp-1gbit-xeon", f"powersgd{rank}"), "exchange_cpu") for rank in (1, 4)]
     yield "CPU time ({:.0f} ms per step at rank 1, {:.0f} at rank 4)", tuple(cpu)
     lost = {row["label"]: row["to_fp32"] for row in load("codecs-gpt-1m.json")["rows"]}
-    yield (
-        "{:+.3f} nats above fp32 with PowerSGD",
-        (lost["PowerSGD, rank 4, 60 steps of fp32 first"],),
-    )
-    yield (
-        "{:+.3f} with `EntropyCoded(1.25)` and {:+.3f} with `Ternary()`",
-        (lost['EntropyCoded(1.25), "auto"'], lost["Ternary"]),
-    )
+    rank_4 = lost["PowerSGD, rank 4, 60 steps of fp32 first"]
+    yield "{:+.3f} nats above fp32 with PowerSGD", (rank_4,)
+    others = lost['EntropyCoded(1.25), "auto"'], lost["Ternary"]
+    yield "{:+.3f} with `EntropyCoded(1.25)` and {:+.3f} with `Ternary()`", others
 
 
 def fsdp() -> Iterator[Figure]:
@@ -371,13 +358,13 @@ def fsdp() -> Iterator[Figure]:
         ("DDP in fp32, where the weights fit", "fp32", True),
         ("DDP with `TernGrad()`", "ternary", False),
     ):
-        row, bold = step("gpt-25m-fsdp2", method), "**" * (label == "and `keep_weights=True`")
-        kept = (step("gpt-25m-fsdp2-malloc", method)["seconds"],) if decimals else ()
-        yield (
-            f"| {label} | {bold}{{:.2f}} s{bold} | {{:.0f}} | {{}} |"
-            + (f" {bold}{{:.2f}} s{bold} |" if kept else " |"),
-            (row["seconds"], row["sent_nbytes"] / 1e6, None, *kept),
-        )
+        row = step("gpt-25m-fsdp2", method)
+        seconds = "**{:.2f} s**" if label == "and `keep_weights=True`" else "{:.2f} s"
+        cells, values = [seconds, "{:.0f}", "{}"], [row["seconds"], row["sent_nbytes"] / 1e6, None]
+        if decimals:
+            cells.append(seconds)
+            values.append(step("gpt-25m-fsdp2-malloc", method)["seconds"])
+        yield row_of(label, *cells), tuple(values)
     alone = [step(f"gpt-25m-fsdp2{kind}", "none")["seconds"] for kind in ("", "-malloc")]
     yield "| computing alone | {:.2f} s | 0 | | {:.2f} s |", tuple(alone)
     faster = [
@@ -392,20 +379,20 @@ LATE = "diloco:ternary:30,start_step=20,start_codec=ternary"
 
 
 def local_steps() -> Iterator[Figure]:
-    rows = [step("gpt-25m-100mbit", method) for method in ("fp32", "ternary", LATE)]
-    for label, row in zip(("fp32", "ternary"), rows, strict=False):
-        reached = row["target_seconds"]
-        seconds = reached / 130 if label == "fp32" else row["seconds"]  # later steps were disturbed
-        found = seconds, at(row, 130), at(row, 200), reached
-        yield f"| {label}, every step | {{:.2f}} s | {{:.3f}} | {{:.3f}} | {{:,.0f}} |", found
-    late = rows[2]
-    yield (
-        "after 20 steps of ternary | {:.2f} s | {:.3f} | {:.3f} | **{:.0f}** |",
-        (late["seconds"], at(late, 130), at(late, 200), late["target_seconds"]),
-    )
-    gains = [row["target_seconds"] / late["target_seconds"] for row in rows[:2]]
-    yield "{:.0f} times as soon as fp32", (gains[0],)
-    yield "they are {:.3f} nats behind", (at(late, 200) - at(rows[0], 200),)
+    fp32, ternary, late = (step("gpt-25m-100mbit", m) for m in ("fp32", "ternary", LATE))
+    ends = {
+        row["method"]: (at(row, 130), at(row, 200), row["target_seconds"])
+        for row in (fp32, ternary, late)
+    }
+    seconds = ends["fp32"][-1] / 130  # later steps were disturbed
+    cells = "{:.2f} s", "{:.3f}", "{:.3f}"
+    yield row_of("fp32, every step", *cells, "{:,.0f}"), (seconds, *ends["fp32"])
+    values = ternary["seconds"], *ends["ternary"]
+    yield row_of("ternary, every step", *cells, "{:,.0f}"), values
+    text = f"after 20 steps of ternary {row_of(*cells, '**{:.0f}**')}"
+    yield text, (late["seconds"], *ends[LATE])
+    yield "{:.0f} times as soon as fp32", (fp32["target_seconds"] / late["target_seconds"],)
+    yield "they are {:.3f} nats behind", (at(late, 200) - at(fp32, 200),)
 
 
 def internet() -> Iterator[Figure]:
@@ -416,25 +403,62 @@ def internet() -> Iterator[Figure]:
         ("`EntropyCoded(1.25)`", "entropy:bits=1.25"),
     ):
         found = [ms(step(file, method)) for file in (*files, "gpt-1m-200ms-loss")]
-        yield f"| {label} | {{:.1f}} | {{:.1f}} | {{:,.1f}} | {{:,.0f}} |", tuple(found)
+        yield row_of(label, "{:.1f}", "{:.1f}", "{:,.1f}", "{:,.0f}"), tuple(found)
     yield "| bf16 | {:.1f} | {:.1f} | {:,.1f} |", tuple(ms(step(file, "bf16")) for file in files)
     rows = [step(file, "terngrad:every=30") for file in files[:2]]
     yield "| `TernGrad()` every 30 steps | {:.1f} | {:.1f} |", tuple(map(ms, rows))
-    late = ms(step("gpt-1m-200ms-loss", "terngrad:every=10"))
-    yield "| `TernGrad()` every 10 steps | | | | {:,.0f} |", (late,)
+    late = exposed("gpt-1m-200ms-loss", "terngrad:every=10")
+    yield "| `TernGrad()` every 10 steps | | | | {:,.0f} |", late
 
+
+# ---- the page on accuracy ------------------------------------------------------------------------
 
 TERNARY = "ternary:exempt=vectors,precondition,decay=0.25"
 BLOCK2 = "block2:exempt=vectors,precondition,decay="
 ONEBIT = "onebit:exempt=vectors,precondition,decay="
 PLAIN = "ternary:exempt=vectors,decay=0.25"
+ENTROPY = "entropy:bits={},exempt=vectors,precondition,decay=0.25"
+AUTO = ENTROPY.format("1.25") + ",scale_lr"
+SCALED_TERNARY = f"{TERNARY},scale_lr"
 GROWS = "decay grows from 0.1 to 0.6, geometrically"
 IMAGES = {"workload": "lenet", "optimizer": "sgd", "workers": 2, "batch": 0}
 SOURCE = {"workload": "gpt-1m, second text"}  # source code
+TWO, EIGHT, TWICE = {"workers": 2}, {"workers": 8}, {"factor": 2.0}
+LONG = {"steps": 2000, "batch": 0}  # 4 sequences, the workload's own number
+REPEATED = "repeated-gpt-1m.jsonl"
 
 
 def accuracy() -> Iterator[Figure]:
-    yield from bits_and_loss()
+    for part in (
+        all_codecs,
+        steps_and_decays,
+        rates_and_workers,
+        other_codecs,
+        images,
+        entropy,
+        low_rates,
+        scaled,
+        repeated,
+        muon,
+        auto,
+        long_runs,
+        entropy_images,
+    ):
+        yield from part()
+
+
+def all_codecs() -> Iterator[Figure]:
+    """The table of all codecs."""
+    for row in load("codecs-gpt-1m.json")["rows"]:
+        loss, values = "{:.4f}", [row["bits"], row["mean"]]
+        if row["deviation"] is not None:
+            loss, values = "{:.4f} ± {:.4f}", [*values, row["deviation"]]
+        cells = row_of(row["label"], "{:.1f}", loss, "{:+.3f}", "{:.0f}")
+        yield cells, (*values, row["to_fp32"], row["seeds"])
+
+
+def steps_and_decays() -> Iterator[Figure]:
+    """Steps and decays of ternary codes."""
     base = losses("fp32")[0]
     yield "**Step and decay**, at 2e-3, fp32 {:.4f}:", (base,)
     ternary = "ternary:exempt=vectors,precondition"
@@ -449,345 +473,67 @@ def accuracy() -> Iterator[Figure]:
         ("second moments over 100 steps in place of 20", TERNARY, "Precondition(beta=0.99)"),
     ):
         (loss,) = losses(method, changed=changed)
-        yield f"| {label} | {{:.4f}} | {{:+.3f}} |", (loss, loss - base)
+        yield row_of(label, "{:.4f}", "{:+.3f}"), (loss, loss - base)
+
+
+def rates_and_workers() -> Iterator[Figure]:
+    """Learning rates, numbers of workers, and another text."""
     block2 = "ternary:second=block2,exempt=vectors,precondition,decay=0.25"
-    n2, n8, short, without = (
-        {"workers": 2},
-        {"workers": 8},
-        {"steps": 400},
-        "without `precondition`",
-    )
+    short, without = {"steps": 400}, "without `precondition`"
     for label, method, settings in (
-        ("4e-3, the best of 2, 4 and 8e-3 for fp32", TERNARY, {"factor": 2.0}),
+        ("4e-3, the best of 2, 4 and 8e-3 for fp32", TERNARY, TWICE),
         ("8e-3", TERNARY, {"factor": 4.0}),
         ("16 sequences, 2e-3", TERNARY, {"batch": 16}),
-        ("N = 2, 4e-3", TERNARY, n2 | {"factor": 2.0}),
-        ("N = 2, 2e-3", TERNARY, n2),
-        ("N = 8, 4e-3", TERNARY, n8 | {"factor": 2.0}),
+        ("N = 2, 4e-3", TERNARY, TWO | TWICE),
+        ("N = 2, 2e-3", TERNARY, TWO),
+        ("N = 8, 4e-3", TERNARY, EIGHT | TWICE),
         ("source code, 2e-3, the best of 2, 3 and 4e-3 for fp32", TERNARY, SOURCE),
         ("source code, 3e-3", TERNARY, SOURCE | {"factor": 1.5}),
-        ("source code, 4e-3", TERNARY, SOURCE | {"factor": 2.0}),
-        ("source code, N = 2, 2e-3", TERNARY, SOURCE | n2),
+        ("source code, 4e-3", TERNARY, SOURCE | TWICE),
+        ("source code, N = 2, 2e-3", TERNARY, SOURCE | TWO),
         ("the same, source code", block2, SOURCE),
         ("400 steps, 2e-3, `OneBit(), precondition=True`, d = 0.25", f"{ONEBIT}0.25", short),
-        ("400 steps, 4e-3, the same", f"{ONEBIT}0.25", short | {"factor": 2.0}),
-        ("400 steps, 4e-3, d = 1", f"{ONEBIT}1", short | {"factor": 2.0}),
+        ("400 steps, 4e-3, the same", f"{ONEBIT}0.25", short | TWICE),
+        ("400 steps, 4e-3, d = 1", f"{ONEBIT}1", short | TWICE),
         (f"Muon, 2e-2, `Ternary(residual_decay=0.25)` {without}", PLAIN, {"optimizer": "muon"}),
     ):
         packed = losses(method, **settings)
         plain = losses("fp32", **settings)[: len(packed)]
-        by_seed = [" / ".join(["{:.4f}"] * len(runs)) for runs in (plain, packed)]
-        mean = ": {:.4f}" * (len(packed) > 1)
-        difference = statistics.fmean(packed) - statistics.fmean(plain)
-        values = [(*r, statistics.fmean(r)) if len(r) > 1 else r for r in (plain, packed)]
-        yield (
-            f"| {label} | {by_seed[0]}{mean} | {by_seed[1]}{mean} | {{:+.3f}} |",
-            (*values[0], *values[1], difference),
-        )
-    yield from codecs_and_images()
-    yield from entropy()
-    yield from scaled()
+        if len(packed) == 1:
+            values = (*plain, *packed, packed[0] - plain[0])
+            yield row_of(label, "{:.4f}", "{:.4f}", "{:+.3f}"), values
+            continue
+        runs = " / ".join(["{:.4f}"] * len(packed)) + ": {:.4f}"
+        values = (*with_mean(plain), *against(packed, fmean(plain)))
+        yield row_of(label, runs, runs, "{:+.3f}"), values
 
 
-def entropy() -> Iterator[Figure]:
-    """Entropy-coded codes, on the page on accuracy."""
-
-    def runs(bits: str, decay: str = "0.25", **settings: Any) -> list[float]:
-        method = f"entropy:bits={bits},exempt=vectors,precondition,decay={decay}"
-        return losses(method, "entropy.jsonl", **settings)
-
-    long = {"steps": 2000, "batch": 0}
-    for label, settings, base in (
-        ("**2,000 steps**, 4 sequences, 2e-3", long, 1.3428),
-        (
-            "600 steps, 4e-3, the best of 2, 4 and 8e-3 for fp32",
-            {"factor": 2.0},
-            statistics.fmean(losses("fp32", factor=2.0)),
-        ),
-    ):
-        values: list[Any] = []
-        for bits in ("2.2", "1.25"):
-            found = runs(bits, **settings)
-            values += [*found, statistics.fmean(found), statistics.fmean(found) - base]
-        cells = " | ".join(["{:.4f} / {:.4f} / {:.4f}: {:.4f} | {:+.3f}"] * 2)
-        yield f"| {label} | {{:.4f}} | {cells} |", (base, *values)
-    first = {"changed": "the first tables"}  # of Huffman codes
-    fp32 = losses("fp32", "entropy.jsonl")[0]
-    (low,), (middle,), (high,) = (runs(bits, **first) for bits in ("1.25", "2.2", "3.2"))
-    yield (
-        "| 600 steps, 2e-3, seed 0 | {:.4f} | {:.4f} | {:+.3f} | {:.4f} | {:+.3f} |",
-        (fp32, middle, middle - fp32, low, low - fp32),
-    )
-    (half,) = losses("bf16", "entropy.jsonl")
-    yield (
-        "3.2 bits lose {:.3f} ({:.4f}), buckets cast to bf16 nothing ({:.4f})",
-        (high - fp32, high, half),
-    )
-    cut = [runs(bits, changed="x cut to 3 root mean squares")[0] for bits in ("2.2", "1.25")]
-    yield "a bound such as `Ternary()` has: {:.4f} and {:.4f} (a prototype)", tuple(cut)
-    whole = [runs(bits, "1", **first)[0] for bits in ("2.2", "3.2")]
-    yield "Residuals that are kept whole lose more: {:.4f} at 2.2 bits, {:.4f} at 3.2", tuple(whole)
-
-
-def scaled() -> Iterator[Figure]:
-    """Steps that keep their length, on the page on accuracy."""
-    usual = "entropy:bits={},exempt=vectors,precondition,decay=0.25"
-    by_hand: list[float] = []
-    for bits, factor in (("2.2", 1.08), ("1.25", 1.376)):
-        found = losses(usual.format(bits), "entropy.jsonl", factor=factor)
-        by_hand += [factor, *found, statistics.fmean(found), statistics.fmean(found) - GPT_600]
-    text = "bits x {{:g}} {{:.4f}} / {{:.4f}} / {{:.4f}}: {{:.4f}} ({{:+.3f}})"
-    yield f"2.2 {text}, 1.25 {text}".replace("{{", "{").replace("}}", "}"), tuple(by_hand)
-    method = usual.format("1.25") + ",scale_lr"
-    best = {"factor": 2.0}
-    code = {"workload": "gpt-1m, second text"}
-    two, two_code = best | {"workers": 2}, code | {"workers": 2}
-    ternary = f"{TERNARY},scale_lr"
-    for label, settings, base in (
-        ("600 steps, 2e-3", {}, GPT_600),
-        (
-            "4e-3, the best of 2, 4 and 8e-3 for fp32",
-            best,
-            statistics.fmean(losses("fp32", factor=2.0)),
-        ),
-        (
-            "source code, 2e-3, the best of 2, 3 and 4e-3 for fp32",
-            code,
-            statistics.fmean(losses("fp32", workload="gpt-1m, second text")),
-        ),
-        ("N = 2, 4e-3", two, statistics.fmean(losses("fp32", **two))),
-        ("source code, N = 2, 2e-3", two_code, statistics.fmean(losses("fp32", **two_code))),
-        ("600 steps, 2e-3, `Ternary()` (13 times fewer bytes)", {"method": ternary}, GPT_600),
-        (
-            "600 steps, 2e-3, `EntropyCoded(2.2)` (13 times fewer bytes)",
-            {"method": usual.format("2.2") + ",scale_lr"},
-            GPT_600,
-        ),
-        (
-            "600 steps, 2e-3, `EntropyCoded(3.2)` (9 times fewer bytes)",
-            {"method": usual.format("3.2") + ",scale_lr"},
-            GPT_600,
-        ),
-    ):
-        found = losses(**{"method": method, "file": "entropy.jsonl"} | settings)
-        yield (
-            f"| {label} | {{:.4f}} | {{:.4f}} / {{:.4f}} / {{:.4f}}: {{:.4f}} | {{:+.3f}} |",
-            (base, *found, statistics.fmean(found), statistics.fmean(found) - base),
-        )
-    again = "repeated-gpt-1m.jsonl"
-    long = {"steps": 2000, "batch": 4}
-    short_fp32 = losses("fp32", steps=400)
-    onebit = "onebit:exempt=vectors,precondition,decay=0.25"
-    for label, method_again, settings in (
-        ("`Ternary()`, 600 steps", ternary, {}),
-        ("`Ternary()`, N = 2", ternary, {"workers": 2}),
-        ("`Ternary()`, N = 8", ternary, {"workers": 8}),
-        ("`Ternary()`, 2,000 steps of 4 sequences", ternary, long),
-        ('`EntropyCoded(1.25)`, which is `"auto"`, 600 steps', method, {}),
-        ("`EntropyCoded(1.25)`, N = 2", method, {"workers": 2}),
-        ("`EntropyCoded(1.25)`, source code", method, code),
-        ("`EntropyCoded(1.25)`, source code, N = 2", method, two_code),
-    ):
-        base_of, found = (losses(m, again, **settings) for m in ("fp32", method_again))
-        base, mean = statistics.fmean(base_of), statistics.fmean(found)
-        three = "{:.4f} / {:.4f} / {:.4f}: {:.4f}"
-        values = (*base_of, base, *found, mean, mean - base)
-        yield f"| {label} | {three} | {three} | {{:+.3f}} |", values
-    found, base = losses(onebit, again, steps=400), statistics.fmean(short_fp32)
-    mean = statistics.fmean(found)
-    yield (
-        f"| `OneBit()`, 400 steps (fp32: above) | {{:.4f}} | {three} | {{:+.3f}} |",
-        (base, *found, mean, mean - base),
-    )
-    once_more = "repeated-gpt-1m-zen4.jsonl"
-
-    def excess(method_again: str, **settings: Any) -> float:
-        fp32 = losses("fp32", once_more, **settings)
-        return statistics.fmean(losses(method_again, once_more, **settings)) - statistics.fmean(
-            fp32
-        )
-
-    yield (
-        "`Ternary()` {:+.3f}, N = 2 {:+.3f}, N = 8 {:+.3f}, 2,000 steps {:+.3f}",
-        tuple(excess(ternary, **s) for s in ({}, {"workers": 2}, {"workers": 8}, long)),
-    )
-    found = losses(ternary, once_more, **code)
-    yield (
-        "source code {:.4f} / {:.4f} / {:.4f}: {:.4f}, {:+.3f} to {:.4f}",
-        (
-            *found,
-            statistics.fmean(found),
-            excess(ternary, **code),
-            statistics.fmean(losses("fp32", once_more, **code)),
-        ),
-    )
-    text = "`EntropyCoded(1.25)` {:+.3f}, N = 2 {:+.3f}, source code {:+.3f}, N = 2 {:+.3f};"
-    yield (
-        f"{text} `OneBit()` {{:+.3f}}",
-        (
-            *(excess(method, **s) for s in ({}, {"workers": 2}, code, two_code)),
-            excess(onebit, steps=400),
-        ),
-    )
-    muon = {"file": "muon.jsonl", "optimizer": "muon"}
-    for label, options in (
-        ("`EntropyCoded(4)`, residuals kept whole", "bits=4,exempt=vectors,decay=1"),
-        ("`EntropyCoded(3.2)`, residuals kept whole", "bits=3.2,exempt=vectors,decay=1"),
-        ("`EntropyCoded(2.2)`, residuals kept whole", "bits=2.2,exempt=vectors,decay=1"),
-        ("`EntropyCoded(2.2)`, a decay of 0.25", "bits=2.2,exempt=vectors,decay=0.25"),
-    ):
-        (found_one,) = losses(f"entropy:{options}", **muon)
-        (fp32_muon,) = losses("fp32", optimizer="muon")
-        yield f"| {label} | {{:.4f}}, {{:+.3f}} |", (found_one, found_one - fp32_muon)
-    of_muon = "entropy:bits=3.2,exempt=vectors,decay=0.25"
-    base_of, found = (losses(m, **muon) for m in ("fp32", of_muon))
-    base, mean = statistics.fmean(base_of), statistics.fmean(found)
-    text = f"| `EntropyCoded(3.2)`, 9 times fewer bytes | {three} | {three} | {{:+.3f}} |"
-    yield text, (*base_of, base, *found, mean, mean - base)
-    for label, workers, words, plain in (
-        ("prose", 4, "prose", GPT_600),
-        ("prose, N = 2", 2, "prose", statistics.fmean(losses("fp32", again, workers=2))),
-        ("source code", 4, "source code", statistics.fmean(losses("fp32", again, **code))),
-        (
-            "source code, N = 2",
-            2,
-            "source code",
-            statistics.fmean(losses("fp32", again, **two_code)),
-        ),
-    ):
-        own = {"workers": workers, "text": words}
-        runs_of = [r for r in load("auto-gpt-1m.jsonl") if own.items() <= r.items()]
-        found = [r["measure"] for r in sorted(runs_of, key=lambda r: r["seed"])]
-        mean = statistics.fmean(found)
-        fewer = 32 / statistics.fmean(r["bits"] for r in runs_of)
-        yield f"| {label} | {three} | {{:+.3f}} | {{:.1f}} |", (*found, mean, mean - plain, fewer)
-    for run in load("low-rates.jsonl"):
-        yield f"| {run['label']} | {{:.4f}} |", (run["measure"],)
-    six = {"workload": "gpt-6m", "batch": 4}
-    (base,) = losses("fp32", "gpt-6m.jsonl", **six)
-    yield "| fp32 | 32.0 | {:.4f} | |\n| `EntropyCoded(1.25)", (base,)
-    for label, bits in (
-        ('`EntropyCoded(1.25), precondition=True`, which is `"auto"`', "1.25"),
-        ("`EntropyCoded(2.2), precondition=True`", "2.2"),
-    ):
-        coded = f"{usual.format(bits)},scale_lr"
-        run = next(r for r in load("gpt-6m.jsonl") if r["method"] == coded)
-        values = (run["bits"], run["measure"], run["measure"] - base)
-        yield f"| {label} | {{:.1f}} | {{:.4f}} | {{:+.3f}} |", values
-    rare = {"steps": 2000, "batch": 0}
-    local = "entropy:bits=1.25,every=30,warmup_steps=200,exempt=vectors"
-    for label, one in (
-        ("`EntropyCoded(1.25)`, residuals kept whole", local),
-        ("the same, no residuals", f"{local},decay=0"),
-    ):
-        (found_one,) = losses(one, "entropy.jsonl", **rare)
-        more = "; fp32 every step 1.3438" if one == local else ""
-        yield (
-            f"| {label} | 60 | {{:.4f}} (seed 0{more}) | {{:+.3f}} |",
-            (found_one, found_one - 1.3438),
-        )
-    row = "| {} | {{:.4f}} | {{:.4f}} / {{:.4f}} / {{:.4f}}: {{:.4f}} | {{:+.3f}} |"
-    for label, one, settings in (
-        ("2,000 steps, 4 sequences, 2e-3 (fp32 at its best rate, 4e-3: 1.2942)", method, rare),
-        ("the same, `Ternary()`", ternary, rare),
-        ("N = 2, 600 steps, 2e-3, `Ternary()`", ternary, {"workers": 2}),
-        ("N = 8, 600 steps, 2e-3, `Ternary()`", ternary, {"workers": 8}),
-    ):
-        found = losses(one, "entropy.jsonl", **settings)
-        plain = losses("fp32", "entropy.jsonl", **settings)
-        base = GPT_2000 if settings == rare else statistics.fmean(plain)
-        mean = statistics.fmean(found)
-        yield row.format(label), (base, *found, mean, mean - base)
-    now, seeds = rare | {"batch": 4}, "{:.4f} / {:.4f} / {:.4f}: {:.4f} | {:+.3f} |"
-    plain = [1.2942, *losses("fp32", "entropy.jsonl", **now | {"factor": 2.0})]  # seed 0: no line
-    base = statistics.fmean(plain)
-    yield "fp32 at 4e-3 | {:.4f} / {:.4f} / {:.4f}: {:.4f} | |", (*plain, base)
-    for bits in ("1.25", "2.2", "3.2"):
-        method_of = f"{usual.format(bits)},scale_lr"
-        found = losses(method_of, "entropy.jsonl", **now | {"factor": 2.0})
-        mean = statistics.fmean(found)
-        yield f"`EntropyCoded({bits})` at 4e-3 | {seeds}", (*found, mean, mean - base)
-    for bits in ("2.2", "3.2"):
-        found = losses(f"{usual.format(bits)},scale_lr", "entropy.jsonl", **now)
-        mean = statistics.fmean(found)
-        text = f"`EntropyCoded({bits})` at 2e-3 (fp32 {GPT_2000:.4f}) | {seeds}"
-        yield text, (*found, mean, mean - GPT_2000)
-    found = losses(f"{ONEBIT}0.25,scale_lr", "entropy.jsonl", steps=400)
-    yield (
-        "{:.4f} / {:.4f} / {:.4f}: {:.4f}, {:+.3f} to fp32",
-        (*found, statistics.fmean(found), statistics.fmean(found) - statistics.fmean(short_fp32)),
-    )
-    yield (
-        "with 1.39 times the rate it ends at {:.4f}, seed 0",
-        tuple(losses("fp32", "entropy.jsonl", factor=1.3934)),
-    )
-    (longer,) = losses("fp32", "entropy.jsonl", factor=2.787)
-    best = losses("fp32", factor=2.0)[0]
-    yield (
-        "fp32 ends at {:.4f}, {:.3f} below {:.4f} (seed 0), and 1.25 bits at {:.4f}",
-        (longer, best - longer, best, losses(method, "entropy.jsonl", factor=2.0)[0]),
-    )
-    usual_sgd = {"optimizer": "sgd", "workers": 2}
-    now, demo = {"batch": 0}, {"workload": "lenet-demo", "batch": 32}
-    lenet, resnet = {"workload": "lenet"}, {"workload": "resnet", "steps": 300}
-    for label, what, base, more in (
-        ("LeNet on Fashion-MNIST, the demo", demo, "entropy.jsonl", ",min_numel=1024"),
-        ("LeNet on Fashion-MNIST, a falling rate", lenet | now, "residual-decay.jsonl", ""),
-        ("a small ResNet on CIFAR-10, 300 steps", resnet | now, "entropy.jsonl", ""),
-    ):
-        images: list[float] = []
-        for images_of in ("fp32", "2.2", "1.25"):
-            bits = f"entropy:bits={images_of}{more},exempt=vectors"
-            one_of = ("fp32", base) if images_of == "fp32" else (bits, "entropy.jsonl")
-            found = losses(*one_of, **usual_sgd | what)
-            images += [*found, statistics.fmean(found)]
-        cells = " | ".join(["{:.2f} / {:.2f} / {:.2f}: {:.2f}"] * 3)
-        yield f"| {label} | {cells} |", tuple(images)
-    twice = usual_sgd | now | {"factor": 2.0}
-    packed = "entropy:bits=1.25,exempt=vectors"
-    two_rates: list[float] = []
-    for images_of in ("fp32", packed):
-        found = losses(images_of, "entropy.jsonl", **twice | resnet)
-        two_rates += [*found, statistics.fmean(found)]
-    text = "{:.2f} / {:.2f} / {:.2f}: {:.2f}"
-    yield f"which is above fp32's best | {text} | | {text} |", tuple(two_rates)
-    both = [losses(one, "entropy.jsonl", **twice | lenet) for one in ("fp32", packed)]
-    yield (
-        "reaches {:.2f} and {:.2f} in fp32 and {:.2f} and\n{:.2f} with 1.25 bits there",
-        (*both[0][:2], *both[1][:2]),
-    )
-    (one,) = losses(usual.format("1") + ",scale_lr", "entropy.jsonl")
-    yield "`EntropyCoded(1)` (25 times fewer bytes) ends at {:.4f}", (one,)
-
-
-def codecs_and_images() -> Iterator[Figure]:
-    """Other codecs and images, on the page on accuracy."""
-    base = losses("fp32", factor=2.0)[0]
+def other_codecs() -> Iterator[Figure]:
+    """Blocks and codes without second moments."""
+    base = losses("fp32", **TWICE)[0]
     yield "**Other codecs** at 4e-3, seed 0, fp32 {:.4f}:", (base,)
+    block4 = "block4:exempt=vectors,decay=0.25"
     for label, method in (
         ("`Ternary(), precondition=True`, d = 0.25 | 2.4", TERNARY),
         ("`Ternary()` without `precondition`, d = 0.25 | 2.4", PLAIN),
         ("`Block(2), precondition=True`, d = 0.25 | 2.4", f"{BLOCK2}0.25"),
         ("`Block(2), precondition=True`, d = 1 | 2.4", f"{BLOCK2}1"),
-        ("`Block(4)`, d = 0.25 | 4.4", "block4:exempt=vectors,decay=0.25"),
+        ("`Block(4)`, d = 0.25 | 4.4", block4),
     ):
-        loss = losses(method, factor=2.0)[0]
-        yield f"| {label} | {{:.4f}} | {{:+.3f}} |", (loss, loss - base)
-    block4 = losses("block4:exempt=vectors,decay=0.25", **SOURCE)
-    mean = statistics.fmean(block4)
-    yield (
-        "`Block(4)` comes to {:.4f} / {:.4f} / {:.4f}: {:.4f}, {:+.3f}",
-        (*block4, mean, mean - statistics.fmean(losses("fp32", **SOURCE))),
-    )
-    block4 = losses("block4:exempt=vectors,decay=0.25")
-    mean = statistics.fmean(block4)
-    yield "on prose to {:.4f} / {:.4f} / {:.4f}: {:.4f}, {:+.3f}", (*block4, mean, mean - GPT_600)
-    plain, packed = [losses(m, **IMAGES) for m in ("fp32", "ternary")]
-    mean = statistics.fmean(packed) - statistics.fmean(plain)
-    cells = " | ".join(["{:.2f} / {:.2f} / {:.2f}: {:.2f} %"] * 2)
+        loss = losses(method, **TWICE)[0]
+        yield row_of(label, "{:.4f}", "{:+.3f}"), (loss, loss - base)
+    code = against(losses(block4, **SOURCE), mean_loss("fp32", **SOURCE))
+    yield f"`Block(4)` comes to {SEEDS}, {{:+.3f}}", code
+    yield f"on prose to {SEEDS}, {{:+.3f}}", against(losses(block4), GPT_600)
+
+
+def images() -> Iterator[Figure]:
+    """Images, without entropy-coded codes."""
+    plain, packed = (losses(method, **IMAGES) for method in ("fp32", "ternary"))
+    cell = "{:.2f} / {:.2f} / {:.2f}: {:.2f} %"
     label = "LeNet on Fashion-MNIST, SGD, N = 2, 600 steps, `Ternary()`"
-    values = *plain, statistics.fmean(plain), *packed, statistics.fmean(packed), mean
-    yield f"| {label} | {cells} | {{:+.2f}} points |", values
+    values = (*with_mean(plain), *against(packed, fmean(plain)))
+    yield row_of(label, cell, cell, "{:+.2f} points"), values
     yield table_of_images()
     lost = [demo("9-seeds", "fp32")[0] - demo("9-seeds", c)[0] for c in ("ternary", "onebit")]
     yield "({:+.2f} points of test error; `OneBit()` {:+.2f})", tuple(lost)
@@ -796,7 +542,6 @@ def codecs_and_images() -> Iterator[Figure]:
 def table_of_images() -> Figure:
     """The table of accuracies on Fashion-MNIST, whole: other tables have rows of these names."""
     lines, values = ["| | 9 seeds | 5 seeds |", "|---|---|---|"], []
-    spread = "{:.2f} ± {:.2f}"
     for label, nine, five in (
         ("fp32", ["fp32"], ["fp32"]),
         ("`Block(4)`", [], ["b4"]),
@@ -810,45 +555,250 @@ def table_of_images() -> Figure:
     ):
         cells = []
         for run, names in (("9-seeds", nine), ("codecs", five)):
-            found = [demo(run, name) for name in names]
-            several = len(found) > 1  # means alone
-            cells.append(", ".join("{:.2f}" if several else spread for _ in found))
-            values += [number for pair in found for number in pair[: 1 if several else 2]]
-        lines.append(f"| {label} | {cells[0]} | {cells[1]} |".replace("|  |", "| |"))
+            several = len(names) > 1  # means alone
+            cells.append(", ".join(["{:.2f}" if several else SPREAD] * len(names)))
+            for name in names:
+                values += demo(run, name)[: 1 if several else 2]
+        lines.append(row_of(label, *cells))
     return "\n".join(lines), tuple(values)
+
+
+def entropy() -> Iterator[Figure]:
+    """Entropy-coded codes."""
+
+    def runs(bits: str, decay: str = "0.25", **settings: Any) -> list[float]:
+        method = f"entropy:bits={bits},exempt=vectors,precondition,decay={decay}"
+        return losses(method, "entropy.jsonl", **settings)
+
+    best = "600 steps, 4e-3, the best of 2, 4 and 8e-3 for fp32"
+    for label, settings, base in (
+        ("**2,000 steps**, 4 sequences, 2e-3", LONG, GPT_2000),
+        (best, TWICE, mean_loss("fp32", **TWICE)),
+    ):
+        both = [against(runs(bits, **settings), base) for bits in ("2.2", "1.25")]
+        yield row_of(label, "{:.4f}", *[SEEDS, "{:+.3f}"] * 2), (base, *both[0], *both[1])
+    first = {"changed": "the first tables"}  # of Huffman codes
+    fp32 = losses("fp32", "entropy.jsonl")[0]
+    (low,), (middle,), (high,) = (runs(bits, **first) for bits in ("1.25", "2.2", "3.2"))
+    cells = "{:.4f}", "{:.4f}", "{:+.3f}", "{:.4f}", "{:+.3f}"
+    values = fp32, middle, middle - fp32, low, low - fp32
+    yield row_of("600 steps, 2e-3, seed 0", *cells), values
+    (half,) = losses("bf16", "entropy.jsonl")
+    text = "3.2 bits lose {:.3f} ({:.4f}), buckets cast to bf16 nothing ({:.4f})"
+    yield text, (high - fp32, high, half)
+    cut = [runs(bits, changed="x cut to 3 root mean squares")[0] for bits in ("2.2", "1.25")]
+    yield "a bound such as `Ternary()` has: {:.4f} and {:.4f} (a prototype)", tuple(cut)
+    whole = [runs(bits, "1", **first)[0] for bits in ("2.2", "3.2")]
+    yield "Residuals that are kept whole lose more: {:.4f} at 2.2 bits, {:.4f} at 3.2", tuple(whole)
+
+
+def low_rates() -> Iterator[Figure]:
+    """Prototypes of low rates, and one bit."""
+    for run in load("low-rates.jsonl"):
+        yield row_of(run["label"], "{:.4f}"), (run["measure"],)
+    (one,) = losses(ENTROPY.format("1") + ",scale_lr", "entropy.jsonl")
+    yield "`EntropyCoded(1)` (25 times fewer bytes) ends at {:.4f}", (one,)
+
+
+def scaled() -> Iterator[Figure]:
+    """Steps that keep their length (scale_lr)."""
+    by_hand: list[float] = []
+    for bits, factor in (("2.2", 1.08), ("1.25", 1.376)):
+        found = losses(ENTROPY.format(bits), "entropy.jsonl", factor=factor)
+        by_hand += [factor, *against(found, GPT_600)]
+    text = f"bits x {{:g}} {SEEDS} ({{:+.3f}})"
+    yield f"2.2 {text}, 1.25 {text}", tuple(by_hand)
+    middle, high = (ENTROPY.format(bits) + ",scale_lr" for bits in ("2.2", "3.2"))
+    for label, method, settings in (
+        ("600 steps, 2e-3", AUTO, {}),
+        ("4e-3, the best of 2, 4 and 8e-3 for fp32", AUTO, TWICE),
+        ("source code, 2e-3, the best of 2, 3 and 4e-3 for fp32", AUTO, SOURCE),
+        ("N = 2, 4e-3", AUTO, TWICE | TWO),
+        ("source code, N = 2, 2e-3", AUTO, SOURCE | TWO),
+        ("600 steps, 2e-3, `Ternary()` (13 times fewer bytes)", SCALED_TERNARY, {}),
+        ("600 steps, 2e-3, `EntropyCoded(2.2)` (13 times fewer bytes)", middle, {}),
+        ("600 steps, 2e-3, `EntropyCoded(3.2)` (9 times fewer bytes)", high, {}),
+    ):
+        found = losses(method, "entropy.jsonl", **settings)
+        base = mean_loss("fp32", **settings) if settings else GPT_600
+        yield row_of(label, "{:.4f}", SEEDS, "{:+.3f}"), (base, *against(found, base))
+    found = losses(f"{ONEBIT}0.25,scale_lr", "entropy.jsonl", steps=400)
+    yield f"{SEEDS}, {{:+.3f}} to fp32", against(found, mean_loss("fp32", steps=400))
+    longer = losses("fp32", "entropy.jsonl", factor=1.3934)
+    yield "with 1.39 times the rate it ends at {:.4f}, seed 0", tuple(longer)
+    (longer,) = losses("fp32", "entropy.jsonl", factor=2.787)
+    best, packed = losses("fp32", **TWICE)[0], losses(AUTO, "entropy.jsonl", **TWICE)[0]
+    text = "fp32 ends at {:.4f}, {:.3f} below {:.4f} (seed 0), and 1.25 bits at {:.4f}"
+    yield text, (longer, best - longer, best, packed)
+
+
+def repeated() -> Iterator[Figure]:
+    """The main runs again, with later versions and on another machine."""
+    long = {"steps": 2000, "batch": 4}
+    for label, method, settings in (
+        ("`Ternary()`, 600 steps", SCALED_TERNARY, {}),
+        ("`Ternary()`, N = 2", SCALED_TERNARY, TWO),
+        ("`Ternary()`, N = 8", SCALED_TERNARY, EIGHT),
+        ("`Ternary()`, 2,000 steps of 4 sequences", SCALED_TERNARY, long),
+        ('`EntropyCoded(1.25)`, which is `"auto"`, 600 steps', AUTO, {}),
+        ("`EntropyCoded(1.25)`, N = 2", AUTO, TWO),
+        ("`EntropyCoded(1.25)`, source code", AUTO, SOURCE),
+        ("`EntropyCoded(1.25)`, source code, N = 2", AUTO, SOURCE | TWO),
+    ):
+        plain, packed = (losses(m, REPEATED, **settings) for m in ("fp32", method))
+        values = (*with_mean(plain), *against(packed, fmean(plain)))
+        yield row_of(label, SEEDS, SEEDS, "{:+.3f}"), values
+    onebit = f"{ONEBIT}0.25"
+    found, base = losses(onebit, REPEATED, steps=400), mean_loss("fp32", steps=400)
+    cells = row_of("`OneBit()`, 400 steps (fp32: above)", "{:.4f}", SEEDS, "{:+.3f}")
+    yield cells, (base, *against(found, base))
+
+    other = "repeated-gpt-1m-zen4.jsonl"
+
+    def excess(method: str, **settings: Any) -> float:
+        return mean_loss(method, other, **settings) - mean_loss("fp32", other, **settings)
+
+    ternary = [excess(SCALED_TERNARY, **settings) for settings in ({}, TWO, EIGHT, long)]
+    yield "`Ternary()` {:+.3f}, N = 2 {:+.3f}, N = 8 {:+.3f}, 2,000 steps {:+.3f}", tuple(ternary)
+    found, base = losses(SCALED_TERNARY, other, **SOURCE), mean_loss("fp32", other, **SOURCE)
+    yield f"source code {SEEDS}, {{:+.3f}} to {{:.4f}}", (*against(found, base), base)
+    text = "`EntropyCoded(1.25)` {:+.3f}, N = 2 {:+.3f}, source code {:+.3f}, N = 2 {:+.3f};"
+    low = [excess(AUTO, **settings) for settings in ({}, TWO, SOURCE, SOURCE | TWO)]
+    yield f"{text} `OneBit()` {{:+.3f}}", (*low, excess(onebit, steps=400))
+
+
+def muon() -> Iterator[Figure]:
+    """Entropy-coded codes under Muon."""
+    runs = {"file": "muon.jsonl", "optimizer": "muon"}
+    (fp32,) = losses("fp32", optimizer="muon")
+    for label, options in (
+        ("`EntropyCoded(4)`, residuals kept whole", "bits=4,exempt=vectors,decay=1"),
+        ("`EntropyCoded(3.2)`, residuals kept whole", "bits=3.2,exempt=vectors,decay=1"),
+        ("`EntropyCoded(2.2)`, residuals kept whole", "bits=2.2,exempt=vectors,decay=1"),
+        ("`EntropyCoded(2.2)`, a decay of 0.25", "bits=2.2,exempt=vectors,decay=0.25"),
+    ):
+        (loss,) = losses(f"entropy:{options}", **runs)
+        yield row_of(label, "{:.4f}, {:+.3f}"), (loss, loss - fp32)
+    packed = "entropy:bits=3.2,exempt=vectors,decay=0.25"
+    plain, found = (losses(method, **runs) for method in ("fp32", packed))
+    cells = row_of("`EntropyCoded(3.2)`, 9 times fewer bytes", SEEDS, SEEDS, "{:+.3f}")
+    yield cells, (*with_mean(plain), *against(found, fmean(plain)))
+
+
+def auto() -> Iterator[Figure]:
+    """What "auto" loses among hosts with links, and on a larger model."""
+    for label, words, settings in (
+        ("prose", "prose", {}),
+        ("prose, N = 2", "prose", TWO),
+        ("source code", "source code", SOURCE),
+        ("source code, N = 2", "source code", SOURCE | TWO),
+    ):
+        wanted = {"workers": settings.get("workers", 4), "text": words}
+        runs = [run for run in load("auto-gpt-1m.jsonl") if wanted.items() <= run.items()]
+        found = [run["measure"] for run in sorted(runs, key=lambda run: run["seed"])]
+        base = mean_loss("fp32", REPEATED, **settings) if settings else GPT_600
+        fewer = 32 / fmean(run["bits"] for run in runs)
+        yield row_of(label, SEEDS, "{:+.3f}", "{:.1f}"), (*against(found, base), fewer)
+    (base,) = losses("fp32", "gpt-6m.jsonl", workload="gpt-6m", batch=4)
+    yield "| fp32 | 32.0 | {:.4f} | |\n| `EntropyCoded(1.25)", (base,)
+    for label, bits in (
+        ('`EntropyCoded(1.25), precondition=True`, which is `"auto"`', "1.25"),
+        ("`EntropyCoded(2.2), precondition=True`", "2.2"),
+    ):
+        method = ENTROPY.format(bits) + ",scale_lr"
+        run = next(r for r in load("gpt-6m.jsonl") if r["method"] == method)
+        values = run["bits"], run["measure"], run["measure"] - base
+        yield row_of(label, "{:.1f}", "{:.4f}", "{:+.3f}"), values
+
+
+def long_runs() -> Iterator[Figure]:
+    """Runs of 2,000 steps, with local steps among them, and those of other numbers of workers."""
+    local = "entropy:bits=1.25,every=30,warmup_steps=200,exempt=vectors"
+    fp32 = 1.3438  # seed 0
+    for label, seed, method in (
+        ("`EntropyCoded(1.25)`, residuals kept whole", f"0; fp32 every step {fp32}", local),
+        ("the same, no residuals", "0", f"{local},decay=0"),
+    ):
+        (loss,) = losses(method, "entropy.jsonl", **LONG)
+        yield row_of(label, "60", f"{{:.4f}} (seed {seed})", "{:+.3f}"), (loss, loss - fp32)
+    for label, method, settings in (
+        ("2,000 steps, 4 sequences, 2e-3 (fp32 at its best rate, 4e-3: 1.2942)", AUTO, LONG),
+        ("the same, `Ternary()`", SCALED_TERNARY, LONG),
+        ("N = 2, 600 steps, 2e-3, `Ternary()`", SCALED_TERNARY, TWO),
+        ("N = 8, 600 steps, 2e-3, `Ternary()`", SCALED_TERNARY, EIGHT),
+    ):
+        found = losses(method, "entropy.jsonl", **settings)
+        base = GPT_2000 if settings == LONG else mean_loss("fp32", "entropy.jsonl", **settings)
+        yield row_of(label, "{:.4f}", SEEDS, "{:+.3f}"), (base, *against(found, base))
+    usual = LONG | {"batch": 4}
+    best = usual | TWICE
+    plain = [1.2942, *losses("fp32", "entropy.jsonl", **best)]  # seed 0: no line
+    yield f"fp32 at 4e-3 | {SEEDS} | |", with_mean(plain)
+    for bits in ("1.25", "2.2", "3.2"):
+        found = losses(ENTROPY.format(bits) + ",scale_lr", "entropy.jsonl", **best)
+        text = f"`EntropyCoded({bits})` at 4e-3 | {SEEDS} | {{:+.3f}} |"
+        yield text, against(found, fmean(plain))
+    for bits in ("2.2", "3.2"):
+        found = losses(ENTROPY.format(bits) + ",scale_lr", "entropy.jsonl", **usual)
+        text = f"`EntropyCoded({bits})` at 2e-3 (fp32 {GPT_2000:.4f}) | {SEEDS} | {{:+.3f}} |"
+        yield text, against(found, GPT_2000)
+
+
+def entropy_images() -> Iterator[Figure]:
+    """Entropy-coded codes and images."""
+    sgd = {"optimizer": "sgd", "workers": 2}
+    lenet = sgd | {"workload": "lenet", "batch": 0}
+    resnet = sgd | {"workload": "resnet", "steps": 300, "batch": 0}
+    in_demo = sgd | {"workload": "lenet-demo", "batch": 32}
+    cell = "{:.2f} / {:.2f} / {:.2f}: {:.2f}"
+    for label, settings, file, more in (
+        ("LeNet on Fashion-MNIST, the demo", in_demo, "entropy.jsonl", ",min_numel=1024"),
+        ("LeNet on Fashion-MNIST, a falling rate", lenet, "residual-decay.jsonl", ""),
+        ("a small ResNet on CIFAR-10, 300 steps", resnet, "entropy.jsonl", ""),
+    ):
+        values = with_mean(losses("fp32", file, **settings))
+        for bits in ("2.2", "1.25"):
+            method = f"entropy:bits={bits}{more},exempt=vectors"
+            values += with_mean(losses(method, "entropy.jsonl", **settings))
+        yield row_of(label, cell, cell, cell), values
+    methods = "fp32", "entropy:bits=1.25,exempt=vectors"
+    plain, packed = (losses(m, "entropy.jsonl", **resnet | TWICE) for m in methods)
+    text = f"which is above fp32's best | {cell} | | {cell} |"
+    yield text, (*with_mean(plain), *with_mean(packed))
+    plain, packed = (losses(m, "entropy.jsonl", **lenet | TWICE) for m in methods)
+    text = "reaches {:.2f} and {:.2f} in fp32 and {:.2f} and\n{:.2f} with 1.25 bits there"
+    yield text, (*plain[:2], *packed[:2])
 
 
 def lora() -> Iterator[Figure]:
     runs = [run for run in load("lora.jsonl") if run["lr"] == 3e-3]
-    for method, cells in {
-        "fp32": "none (fp32) |",
-        "bfloat16": '`"bfloat16"` |',
-        "auto": "`Block(4, group=128)` |",
-        "block4": "`Block(4)`, a scale a row |",
-        "ternary 128 precondition": "`Ternary(group=128)`, `precondition=True` |",
-        "ternary precondition": "`Ternary()`, a scale a row, `precondition=True` |",
-        "ternary": "`Ternary()`, a scale a row |",
-        "onebit 128 precondition": "`OneBit(group=128)`, `precondition=True` |",
-        "terngrad": "`TernGrad()` |",
-    }.items():
-        found = [run["loss"] for run in runs if run["method"] == method]
-        loss = statistics.mean(found), statistics.stdev(found)
-        if method == "fp32":
-            base = loss[0]
-            yield f"| {cells} 1 | {{:.3f}} ± {{:.3f}} |", loss
-            continue
-        ratio = next(run["ratio"] for run in runs if run["method"] == method)
-        yield (
-            f"| {cells} {{:.1f}} | {{:.3f}} ± {{:.3f}} | {{:+.3f}} |",
-            (ratio, *loss, loss[0] - base),
-        )
 
-    found = [[r["loss"] for r in runs if r["method"].startswith(way)] for way in ("auto:", "fp32,")]
-    auto, base = ((statistics.mean(losses), statistics.stdev(losses)) for losses in found)
-    yield (
-        "{:.3f} ± {:.3f}, where fp32 ended at {:.3f} ± {:.3f} ({:+.3f}, 25.1 times fewer bytes)",
-        (*auto, *base, auto[0] - base[0]),
+    def spread(chosen: Callable[[str], bool]) -> tuple[float, float]:
+        """Return mean and deviation of the losses of methods."""
+        found = [run["loss"] for run in runs if chosen(run["method"])]
+        return fmean(found), stdev(found)
+
+    base = spread(lambda name: name == "fp32")
+    yield "| none (fp32) | 1 | {:.3f} ± {:.3f} |", base
+    for method, label in {
+        "bfloat16": '`"bfloat16"`',
+        "auto": "`Block(4, group=128)`",
+        "block4": "`Block(4)`, a scale a row",
+        "ternary 128 precondition": "`Ternary(group=128)`, `precondition=True`",
+        "ternary precondition": "`Ternary()`, a scale a row, `precondition=True`",
+        "ternary": "`Ternary()`, a scale a row",
+        "onebit 128 precondition": "`OneBit(group=128)`, `precondition=True`",
+        "terngrad": "`TernGrad()`",
+    }.items():
+        loss = spread(lambda name, method=method: name == method)
+        ratio = next(run["ratio"] for run in runs if run["method"] == method)
+        values = ratio, *loss, loss[0] - base[0]
+        yield row_of(label, "{:.1f}", "{:.3f} ± {:.3f}", "{:+.3f}"), values
+    auto_loss, fp32_loss = (
+        spread(lambda name, way=way: name.startswith(way)) for way in ("auto:", "fp32,")
     )
+    text = "{:.3f} ± {:.3f}, where fp32 ended at {:.3f} ± {:.3f} ({:+.3f}, 25.1 times fewer bytes)"
+    yield text, (*auto_loss, *fp32_loss, auto_loss[0] - fp32_loss[0])
 
 
 # ---- what comes of faults ------------------------------------------------------------------------
