@@ -895,28 +895,27 @@ def check(root: Path = ROOT, *, write: bool = False) -> tuple[list[str], dict[st
     differences: list[str] = []
     counts = {}
     for page in (root / "README.md", *sorted((root / "docs").rglob("*.md"))):
-        name, text = page.relative_to(root).as_posix(), page.read_text(encoding="utf-8")
+        name, before = page.relative_to(root).as_posix(), page.read_text(encoding="utf-8")
         if name.startswith(("docs/reference/", "docs/results/")):
             continue
+        text = with_faults(name, before)
+        if text != before:
+            differences.append(f"{name}: another table of faults than {FAULTS_FILE}")
         try:
             found = compare(text, PAGES[name]()) if name in PAGES else []
         except LookupError as error:
             differences.append(f"{name}: {error}")
             continue
-        faults, after, rest, end = with_faults(name, text), "", "", 0
-        if faults != text:
-            differences.append(f"{name}: another table of faults than {FAULTS_FILE}")
-            if write:
-                page.write_text(faults, encoding="utf-8")
+        after, rest, end = "", "", 0  # the page with new figures, and without any
         for start, stop, new, template in found:
             if text[start:stop] != new:
                 differences.append(f"{name}: {text[start:stop]} instead of {new} in {template!r}")
             after, rest = after + text[end:start] + new, rest + text[end:start]
             end = stop
-        if write and after + text[end:] != text:
-            page.write_text(after + text[end:], encoding="utf-8")
-        by_hand = DECIMAL.findall(HIDDEN.sub("", rest + text[end:]))
-        counts[name] = [len(found), len(by_hand)]
+        after, rest = after + text[end:], rest + text[end:]
+        if write and after != before:
+            page.write_text(after, encoding="utf-8")
+        counts[name] = [len(found), len(DECIMAL.findall(HIDDEN.sub("", rest)))]
     return differences, counts
 
 
