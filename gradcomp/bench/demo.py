@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import platform
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -20,14 +18,12 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
-import gradcomp
 from gradcomp.arguments import count, words
 from gradcomp.bench import plots, trainer
-from gradcomp.bench.about import table
+from gradcomp.bench.about import save_json, table
 from gradcomp.bench.data import ImageData, load
 from gradcomp.bench.methods import NONE
 from gradcomp.bench.models import LeNet
@@ -35,8 +31,10 @@ from gradcomp.bench.options import at_least, command_line
 from gradcomp.bench.predict import planned, predict
 from gradcomp.bench.ranks import RankFailed, cores_of, warm_context
 from gradcomp.bench.sweep import Result, run_all
+from gradcomp.bench.timing import using
 from gradcomp.bench.trainer import Task
 from gradcomp.comm.rounds import ring_bytes
+from gradcomp.kernels import native
 from gradcomp.plan.links import parse_link
 from gradcomp.plan.rates import calibrate
 
@@ -127,7 +125,7 @@ def main(argv: list[str]) -> int:
     report = summarise(args, data, results, predicted)
     report["wall_s"] = round(time.perf_counter() - start, 1)
     file, picture = args.out / "demo.json", args.out / "demo.png"
-    file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    save_json(file, **report)
     plots.write(picture, [(_title(report), partial(draw, report), plots.HEIGHT)])
     if args.phases:
         console.print(build_phases(report))
@@ -144,12 +142,8 @@ def predict_steps(
     without an exchange.
     """
     methods = [method for name in codecs if (method := planned(name, ranks)) is not None]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with using(native.tier(), threads=1):
         rates = calibrate(methods)
-    finally:
-        torch.set_num_threads(threads)
     link = parse_link(LINK)
     return {name: predict(name, alone, LeNet(), link, rates, ranks) for name in codecs}
 
@@ -198,13 +192,8 @@ def summarise(
         "backend": "gloo",
         "threads_per_rank": len(cores_of(0, args.ranks)),
     }
-    versions = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "gradcomp": gradcomp.__version__,
-    }
     about = {"name": data.name, "note": data.note}
-    return {"data": about, "settings": settings, "versions": versions, "codecs": codecs}
+    return {"data": about, "settings": settings, "codecs": codecs}
 
 
 def build_table(report: dict[str, Any]) -> Table:

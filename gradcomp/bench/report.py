@@ -27,7 +27,7 @@ from gradcomp.bench import plots
 from gradcomp.bench.accuracy import panels_of, tables
 from gradcomp.bench.methods import NONE
 from gradcomp.bench.options import Option, command_line
-from gradcomp.bench.step_table import draw_steps, draw_times, table_of
+from gradcomp.bench.step_table import draw_steps, draw_times, link_of, table_of
 
 PAGE = (
     "<!doctype html>\n<html lang=en><head><meta charset=utf-8><title>gradcomp: results</title>"
@@ -172,10 +172,7 @@ def sections_of(found: Any) -> list[Section]:
 
 def _train(found: dict[str, Any], case: dict[str, Any]) -> Section:
     machine, given, rows = found["machine"], found["arguments"], case["rows"]
-    title = f"{given['workload']}, {given['steps']} steps, {case['ranks']} ranks, {case['link']}"
-    title += f", {1e3 * case['latency_s']:g} ms" if case["latency_s"] else ""
-    title += f", {100 * case['loss']:g} % of packets lost" if case.get("loss") else ""
-    title += ", over MPI" if case.get("over") == "mpi" else ""
+    title = f"{given['workload']}, {given['steps']} steps, {case['ranks']} ranks, {link_of(case)}"
     good = [row for row in rows if not row.get("failed")]
     panels: list[plots.Panel] = []
     if any(row["curve"] for row in good):

@@ -150,6 +150,14 @@ def table_of(rows: Sequence[Row], measure: str, target: float | None) -> Table:
     return table(["method", *columns], cells)
 
 
+def link_of(case: Mapping[str, Any]) -> str:
+    """Return the link of a case of ``bench train`` as text, with the transport if it is MPI."""
+    text = str(case["link"])
+    text += f", {1e3 * case['latency_s']:g} ms" if case["latency_s"] else ""
+    text += f", {100 * case['loss']:g} % of packets lost" if case.get("loss") else ""
+    return text + (", over MPI" if case.get("over") == "mpi" else "")
+
+
 def crossings(cases: Sequence[tuple[int, str, Sequence[Row]]]) -> list[str]:
     """Return one line for each method and number of ranks on where compression stops paying: the
     slowest link on which its step is no shorter than fp32's. `cases` are (ranks, link, rows).

@@ -36,7 +36,7 @@ from gradcomp.bench.optimizers import OPTIMIZERS
 from gradcomp.bench.options import at_least, command_line
 from gradcomp.bench.predict import largest_bucket, predict
 from gradcomp.bench.ranks import Place, RankFailed, all_cores, cores_of, run
-from gradcomp.bench.step_table import crossings, middle_rows, row_of, table_of
+from gradcomp.bench.step_table import crossings, link_of, middle_rows, row_of, table_of
 from gradcomp.bench.sweep import Result, run_all
 from gradcomp.bench.trainer import Task
 from gradcomp.bench.workloads import Workload
@@ -145,10 +145,7 @@ def main(argv: list[str]) -> int:
             workload.check(args.optimizer, case.ranks)
             cases.append(case)
             with ExitStack() as made:
-                hosts = None
-                if link is not None:
-                    hosts = made.enter_context(Hosts(case.ranks, link, args.loss / 100))
-                    case.latency_s, case.loss = link.latency_s, args.loss / 100
+                hosts = made.enter_context(Hosts(case.ranks, link, case.loss)) if link else None
                 mpi = made.enter_context(Mpiexec(hosts)) if args.over == "mpi" else None
                 _run_case(args, workload, cases, Place(case.ranks, hosts, mpi, bool(launched)))
     except (NoHosts, ValueError, OSError) as error:
@@ -179,15 +176,15 @@ def _check(args: argparse.Namespace, launched: int) -> None:
 
 def _cases(args: argparse.Namespace, launched: int) -> list[tuple[Case, Link | None]]:
     """Return the cases to measure, each with the link of its hosts (None: without hosts)."""
-    links = [parse_link("inf" if one == "none" else one, args.latency) for one in args.link]
+    links = [(one, parse_link("inf" if one == "none" else one, args.latency)) for one in args.link]
     if launched:
         return [(Case(launched, "as it is"), None)]
     if args.hosts == [0]:
         return [(Case(args.ranks, "loopback", over=args.over), None)]
     return [
-        (Case(count, name, over=args.over), link)
+        (Case(count, name, link.latency_s, args.loss / 100, args.over), link)
         for count in args.hosts
-        for name, link in zip(args.link, links, strict=True)
+        for name, link in links
     ]
 
 
@@ -201,10 +198,18 @@ def _run_case(
     rows: list[dict[str, Any]] = []
     link = Link(math.inf) if hosts is None else hosts.link
     payload = replace(link, bits_per_s=link.bits_per_s * PAYLOAD_SHARE)
-    common = Task(args.workload, args.optimizer, NONE, ranks, args.steps, seed=args.seed)
-    common = replace(common, batch=args.batch or 0, data=str(args.data), over=args.over)
-    if hosts is not None:
-        common = replace(common, interface=INTERFACE)
+    common = Task(
+        args.workload,
+        args.optimizer,
+        NONE,
+        ranks,
+        args.steps,
+        seed=args.seed,
+        batch=args.batch or 0,
+        data=str(args.data),
+        interface="" if hosts is None else INTERFACE,
+        over=args.over,
+    )
     tested = (args.curve or args.target is not None) and bool(workload.measure)
     tasks = [common, replace(common, method=NOOP)]
     for name in dict.fromkeys(args.methods):
@@ -253,7 +258,7 @@ def _show(args: argparse.Namespace, workload: Workload, cases: list[Case]) -> No
     console = Console(highlight=False, markup=False, soft_wrap=True)
     measure = workload.measure if args.curve or args.target is not None else ""
     for case in cases:
-        console.print(f"{args.workload}, {args.steps} steps, {_where(args, case)}")
+        console.print(f"{args.workload}, {args.steps} steps, {_where(case)}")
         table = table_of(case.rows, measure, args.target)
         # widen the console if needed: lines wrap in a narrow terminal, but figures are not cut
         whole = Console(width=10_000).measure(table).maximum
@@ -267,14 +272,10 @@ def _show(args: argparse.Namespace, workload: Workload, cases: list[Case]) -> No
         console.print(line)
 
 
-def _where(args: argparse.Namespace, case: Case) -> str:
+def _where(case: Case) -> str:
     """Return the ranks and the link of a case as text."""
     hosts, have = case.latency_s is not None, len(all_cores())
-    where = f"{case.ranks} {'hosts' if hosts else 'ranks'}, {case.link}"
-    where += f", {args.latency}" if case.latency_s else ""
-    where += f", {100 * case.loss:g} % of packets lost" if case.loss else ""
-    if case.over == "mpi":
-        where += ", over MPI"
+    where = f"{case.ranks} {'hosts' if hosts else 'ranks'}, {link_of(asdict(case))}"
     if (hosts or case.link == "loopback") and case.ranks > have:
         where += f"; they share {have} cores, so computing and codecs take longer than on hosts of"
         where += " their own"
