@@ -12,45 +12,35 @@ end and goes on from there when the same command runs again.
 import argparse
 import contextlib
 import os
-import pathlib
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from gradcomp.bench.data import load
+from gradcomp.bench.data import load_digits
 from gradcomp.bench.models import LeNet
 from gradcomp.integrations.accelerate import local_steps, register
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Train LeNet with accelerate and compressed gradients."
-    )
+    parser = argparse.ArgumentParser(description="LeNet with accelerate and compressed gradients.")
     parser.add_argument("--codec", default="ternary", help="ternary, onebit, block4 ... (ternary)")
     parser.add_argument(
         "--sync-every", type=int, metavar="H", help="local steps: exchange every H steps only"
     )
-    parser.add_argument(
-        "--data",
-        type=pathlib.Path,
-        help="folder of MNIST's IDX files (default: scikit-learn's digits)",
-    )
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--lr", type=float, default=0.03)
-    parser.add_argument(
-        "--checkpoint", type=pathlib.Path, metavar="DIR", help="save here, go on from here"
-    )
+    parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="save here, go on from here")
     args = parser.parse_args()
 
     accelerator = Accelerator(cpu=True)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // accelerator.num_processes))
     torch.manual_seed(0)
-    data = load(args.data)
+    data = load_digits()
     train = TensorDataset(data.train_images, data.train_labels)
     model = LeNet()
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, weight_decay=5e-4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9, weight_decay=5e-4)
     loader = DataLoader(train, 64 // accelerator.num_processes, shuffle=True, drop_last=True)
     if args.sync_every:
         optimizer, loader = accelerator.prepare(optimizer, loader)

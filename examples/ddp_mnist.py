@@ -8,7 +8,7 @@ add.
 """
 
 import argparse
-import pathlib
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ def main() -> None:
     )
     parser.add_argument(
         "--data",
-        type=pathlib.Path,
+        type=Path,
         help="folder of MNIST's IDX files (default: scikit-learn's digits)",
     )
     parser.add_argument("--epochs", type=int, default=10)

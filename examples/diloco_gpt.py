@@ -19,7 +19,7 @@ import argparse
 import gzip
 import math
 import os
-import pathlib
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -31,12 +31,10 @@ from gradcomp.bench.models import ByteGPT
 LENGTH, HELD_OUT = 129, 20  # bytes of a sample and its next one; one part in twenty is held out
 
 
-def text_of(file: pathlib.Path | None) -> torch.Tensor:
+def text_of(file: Path | None) -> torch.Tensor:
     """Return the bytes of a file, plain or .gz; of Python's own library where none is given."""
     if file is None:
-        data = b"".join(
-            path.read_bytes() for path in sorted(pathlib.Path(os.__file__).parent.glob("*.py"))
-        )
+        data = b"".join(path.read_bytes() for path in sorted(Path(os.__file__).parent.glob("*.py")))
     else:
         data = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -57,7 +55,7 @@ def main() -> None:
     )
     parser.add_argument(
         "--text",
-        type=pathlib.Path,
+        type=Path,
         metavar="FILE",
         help="plain or .gz (default: Python's own library)",
     )
@@ -82,9 +80,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="samples of a rank's step (8)")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--mpi", action="store_true", help="over MPI instead of torch.distributed")
-    parser.add_argument(
-        "--checkpoint", type=pathlib.Path, metavar="DIR", help="save here, go on from here"
-    )
+    parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="save here, go on from here")
     args = parser.parse_args()
 
     if not args.mpi:

@@ -15,7 +15,6 @@ share the same minibatches. The machine of --rdzv-endpoint has to stay.
 import argparse
 import datetime
 import os
-import pathlib
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp.ddp
-from gradcomp.bench.data import load
+from gradcomp.bench.data import load_digits
 from gradcomp.bench.models import LeNet
 from gradcomp.checkpoint import Checkpoints
 
@@ -35,15 +34,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train LeNet on a changing number of machines.")
     parser.add_argument("--folder", required=True, help="checkpoints, seen by all machines")
     parser.add_argument("--codec", default="ternary", help="ternary, onebit, block4 ... (ternary)")
-    parser.add_argument(
-        "--data",
-        type=pathlib.Path,
-        help="folder of MNIST's IDX files (default: scikit-learn's digits)",
-    )
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--save-every", type=int, default=20, metavar="STEPS")
     parser.add_argument("--seed", type=int, default=0, help="of weights and minibatches")
-    parser.add_argument("--lr", type=float, default=0.03)
     args = parser.parse_args()
 
     torch.set_num_threads(1)
@@ -52,7 +45,7 @@ def main() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed)
     model = DistributedDataParallel(LeNet())
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, weight_decay=5e-4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9, weight_decay=5e-4)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
     state = gradcomp.ddp.register(model, args.codec, optimizer=optimizer, timeout_s=TIMEOUT_S)
     everything = {"model": model.module, "optimizer": optimizer, "scheduler": scheduler}
@@ -61,7 +54,7 @@ def main() -> None:
     begin = checkpoints.load() or 0
     if rank == 0:
         print(f"step {begin}: {world} ranks", flush=True)
-    data = load(args.data)
+    data = load_digits()
     for step in range(begin, args.steps):
         draw = torch.Generator().manual_seed(1000 * args.seed + step)
         chosen = torch.randint(len(data.train_labels), (BATCH,), generator=draw)[rank::world]

@@ -10,51 +10,43 @@ more epochs, bit for bit.
 
 import argparse
 import os
-import pathlib
+from pathlib import Path
 
 import lightning
 import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from gradcomp.bench.data import load
+from gradcomp.bench.data import load_digits
 from gradcomp.bench.models import LeNet
 from gradcomp.integrations.lightning import CompressedDDPStrategy
 
 
 class Digits(lightning.LightningModule):
-    def __init__(self, lr: float) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.net, self.lr = LeNet(), lr
+        self.net = LeNet()
 
     def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
         return cross_entropy(self.net(batch[0]), batch[1])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9, weight_decay=5e-4)
+        return torch.optim.SGD(self.parameters(), lr=0.03, momentum=0.9, weight_decay=5e-4)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Train LeNet with Lightning and compressed gradients."
-    )
+    parser = argparse.ArgumentParser(description="LeNet with Lightning and compressed gradients.")
     parser.add_argument("--codec", default="ternary", help="ternary, onebit, block4 ... (ternary)")
     parser.add_argument("--devices", type=int, default=2, help="processes (2)")
-    parser.add_argument(
-        "--data",
-        type=pathlib.Path,
-        help="folder of MNIST's IDX files (default: scikit-learn's digits)",
-    )
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--lr", type=float, default=0.03)
     parser.add_argument(
-        "--checkpoint", type=pathlib.Path, metavar="FILE", help="save here, go on from here"
+        "--checkpoint", type=Path, metavar="FILE", help="save here, go on from here"
     )
     args = parser.parse_args()
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.devices))
     lightning.seed_everything(0, verbose=False)  # the same weights whoever starts the ranks
-    data = load(args.data)
+    data = load_digits()
     train = TensorDataset(data.train_images, data.train_labels)
     loader = DataLoader(train, 64 // args.devices, shuffle=True, drop_last=True)
     strategy = CompressedDDPStrategy(args.codec)  # <- the added line
@@ -68,7 +60,7 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    model = Digits(args.lr)
+    model = Digits()
     trainer.fit(
         model,
         loader,

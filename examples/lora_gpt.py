@@ -11,7 +11,7 @@ Python's own library.
 import argparse
 import gzip
 import os
-import pathlib
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ def text_of(file):
     if file is not None:
         data = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     else:
-        files = sorted(pathlib.Path(os.__file__).parent.glob("*.py"))
+        files = sorted(Path(os.__file__).parent.glob("*.py"))
         data = b"".join(path.read_bytes() for path in files)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
@@ -61,8 +61,8 @@ def train(model, optimizer, text, seed, steps, count, warmup=0):
 
 def main():
     parser = argparse.ArgumentParser(description="LoRA of a byte GPT with packed gradients.")
-    parser.add_argument("--text", type=pathlib.Path, help="text to learn first, plain or .gz")
-    parser.add_argument("--base", type=pathlib.Path, help="file that keeps the GPT that learned it")
+    parser.add_argument("--text", type=Path, help="text to learn first, plain or .gz")
+    parser.add_argument("--base", type=Path, help="file that keeps the GPT that learned it")
     parser.add_argument("--codec", default="none", help="none, auto, bfloat16, terngrad, ...")
     parser.add_argument("--group", help="values that share a scale, or row (default: the codec's)")
     parser.add_argument("--precondition", action="store_true", help="in units of second moments")

@@ -8,7 +8,7 @@ What a plain training script has to add: a communicator, a `GradientAverager`, a
 """
 
 import argparse
-import pathlib
+from pathlib import Path
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -31,7 +31,7 @@ def main() -> None:
     )
     parser.add_argument(
         "--data",
-        type=pathlib.Path,
+        type=Path,
         help="folder of MNIST's IDX files (default: scikit-learn's digits)",
     )
     parser.add_argument("--epochs", type=int, default=10)

@@ -12,7 +12,7 @@ shard by shard.
 
 import argparse
 import os
-import pathlib
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,7 @@ def main() -> None:
     )
     parser.add_argument(
         "--data",
-        type=pathlib.Path,
+        type=Path,
         help="folder of MNIST's IDX files (default: scikit-learn's digits)",
     )
     parser.add_argument("--epochs", type=int, default=10)
@@ -84,13 +84,10 @@ def main() -> None:
             averager.average()
             optimizer.step()
         with torch.no_grad():  # every rank: its layers are needed
-            right = [
-                (model(x).argmax(dim=1) == y).float().sum()
-                for x, y in zip(data.test_images.split(500), data.test_labels.split(500))
-            ]
+            scores = torch.cat([model(some) for some in data.test_images.split(500)])
         if dist.get_rank() == 0:
-            accuracy = 100 * float(sum(right)) / len(data.test_labels)
-            print(f"epoch {epoch + 1}: test accuracy {accuracy:.2f} %", flush=True)
+            right = (scores.argmax(dim=1) == data.test_labels).float().mean()
+            print(f"epoch {epoch + 1}: test accuracy {100 * right:.2f} %", flush=True)
     averager.check_replicas()  # of every shard, over its column
     if dist.get_rank() == 0:
         print(f"{averager.stats.compression_ratio:.1f} times fewer bytes than fp32", flush=True)

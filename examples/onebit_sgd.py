@@ -17,20 +17,20 @@ import argparse
 import json
 import math
 import os
-import pathlib
 import statistics
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import gradcomp
+from gradcomp.bench.about import table
 from gradcomp.bench.data import ImageData, load
 from gradcomp.bench.models import LeNet
 from gradcomp.comm import LinkCommunicator, TorchCommunicator
@@ -43,8 +43,11 @@ from gradcomp.onebit_sgd import (
 )
 from gradcomp.plan.links import parse_link
 
-MOMENTUM = 0.9
-WEIGHT_DECAY = 5e-4
+MINIBATCH = 64  # samples of all ranks together, at first
+WARM_START = 0.1  # share of the samples that train in fp32
+LR, MOMENTUM, WEIGHT_DECAY = 0.03, 0.9, 5e-4
+ADAGRAD_LR = 0.003  # once gradients are divided by AdaGrad
+ACCUMULATOR = 1e-4  # AdaGrad's sums of squares at first: with 0 each weight's first change is lr
 
 
 @dataclass(frozen=True)
@@ -99,17 +102,11 @@ class Samples:
 
 
 class Averaged:
-    """A training step without double buffering, with the methods of `DoubleBuffer` that are used
-    here.
+    """A training step without double buffering, with the methods of `DoubleBuffer` that `train`
+    uses.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        codec: object,
-        **options,
-    ):
+    def __init__(self, model, optimizer, codec, **options):
         self._optimizer = optimizer
         self._averager = gradcomp.GradientAverager(model.named_parameters(), codec, **options)
         self.stats, self.check_replicas = self._averager.stats, self._averager.check_replicas
@@ -123,10 +120,6 @@ class Averaged:
         self._averager.average()
         self._optimizer.step()
         return loss.detach()
-
-    def report(self):
-        """Nothing is hidden."""
-        return
 
 
 @dataclass
@@ -145,15 +138,12 @@ def train(row: Row, seed: int, args: argparse.Namespace, data: ImageData, on_sam
     torch.manual_seed(seed)
     model, samples = LeNet(), Samples(data, seed)
     total = args.epochs * len(data.train_labels)
-    warm = int(args.warm_start * total) if row.codec != "fp32" else 0
-    comm = TorchCommunicator()
-    if args.link:
-        comm = LinkCommunicator(
-            comm, bits_per_s=args.link.bits_per_s, latency_s=args.link.latency_s
-        )
-    per_exchange = args.minibatch // (2 if row.halves else 1)
-    # else a first step has every weight move by lr
-    first = {"initial_accumulator_value": args.accumulator}
+    warm = int(WARM_START * total) if row.codec != "fp32" else 0
+    comm, link = TorchCommunicator(), args.link
+    if link:
+        comm = LinkCommunicator(comm, bits_per_s=link.bits_per_s, latency_s=link.latency_s)
+    per_exchange = MINIBATCH // (2 if row.halves else 1)
+    first = {"initial_accumulator_value": ACCUMULATOR}
     transforms = {"local": LocalAdagrad(**first), "aggregate": AggregateAdagrad(**first)}
     options = {
         "warmup_steps": math.ceil(warm / per_exchange),
@@ -161,12 +151,10 @@ def train(row: Row, seed: int, args: argparse.Namespace, data: ImageData, on_sam
     }
     if row.adagrad == "momentum":
         optimizer = MomentumAdagrad(
-            model.parameters(), args.adagrad_lr, MOMENTUM, weight_decay=WEIGHT_DECAY, **first
+            model.parameters(), ADAGRAD_LR, MOMENTUM, weight_decay=WEIGHT_DECAY, **first
         )
     else:
-        optimizer = torch.optim.SGD(
-            model.parameters(), args.lr, MOMENTUM, weight_decay=WEIGHT_DECAY
-        )
+        optimizer = torch.optim.SGD(model.parameters(), LR, MOMENTUM, weight_decay=WEIGHT_DECAY)
     codec = gradcomp.Identity() if row.codec == "fp32" else gradcomp.OneBit()
     trainer = (DoubleBuffer if row.halves else Averaged)(
         model, optimizer, codec, comm=comm, **options
@@ -179,15 +167,16 @@ def train(row: Row, seed: int, args: argparse.Namespace, data: ImageData, on_sam
         for first in range(seen, seen + count - minibatch + 1, minibatch):
             yield trainer.step(loss_fn, *samples.batch(first, minibatch))
 
-    minibatch, seen, seconds, searched, factor = args.minibatch, 0, 0.0, 0, 1.0
-    packed_nbytes = packed_count = 0
+    minibatch, seen, seconds, searched, factor = MINIBATCH, 0, 0.0, 0, 1.0
+    packed: list[int] = []  # bytes sent in each minibatch after the warm start
     while seen + minibatch <= total:
-        # AdaGrad's gradients are of size 1
-        rate = args.lr if not row.adagrad or seen < warm else args.adagrad_lr
         if row.adagrad == "momentum":
-            rate = args.adagrad_lr
-        elif rate == args.adagrad_lr:
-            rate *= 1 - MOMENTUM  # which adds up what is of size 1 to 1 / (1 - MOMENTUM)
+            rate = ADAGRAD_LR
+        elif row.adagrad and seen >= warm:
+            # AdaGrad's gradients are of size 1: momentum adds them up to 1 / (1 - MOMENTUM)
+            rate = ADAGRAD_LR * (1 - MOMENTUM)
+        else:
+            rate = LR
         # TernGrad's schedule
         optimizer.param_groups[0]["lr"] = factor * rate * (1 - seen / total) ** 0.5
         begun = time.perf_counter()
@@ -202,7 +191,7 @@ def train(row: Row, seed: int, args: argparse.Namespace, data: ImageData, on_sam
                 samples=share,
                 current=minibatch,
                 smallest=minibatch,
-                multiple=args.minibatch // 4,
+                multiple=MINIBATCH // 4,
                 progress=False,
             )
             minibatch, factor = choice.minibatch, factor * choice.trial.lr_factor
@@ -211,21 +200,12 @@ def train(row: Row, seed: int, args: argparse.Namespace, data: ImageData, on_sam
         seconds += time.perf_counter() - begun
         seen += minibatch
         if seen - minibatch >= warm:
-            packed_nbytes, packed_count = (
-                packed_nbytes + trainer.stats.bytes_sent - before,
-                packed_count + 1,
-            )
+            packed.append(trainer.stats.bytes_sent - before)
         on_sample(seen)
     trainer.check_replicas()
-    report = trainer.report()
+    hidden = trainer.report().hidden if row.halves else 0.0
     trainer.close()
-    return Result(
-        accuracy(model, data),
-        seconds,
-        packed_nbytes / packed_count,
-        report.hidden if report else 0.0,
-        minibatch,
-    )
+    return Result(accuracy(model, data), seconds, statistics.fmean(packed), hidden, minibatch)
 
 
 def accuracy(model: torch.nn.Module, data: ImageData) -> float:
@@ -235,45 +215,30 @@ def accuracy(model: torch.nn.Module, data: ImageData) -> float:
     rank, world = dist.get_rank(), dist.get_world_size()
     model.eval()
     with torch.no_grad():
-        pairs = zip(
-            data.test_images[rank::world].split(500),
-            data.test_labels[rank::world].split(500),
-            strict=True,
-        )
-        right = torch.stack(
-            [(model(images).argmax(dim=1) == labels).sum() for images, labels in pairs]
-        ).sum()
+        scores = torch.cat([model(images) for images in data.test_images[rank::world].split(500)])
+    right = (scores.argmax(dim=1) == data.test_labels[rank::world]).sum()
     dist.all_reduce(right)
     return 100.0 * int(right) / len(data.test_labels)
 
 
 def show(results: dict[str, list[Result]], seeds: int) -> None:
     """Print the table."""
-    table = Table(title=f"mean and standard deviation of {seeds} seeds")
-    for column in (
-        "",
-        "test accuracy, %",
-        "training, s",
-        "sent a minibatch, kB",
-        "hidden, %",
-        "minibatch",
-    ):
-        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    heads = ["", "test accuracy, %", "training, s", "sent a minibatch, kB", "hidden, %"]
+    rows = []
     for name, runs in results.items():
         spread = statistics.stdev([r.accuracy for r in runs]) if len(runs) > 1 else 0.0
-        table.add_row(
+        sizes = [str(r.minibatch) for r in runs]
+        row = (
             name,
             f"{statistics.fmean(r.accuracy for r in runs):.2f} ± {spread:.2f}",
             f"{statistics.fmean(r.seconds for r in runs):.1f}",
             f"{statistics.fmean(r.nbytes for r in runs) / 1e3:,.1f}",
             f"{100 * statistics.fmean(r.hidden for r in runs):.0f}" if runs[0].hidden else "-",
-            (
-                ", ".join(str(r.minibatch) for r in runs)
-                if len({r.minibatch for r in runs}) > 1
-                else str(runs[0].minibatch)
-            ),
+            ", ".join(sizes) if len(set(sizes)) > 1 else sizes[0],
         )
-    Console(width=120).print(table)
+        rows.append(row)
+    title = f"mean and standard deviation of {seeds} seeds"
+    Console(width=120).print(table([*heads, "minibatch"], rows, title=title))
 
 
 def main() -> None:
@@ -282,35 +247,15 @@ def main() -> None:
     )
     parser.add_argument(
         "--data",
-        type=pathlib.Path,
+        type=Path,
         help="folder of MNIST's IDX files (default: scikit-learn's digits)",
     )
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument(
-        "--minibatch", type=int, default=64, help="samples of all ranks together, at first (64)"
-    )
-    parser.add_argument("--lr", type=float, default=0.03, help="of SGD (0.03)")
-    parser.add_argument(
-        "--adagrad-lr",
-        type=float,
-        default=0.003,
-        help="once gradients are divided by AdaGrad (0.003)",
-    )
-    parser.add_argument(
-        "--accumulator", type=float, default=1e-4, help="AdaGrad's sum of squares at first (1e-4)"
-    )
-    parser.add_argument(
-        "--warm-start",
-        type=float,
-        default=0.1,
-        metavar="SHARE",
-        help="of the samples in fp32 (0.1)",
-    )
-    parser.add_argument(
         "--search-samples",
         type=int,
         default=4096,
-        help="samples of one trial of a minibatch (4096)",
+        help="samples of a trial of a minibatch (4096)",
     )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(
@@ -327,9 +272,7 @@ def main() -> None:
     parser.add_argument(
         "--link", metavar="RATE", help="emulate a slow link between the ranks: 100mbit, 1gbit, ..."
     )
-    parser.add_argument(
-        "--json", type=pathlib.Path, metavar="FILE", help="write every run's figures"
-    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every run's figures")
     args = parser.parse_args()
 
     try:

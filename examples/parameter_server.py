@@ -12,11 +12,12 @@ bit for bit.
 """
 
 import argparse
+import copy
 import os
-import pathlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import rich.progress
 import torch
@@ -36,11 +37,12 @@ MPI_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "PMIX_RANK")
 def main() -> None:
     args = parse()
     data = load(args.data)
+    torch.manual_seed(0)
+    model = LeNet()  # with the same weights in every process
     if args.local:
         torch.set_num_threads(1)
-        run_threads(
-            LocalCommunicator.group(args.local + args.servers), lambda comm: run(comm, data, args)
-        )
+        group = LocalCommunicator.group(args.local + args.servers)
+        run_threads(group, lambda comm: run(comm, copy.deepcopy(model), data, args))
         return
     comm: Communicator
     if any(name in os.environ for name in MPI_VARIABLES):
@@ -51,7 +53,7 @@ def main() -> None:
     else:
         sys.exit("start it with --local N, or under mpirun or torchrun")
     try:
-        run(comm, data, args)
+        run(comm, model, data, args)
     finally:
         comm.close()
         if torch.distributed.is_initialized():
@@ -71,7 +73,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--servers", type=int, default=1, help="the last ranks serve")
     parser.add_argument(
         "--data",
-        type=pathlib.Path,
+        type=Path,
         help="folder of MNIST's IDX files (default: scikit-learn's digits)",
     )
     parser.add_argument("--steps", type=int, default=400)
@@ -83,20 +85,24 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run(comm: Communicator, data: ImageData, args: argparse.Namespace) -> None:
+def run(comm: Communicator, model: LeNet, data: ImageData, args: argparse.Namespace) -> None:
     """Serve, or train as one of the workers."""
     workers = comm.world_size - args.servers
     if comm.rank >= workers:
         serve(comm, args.servers)
         return
     with ParameterClient(comm, args.servers) as client:
-        train(client, comm.rank, workers, data, args)
+        train(client, comm.rank, workers, model, data, args)
 
 
 def train(
-    client: ParameterClient, rank: int, workers: int, data: ImageData, args: argparse.Namespace
+    client: ParameterClient,
+    rank: int,
+    workers: int,
+    model: LeNet,
+    data: ImageData,
+    args: argparse.Namespace,
 ) -> None:
-    model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     step_of_terngrad = TernGradStep(client, model, rank, compressed=args.compressed)
     batches = share_of_batches(len(data.train_labels), args.batch, rank, workers)
@@ -205,16 +211,7 @@ def check(client: ParameterClient, step: TernGradStep, rank: int, workers: int) 
     return "equals gradcomp.all_reduce bit for bit"
 
 
-# ---- model, data, threads ------------------------------------------------------------------------
-
-_seeding = threading.Lock()
-
-
-def make_model() -> LeNet:
-    """Return the same model in every worker, threads of one process included."""
-    with _seeding:
-        torch.manual_seed(0)
-        return LeNet()
+# ---- data and threads ----------------------------------------------------------------------------
 
 
 def share_of_batches(count: int, batch: int, rank: int, workers: int) -> Iterator[Tensor]:

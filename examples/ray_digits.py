@@ -10,8 +10,8 @@ with more epochs; so does Ray by itself after a failure.
 
 import argparse
 import os
-import pathlib
 import tempfile
+from pathlib import Path
 
 import ray
 import ray.train.torch
@@ -19,7 +19,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from gradcomp.bench.data import load
+from gradcomp.bench.data import load_digits
 from gradcomp.bench.models import LeNet
 from gradcomp.integrations import ray as packed
 
@@ -28,11 +28,9 @@ def train(config: dict) -> None:
     """Train as one of the workers."""
     torch.set_num_threads(config["threads"])
     torch.manual_seed(0)
-    data = load(config["data"])
+    data = load_digits()
     model = ray.train.torch.prepare_model(LeNet())
-    optimizer = torch.optim.SGD(
-        model.parameters(), lr=config["lr"], momentum=0.9, weight_decay=5e-4
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9, weight_decay=5e-4)
     state = packed.register(model, config["codec"], optimizer=optimizer)  # <- the added line
     samples = TensorDataset(data.train_images, data.train_labels)
     workers = ray.train.get_context().get_world_size()
@@ -76,21 +74,13 @@ def train(config: dict) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Train LeNet with Ray Train and compressed gradients."
-    )
+    parser = argparse.ArgumentParser(description="LeNet with Ray Train and compressed gradients.")
     parser.add_argument("--codec", default="ternary", help="ternary, onebit, block4 ... (ternary)")
     parser.add_argument("--workers", type=int, default=2, help="processes (2)")
-    parser.add_argument(
-        "--data",
-        type=pathlib.Path,
-        help="folder of MNIST's IDX files (default: scikit-learn's digits)",
-    )
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--lr", type=float, default=0.03)
     parser.add_argument(
         "--checkpoint",
-        type=pathlib.Path,
+        type=Path,
         metavar="DIR",
         help="keep checkpoints here, go on from the last",
     )
@@ -98,13 +88,11 @@ def main() -> None:
 
     ray.init(include_dashboard=False, logging_level="warning")
     forgotten = tempfile.TemporaryDirectory()
-    kept = (args.checkpoint or pathlib.Path(forgotten.name)).resolve()
+    kept = (args.checkpoint or Path(forgotten.name)).resolve()
     last = kept / "last"
     config = {
         "codec": args.codec,
-        "data": args.data and args.data.resolve(),
         "epochs": args.epochs,
-        "lr": args.lr,
         "from": str(last.resolve()) if last.exists() else None,
         "threads": max(1, (os.cpu_count() or 1) // args.workers),
     }

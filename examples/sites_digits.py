@@ -10,17 +10,16 @@ newest weights from one of them.
 
 import argparse
 import math
-import pathlib
 import zlib
 
 import torch
 from torch.nn.functional import cross_entropy
 
-from gradcomp.bench.data import load
+from gradcomp.bench.data import load_digits
 from gradcomp.bench.models import LeNet
 from gradcomp.local import ElasticDiLoCo
 
-BATCH = 20
+BATCH, LR = 20, 0.03
 
 
 def main() -> None:
@@ -37,24 +36,17 @@ def main() -> None:
         help="terngrad, ternary, bf16 ...; terngrad needs a smaller learning rate than the others"
         " if gradients are averaged every step (%(default)s)",
     )
-    parser.add_argument(
-        "--data",
-        type=pathlib.Path,
-        help="folder of MNIST's IDX files (default: scikit-learn's digits)",
-    )
     parser.add_argument("--syncs", type=int, default=60, help="syncs of the run (60)")
     parser.add_argument("--every", type=int, default=10, help="inner steps between syncs (10)")
     parser.add_argument("--late", default="add", help="add or drop a late change (add)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and minibatches")
-    parser.add_argument("--lr", type=float, default=0.03)
-    parser.add_argument("--out", type=pathlib.Path, help="file for the weights at the end")
     args = parser.parse_args()
 
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     model = LeNet()
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, weight_decay=5e-4)
-    data = load(args.data)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9, weight_decay=5e-4)
+    data = load_digits()
     draw = torch.Generator().manual_seed(zlib.crc32(f"{args.site} {args.seed}".encode()))
     with ElasticDiLoCo(
         model,
@@ -69,7 +61,7 @@ def main() -> None:
         print(f"{args.site}: begins after sync {local.syncs}", flush=True)
         while (syncs := local.syncs) < args.syncs:
             for group in optimizer.param_groups:  # a site that comes late has the others' rate
-                group["lr"] = args.lr * (1 + math.cos(math.pi * syncs / args.syncs)) / 2
+                group["lr"] = LR * (1 + math.cos(math.pi * syncs / args.syncs)) / 2
             chosen = torch.randint(len(data.train_labels), (BATCH,), generator=draw)
             optimizer.zero_grad()
             cross_entropy(model(data.train_images[chosen]), data.train_labels[chosen]).backward()
@@ -80,8 +72,6 @@ def main() -> None:
         scores = model.eval()(data.test_images)
     right = (scores.argmax(dim=1) == data.test_labels).float().mean()
     print(f"{args.site}: test accuracy {100 * right:.2f} %", flush=True)
-    if args.out:
-        torch.save(model.state_dict(), args.out)
 
 
 if __name__ == "__main__":

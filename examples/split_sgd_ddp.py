@@ -11,7 +11,7 @@ training, for comparison.
 """
 
 import argparse
-import pathlib
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,7 @@ def main() -> None:
     )
     parser.add_argument(
         "--data",
-        type=pathlib.Path,
+        type=Path,
         help="folder of MNIST's IDX files (default: scikit-learn's digits)",
     )
     parser.add_argument("--epochs", type=int, default=10)
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--momentum", type=float, default=0.9)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--save", type=pathlib.Path, metavar="FILE", help="write the weights as an fp32 checkpoint"
+        "--save", type=Path, metavar="FILE", help="write the weights as an fp32 checkpoint"
     )
     args = parser.parse_args()
 

@@ -11,43 +11,32 @@ one of the others and takes part in the next step.
 
 import argparse
 import datetime
-import pathlib
 
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torchft import Manager, Optimizer, ProcessGroupGloo
 
-from gradcomp.bench.data import load
+from gradcomp.bench.data import load_digits
 from gradcomp.bench.models import LeNet
 from gradcomp.integrations.torchft import ManagedAverager
 
 BATCH = 60  # of all groups, so that any number up to six can share it
+TIMEOUT = datetime.timedelta(seconds=20)  # of every wait
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train LeNet in groups that come and go.")
     parser.add_argument("--group", type=int, required=True, help="number of this replica group")
     parser.add_argument("--codec", default="ternary", help="ternary, onebit, block4 ... (ternary)")
-    parser.add_argument("--precondition", action="store_true", help="units of second moments")
-    parser.add_argument("--groups", type=int, default=1, help="fewest that a step needs (1)")
-    parser.add_argument("--sync-quorum", action="store_true", help="heal before the forward pass")
-    parser.add_argument(
-        "--data",
-        type=pathlib.Path,
-        help="folder of MNIST's IDX files (default: scikit-learn's digits)",
-    )
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--seed", type=int, default=0, help="of weights and minibatches")
-    parser.add_argument("--lr", type=float, default=0.03)
-    parser.add_argument("--timeout", type=float, default=20.0, help="of every wait, seconds (20)")
-    parser.add_argument("--out", type=pathlib.Path, help="file for the weights at the end")
     args = parser.parse_args()
 
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     model = LeNet()
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, weight_decay=5e-4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9, weight_decay=5e-4)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 
@@ -55,28 +44,24 @@ def main() -> None:
         for name, part in parts.items():
             part.load_state_dict(state[name])
 
-    timeout = datetime.timedelta(seconds=args.timeout)
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     manager = Manager(
-        pg=ProcessGroupGloo(timeout=timeout),
+        pg=ProcessGroupGloo(timeout=TIMEOUT),
         load_state_dict=load_state_dict,
         state_dict=lambda: {name: part.state_dict() for name, part in parts.items()},
-        min_replica_size=args.groups,
-        use_async_quorum=not args.sync_quorum,
+        min_replica_size=1,  # fewest groups that a step needs
         replica_id=f"group_{args.group}",
         store_addr="localhost",  # torchrun has these four in the environment
         store_port=store.port,
         rank=0,
         world_size=1,
-        timeout=timeout,
-        quorum_timeout=timeout,
-        connect_timeout=timeout,
+        timeout=TIMEOUT,
+        quorum_timeout=TIMEOUT,
+        connect_timeout=TIMEOUT,
     )
-    averager = ManagedAverager(
-        manager, model, args.codec, optimizer=optimizer, precondition=args.precondition
-    )
+    averager = ManagedAverager(manager, model, args.codec, optimizer=optimizer)
     managed = Optimizer(manager, optimizer)
-    data = load(args.data)
+    data = load_digits()
     while (step := manager.current_step()) < args.steps:
         managed.zero_grad()  # asks who is there
         rank, groups = manager.participating_rank() or 0, max(1, manager.num_participants())
@@ -92,8 +77,6 @@ def main() -> None:
         scores = model.eval()(data.test_images)
     right = (scores.argmax(dim=1) == data.test_labels).float().mean()
     print(f"group {args.group}: test accuracy {100 * right:.2f} %", flush=True)
-    if args.out:
-        torch.save(model.state_dict(), args.out)
     averager.close()
     manager.shutdown(wait=False)
 

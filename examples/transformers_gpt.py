@@ -11,8 +11,8 @@ last checkpoint, bit for bit.
 
 import argparse
 import os
-import pathlib
 import tempfile
+from pathlib import Path
 
 import torch
 from transformers import (
@@ -29,9 +29,9 @@ from gradcomp.integrations.transformers import CompressedTrainer
 LENGTH = 128  # tokens of a sample
 
 
-def tokens_of(file: pathlib.Path | None, tokenizer: str | None) -> torch.Tensor:
+def tokens_of(file: Path | None, tokenizer: str | None) -> torch.Tensor:
     """Return the tokens of a text, of a few files of Python's own library where none is given."""
-    files = [file] if file else sorted(pathlib.Path(os.__file__).parent.glob("*.py"))[:20]
+    files = [file] if file else sorted(Path(os.__file__).parent.glob("*.py"))[:20]
     data = b"".join(path.read_bytes() for path in files)
     if tokenizer is None:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).long()
@@ -48,9 +48,7 @@ def main() -> None:
         "--model",
         help="a model to fine-tune, by name or folder (default: random weights, on bytes)",
     )
-    parser.add_argument(
-        "--text", type=pathlib.Path, metavar="FILE", help="default: Python's own library"
-    )
+    parser.add_argument("--text", type=Path, metavar="FILE", help="default: Python's own library")
     parser.add_argument(
         "--codec",
         default="auto",
@@ -62,7 +60,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument(
         "--output",
-        type=pathlib.Path,
+        type=Path,
         metavar="DIR",
         help="checkpoints; goes on from the last one there",
     )
