@@ -7,7 +7,6 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from gradcomp import waits
 from gradcomp.comm.mpi_channels import end_job
@@ -43,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         show(found, plain=options.plain)
     if options.json not in (None, "-"):
         try:
-            Path(options.json).write_text(f"{text}\n", encoding="utf-8")
+            options.json.write_text(f"{text}\n", encoding="utf-8")
         except OSError as error:
             say(f"--json: {error}")
             return BAD_USE

@@ -12,8 +12,7 @@ import os
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from gradcomp.comm.addresses import INTERFACE_VARIABLE
 from gradcomp.comm.store import SETUP_VARIABLE
@@ -38,23 +37,20 @@ MUST_AGREE = ("gradcomp", "wire format", "torch")
 
 Found = Mapping[str, Any]  # see `gradcomp.doctor.session.examine`
 Card = Mapping[str, Any]  # see `gradcomp.doctor.card.card`
-Level = Literal["wrong", "note"]
-Said = Iterator[tuple[Level, str, str]]  # level, text and remedy of findings
+Level = Literal["wrong", "note"]  # "wrong" changes the exit status
+Said = Iterator[tuple[Level, str, str]]  # level, text and remedy ("" for none) of findings
 
 
-class Finding(NamedTuple):
-    """Result of a check."""
-
-    level: str  # "wrong", which changes the exit status, or "note"
-    topic: str  # section of the report, a key of `CHECKS`
-    text: str
-    do: str  # remedy, "" for none
-
-
-def findings(found: Found) -> list[Finding]:
-    """Return the findings of all checks on a dictionary of `gradcomp.doctor.session.examine`."""
-    said = ((topic, one) for topic, check in CHECKS.items() for one in check(found))
-    return [Finding(level, topic, *rest) for topic, (level, *rest) in said]
+def findings(found: Found) -> list[dict[str, str]]:
+    """Return the findings of all checks on a dictionary of `gradcomp.doctor.session.examine`, each
+    with its ``level``, ``topic`` (section of the report, a key of `CHECKS`), ``text`` and ``do``
+    (remedy).
+    """
+    return [
+        {"level": level, "topic": topic, "text": text, "do": remedy}
+        for topic, check in CHECKS.items()
+        for level, text, remedy in check(found)
+    ]
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -150,16 +146,14 @@ def _versions(found: Found) -> Said:
         yield "wrong", text, "start all of them with one"
 
 
-def _entry(card: Card, what: str, name: str) -> str:
-    return str(card[what].get(name, "none"))
-
-
 def _differing(cards: Sequence[Card], what: str) -> Iterator[tuple[str, str]]:
     """Yield the keys of the cards' dictionary `what` whose values differ between ranks, and these
     values as text.
     """
     for name in dict.fromkeys(name for card in cards for name in card[what]):
-        values = by(cards, partial(_entry, what=what, name=name))
+        values: dict[str, list[int]] = defaultdict(list)
+        for card in cards:
+            values[str(card[what].get(name, "none"))].append(card["rank"])
         if len(values) > 1:
             yield name, _listed(values)
 
@@ -274,38 +268,48 @@ def _link(found: Found) -> Said:
         if pair["failed"] and not found["silent"]:  # a silent rank is reported already
             text = f"{ranks_text(pair['ranks'])} do not reach each other: {pair['failed']}"
             yield "wrong", text, "look for a firewall, or another interface"
-    kinds: tuple[tuple[str, Level], ...] = ("between", "wrong"), ("inside", "note")
-    for kind, level in kinds:
-        some = [
-            pair
-            for pair in pairs
-            if not pair["failed"]
-            and are_apart([card for card in cards if card["rank"] in pair["ranks"]])
-            == (kind == "between")
-        ]
-        rate = statistics.median(pair["bits_per_s"] for pair in some) if some else 0.0
-        for pair in [pair for pair in some if pair["bits_per_s"] * OUTLIER < rate][:5]:
-            slow = f"{ranks_text(pair['ranks'])}: {format_rate(pair['bits_per_s'])}"
-            text = f"{slow}, where pairs {kind} hosts have {format_rate(rate)}"
-            yield level, text, "look at the cable, the port and the interface of these hosts"
-        speeds = [i.mbit * 1e6 for card in cards for i in _used(card) if i.mbit]
-        if some and kind == "between" and speeds and rate < SLOW_LINK * min(speeds):
-            said = f"over interfaces that say {format_rate(min(speeds))}"
-            remedy = (
-                "something between the hosts is slower (a switch, a limit, another job): iperf3"
-                " shows whether it is the network"
-            )
-            yield "note", f"pairs between hosts have {format_rate(rate)} {said}", remedy
-        latency = statistics.median(pair["latency_s"] for pair in some) if some else 0.0
-        others = by(cards, lambda card: card.get("congestion") or "bbr")
-        others.pop("bbr", None)
-        if kind == "between" and latency >= FAR_S and others:
-            text = f"messages between hosts take {format_seconds(latency)}, and TCP uses"
-            remedy = (
-                "if packets are lost on the way, sysctl net.ipv4.tcp_congestion_control=bbr on"
-                " every host makes a connection many times faster"
-            )
-            yield "note", f"{text} {_listed(others)}", remedy
+    host_of = {card["rank"]: card["identity"] for card in cards}
+    good = [pair for pair in pairs if not pair["failed"]]
+    between = [pair for pair in good if len({host_of[rank] for rank in pair["ranks"]}) == 2]
+    inside = [pair for pair in good if pair not in between]
+    yield from _slow_pairs(between, "between", "wrong")
+    if between:
+        yield from _slow_network(cards, between)
+    yield from _slow_pairs(inside, "inside", "note")
+
+
+def _slow_pairs(pairs: Sequence[Found], kind: str, level: Level) -> Said:
+    """Check for pairs that are slower than most others `kind` ("between", "inside") hosts."""
+    usual = statistics.median(pair["bits_per_s"] for pair in pairs) if pairs else 0.0
+    for pair in [pair for pair in pairs if pair["bits_per_s"] * OUTLIER < usual][:5]:
+        slow = f"{ranks_text(pair['ranks'])}: {format_rate(pair['bits_per_s'])}"
+        text = f"{slow}, where pairs {kind} hosts have {format_rate(usual)}"
+        yield level, text, "look at the cable, the port and the interface of these hosts"
+
+
+def _slow_network(cards: Sequence[Card], pairs: Sequence[Found]) -> Said:
+    """Check for a network between hosts that is slower than their interfaces, or so far away that
+    lost packets matter.
+    """
+    rate = statistics.median(pair["bits_per_s"] for pair in pairs)
+    speeds = [i.mbit * 1e6 for card in cards for i in _used(card) if i.mbit]
+    if speeds and rate < SLOW_LINK * min(speeds):
+        said = f"over interfaces that say {format_rate(min(speeds))}"
+        remedy = (
+            "something between the hosts is slower (a switch, a limit, another job): iperf3"
+            " shows whether it is the network"
+        )
+        yield "note", f"pairs between hosts have {format_rate(rate)} {said}", remedy
+    latency = statistics.median(pair["latency_s"] for pair in pairs)
+    others = by(cards, lambda card: card.get("congestion") or "bbr")
+    others.pop("bbr", None)
+    if latency >= FAR_S and others:
+        text = f"messages between hosts take {format_seconds(latency)}, and TCP uses"
+        remedy = (
+            "if packets are lost on the way, sysctl net.ipv4.tcp_congestion_control=bbr on"
+            " every host makes a connection many times faster"
+        )
+        yield "note", f"{text} {_listed(others)}", remedy
 
 
 def _timeouts(found: Found) -> Said:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from gradcomp.arguments import Parser, count, counts, to_write
+from gradcomp.arguments import Parser, check_number, count, counts, to_write
 from gradcomp.plan.accuracy import TOLERANCES, check_optimizer
 from gradcomp.plan.links import parse_seconds
 
 SUFFIXES = {"k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}
-SECONDS = "a number of seconds above 0, at most 1e6"
 PARAMETERS = "a number of parameters such as 25000000, 25e6 or 25M"
-NOTHING = 1e-300
 EPILOG = """\
 examples:
   this machine alone, and how to start it on several ranks:
@@ -36,18 +34,17 @@ begins with "wrong"), 2 for a command line that is not understood. Notes do not 
 
 
 def _number(
-    what: str, least: float, most: float, read: Callable[[str], float] = float
+    what: str, low: float, high: float, ends: str = "[]", read: Callable[[str], float] = float
 ) -> Callable[[str], float]:
-    """Return a `type` for argparse that parses a number above `least` and at most `most`."""
+    """Return a `type` for argparse that reads a number within bounds, which are as in
+    `gradcomp.arguments.check_number`; `what` describes it in the message.
+    """
 
     def parse(text: str) -> float:
         try:
-            value = read(text)
+            return check_number(what, read(text), low, high, ends)
         except ValueError:
-            value = math.nan
-        if not least < value <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-        return value
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
 
     return parse
 
@@ -62,6 +59,10 @@ def _duration(text: str) -> float:
 def _count(text: str) -> float:
     scale = SUFFIXES.get(text[-1:].lower(), 1.0)
     return scale * float(text[:-1] if scale > 1 else text)
+
+
+def _json(text: str) -> str | Path:
+    return text if text == "-" else to_write(text)
 
 
 def _optimizer(text: str) -> str:
@@ -99,11 +100,12 @@ the timeouts that your script sets
     of torch, 1800)
 """
 TYPES: dict[str, Callable[[str], Any]] = {
-    "S": _number(SECONDS, 0.0, 1e6),
-    "N": _number(PARAMETERS, 0.999, 1e12, _count),
-    "SECONDS": _number(SECONDS, -NOTHING, 1e6, _duration),
+    "S": _number("a number of seconds above 0, at most 1e6", 0.0, 1e6, "(]"),
+    "FILE": _json,
+    "N": _number(PARAMETERS, 1.0, 1e12, read=_count),
+    "SECONDS": _number("a number of seconds from 0 to 1e6", 0.0, 1e6, read=_duration),
     "NAME": _optimizer,
-    "NATS": _number("a loss in nats of at least 0", -NOTHING, 1e6),
+    "NATS": _number("a loss in nats of at least 0", 0.0, 1e6),
     "H": count,
     "PIDS": counts,
 }  # by placeholder; other values are strings
@@ -127,14 +129,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line; an invalid option ends the program with status 2."""
-    parser = build_parser()
-    options = parser.parse_args(argv)
-    if options.json not in (None, "-"):
-        try:
-            to_write(options.json)
-        except argparse.ArgumentTypeError as error:
-            parser.error(f"--json {error}")
-    return options
+    return build_parser().parse_args(argv)
 
 
 def agreed(options: argparse.Namespace) -> dict[str, Any]:

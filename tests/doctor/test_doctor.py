@@ -481,7 +481,7 @@ def example(**more):
     }
     found |= limits() | probe(error="PeerLost", seconds=1.0) | more
     found["world_size"] = more.get("world_size", len(found["ranks"]))
-    said = [one._asdict() for one in judge.findings(found)]
+    said = judge.findings(found)
     return {"findings": said, "status": int(any(f["level"] == "wrong" for f in said))} | found
 
 
