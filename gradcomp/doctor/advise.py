@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from gradcomp.doctor.pairs import measured
 from gradcomp.plan.accuracy import written
 from gradcomp.plan.costs import LocalSteps
 from gradcomp.plan.links import Link, Node
@@ -35,10 +36,8 @@ def link_of(
         identities: identity of every rank's host.
         pairs: measurements of `gradcomp.doctor.pairs.measure_all`.
     """
-    good = [pair for pair in pairs if not pair["failed"]]
+    apart, inside = measured(pairs, identities)
     counts = {host: identities.count(host) for host in identities}
-    apart = [pair for pair in good if len({identities[rank] for rank in pair["ranks"]}) == 2]
-    inside = [pair for pair in good if pair not in apart]
     if len(counts) == 1 or len(set(counts.values())) > 1 or not apart:
         used = apart or inside
         return (_middle(used), ALONE, len(identities)) if used else None

@@ -18,6 +18,7 @@ from gradcomp.comm.addresses import INTERFACE_VARIABLE
 from gradcomp.comm.store import SETUP_VARIABLE
 from gradcomp.doctor.card import PROTOCOL
 from gradcomp.doctor.interfaces import Interface
+from gradcomp.doctor.pairs import measured
 from gradcomp.errors import PeerLost
 from gradcomp.plan.links import format_rate, format_seconds
 from gradcomp.version import __version__
@@ -268,10 +269,7 @@ def _link(found: Found) -> Said:
         if pair["failed"] and not found["silent"]:  # a silent rank is reported already
             text = f"{ranks_text(pair['ranks'])} do not reach each other: {pair['failed']}"
             yield "wrong", text, "look for a firewall, or another interface"
-    host_of = {card["rank"]: card["identity"] for card in cards}
-    good = [pair for pair in pairs if not pair["failed"]]
-    between = [pair for pair in good if len({host_of[rank] for rank in pair["ranks"]}) == 2]
-    inside = [pair for pair in good if pair not in between]
+    between, inside = measured(pairs, [card["identity"] for card in cards])
     yield from _slow_pairs(between, "between", "wrong")
     if between:
         yield from _slow_network(cards, between)

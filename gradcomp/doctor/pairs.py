@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +50,17 @@ def rounds(world_size: int) -> list[list[tuple[int, int]]]:
         out.append([(min(pair), max(pair)) for pair in facing if min(pair) >= 0])
         seats = [seats[0], seats[-1], *seats[1:-1]]
     return out
+
+
+def measured(
+    pairs: Sequence[Mapping[str, Any]], hosts: Sequence[str]
+) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
+    """Return the successful measurements of `measure_all` between two hosts, and inside one.
+    `hosts` has the identity of every rank's host.
+    """
+    good = [pair for pair in pairs if not pair["failed"]]
+    between = [pair for pair in good if len({hosts[rank] for rank in pair["ranks"]}) == 2]
+    return between, [pair for pair in good if pair not in between]
 
 
 def measure_all(comm: Communicator, words: Words, deadline: float) -> list[dict[str, Any]]:
