@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from gradcomp.arguments import check_integer, check_number
 from gradcomp.comm.base import Channel, Communicator
 from gradcomp.errors import GradcompError
-from gradcomp.exchange.agree import agree, gather
+from gradcomp.exchange.agree import Shown, agree, gather
 from gradcomp.onebit_sgd.restore import rolled_back
 
 Train = Callable[[int, int], Iterable[float | Tensor]]
@@ -162,7 +162,8 @@ def find_batch_size(
     numbers = {"step": step, "factor": factor, "margin": margin}
     arguments = counts | bounds | numbers | {"per_sample_lr": per_sample_lr}
     called, channel = "find_batch_size", Channel.CONTROL
-    agree(comm, arguments, timeout_s, called=called, phase="batch_size", channel=channel)
+    values = {name: Shown(value, repr(value)) for name, value in arguments.items()}
+    agree(comm, values, timeout_s, called=called, phase="batch_size", channel=channel)
     for name, value in (counts | {k: v for k, v in bounds.items() if v is not None}).items():
         check_integer(name, value, 1)
     for (name, number), least in zip(numbers.items(), (1.01, 1.0, 0.0), strict=True):
