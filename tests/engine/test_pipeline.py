@@ -99,6 +99,8 @@ def test_a_task_ends_once_even_if_its_pipeline_is_gone(monkeypatch):
     pipeline, ended = Pipeline(2), []
     (gate, thread) = submit_stuck(pipeline, done=ended.append), pipeline._threads[1]
     pipeline.submit(Task([nothing, nothing], ended.append))
+    while not pipeline._inboxes[1].qsize():  # it waits for the second stage
+        time.sleep(0.01)
     pipeline.fail(ValueError("lost"))
     del pipeline
     gc.collect()
