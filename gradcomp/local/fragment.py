@@ -43,8 +43,8 @@ class Fragment:
         optimizer: the optimizer of the anchors.
         syncs: number of syncs that were applied.
         progress: text of the local steps' progress, compared over the ranks in every exchange.
-        due: inner step after which the averages of a delayed exchange are applied; None: none is
-            under way.
+        due: inner step after which the averages of a delayed exchange are applied; None without
+            an exchange under way.
         held: averages have been received and are in the anchors' ``grad``.
     """
 
