@@ -68,7 +68,7 @@ class Checkpoints:
                 kind = type(one).__name__
                 raise TypeError(f"{name} must have state_dict and load_state_dict, got {kind}")
         self._folder, self._state, self._shared, self._keep = Path(folder), state, shared, keep
-        self._comm = comm or default_or_alone()
+        self._given_comm = comm
         self._timeout_s = timeout_s
         self._writes_shared = every_rank or self._comm.rank == 0
         self._has_own_weights = getattr(state, "own_weights", False)
@@ -163,6 +163,11 @@ class Checkpoints:
         return step
 
     # ---- parts -----------------------------------------------------------------------------------
+
+    @property
+    def _comm(self) -> Communicator:
+        """The communicator: a new default one after a failure."""
+        return self._given_comm or default_or_alone()
 
     def _write(self, folder: Path) -> None:
         """Write this rank's files."""

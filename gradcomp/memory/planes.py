@@ -112,9 +112,14 @@ class Planes:
         self._committed.clear()
 
     def rescale(self, factor: float) -> None:
-        """Multiply all values of both planes by `factor`, in place."""
+        """Multiply all values of both planes by `factor`, in place. Products beyond the range of
+        the dtype become its largest number: Inf would make every later step non-finite.
+        """
         for plane in self._planes:
             kernels.of(plane.device).rescale(plane, factor)
+            if factor > 1:
+                largest = torch.finfo(plane.dtype).max
+                plane.clamp_(-largest, largest)
 
     def state(self, names: Mapping[int, str]) -> dict[str, Tensor]:
         """Return copies of all current values by parameter name; empty if nothing was written."""

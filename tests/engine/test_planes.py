@@ -97,6 +97,16 @@ def test_rescale_and_state():
     assert torch.equal(other.current(8), state["b"])
 
 
+def test_a_residual_that_a_larger_loss_scale_would_make_inf_stays_finite():
+    planes = Planes({0: 3})
+    planes.replace({0: torch.tensor([3e38, -3e38, 1e38])})
+    planes.rescale(2.0)
+    largest = torch.finfo(torch.float32).max
+    assert planes.current(0).tolist() == [largest, -largest, 2 * torch.tensor(1e38).item()]
+    planes.rescale(0.5)
+    assert planes.current(0).isfinite().all()
+
+
 @pytest.mark.parametrize(
     "state",
     [

@@ -18,7 +18,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from test_conformance import ENTRIES
 
-from gradcomp import PeerMismatch
+from gradcomp import PeerLost, PeerMismatch
 from gradcomp.checkpoint import Checkpoints, write_saved
 from gradcomp.files import read_saved
 
@@ -307,6 +307,25 @@ def test_a_save_that_failed_takes_no_place_of_those_to_keep(tmp_path):
     checkpoints.save(40)
     dist.barrier()
     assert steps_in(tmp_path) == [20, 40]
+
+
+@pytest.mark.slow
+@each_rank(2)
+def test_a_save_that_another_rank_was_late_for_can_be_repeated(tmp_path):
+    """The timeout breaks the communicator that checkpoints share with `all_reduce`."""
+    checkpoints = of_ranks(tmp_path, timeout_s=1)
+    checkpoints.save(4)
+    if dist.get_rank() == 0:
+        with pytest.raises(PeerLost, match="save or load of its Checkpoints"):
+            checkpoints.save(5)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        with pytest.raises(PeerLost):
+            checkpoints.save(5)
+    dist.barrier()
+    checkpoints.save(6)
+    dist.barrier()
+    assert of_ranks(tmp_path).load() == 6
 
 
 @pytest.mark.slow
