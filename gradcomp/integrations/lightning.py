@@ -42,7 +42,7 @@ class CompressedDDPStrategy(DDPStrategy):  # type: ignore[misc]  # mypy does not
     gradients and for split optimizers.
 
     Args:
-        codec: codec or name; "auto" needs a module with one optimizer.
+        codec: codec or name; "auto" chooses by all optimizers of the module.
         others: options of `gradcomp.ddp.register`, and arguments of Lightning's DDPStrategy and of
             DistributedDataParallel: ``CompressedDDPStrategy("onebit", warmup_steps=100,
             find_unused_parameters=True)``.
