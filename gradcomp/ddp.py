@@ -70,6 +70,7 @@ class CompressionState(Controls):
     _detached = False
     _handled: BaseException | None = None
     _task = -1  # number of the backward pass whose step has not finished; -1: none
+    _count = 0  # buckets so far in this backward pass
 
     @takes(CommonOptions)
     def __init__(
@@ -245,10 +246,12 @@ class CompressionState(Controls):
         in_backward = task != -1
         # in the first backward of a static graph every bucket has index 0, and none is the last
         is_more = in_backward and bucket.index() == 0 and task == self._task
-        is_second = is_more and len(self._step.buckets) == 1
+        # DDP launches buckets in order, also in inner backward passes of checkpointing
+        is_first = bucket.index() == 0 and not is_more
+        self._count = 1 if is_first else self._count + 1
+        is_second = is_more and self._count == 2
         try:
-            # DDP launches buckets in order, also in inner backward passes of checkpointing
-            if bucket.index() == 0 and not is_more:
+            if is_first:
                 self._task = task
                 self._step = engine.begin()
                 if self._fused is not None:

@@ -3,6 +3,7 @@
 import re
 import time
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradcomp
 import gradcomp.ddp
-from gradcomp import Identity, OneBit, PeerMismatch, TernGrad, UnsupportedTensor
+from gradcomp import GradcompError, Identity, OneBit, PeerMismatch, TernGrad, UnsupportedTensor
 
 
 def trained(codec, ddp=None, dtype=torch.float32, **options):
@@ -79,6 +80,32 @@ def test_other_modes_of_ddp_and_a_hook_registered_by_hand_are_the_same_run():
     runs = {bits(model), *(trained(OneBit(), mode) for mode in modes)}
     assert len(runs) == 1
     return runs
+
+
+class Mixed(nn.Module):
+    """A layer of each of so many dtypes: as many buckets in the first step of a static graph."""
+
+    def __init__(self, count):
+        super().__init__()
+        dtypes = (torch.float32, torch.bfloat16, torch.float16)[:count]
+        self.layers = nn.ModuleList(nn.Linear(64, 64, dtype=dtype) for dtype in dtypes)
+
+    def forward(self, x):
+        return sum(layer(x.to(layer.weight.dtype)).float().sum() for layer in self.layers)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@each_rank(2)
+def test_a_first_step_of_a_static_graph_that_cannot_begin_is_an_error(count):
+    """DDP gives each of its buckets the index 0 then, and says of none that it is the last."""
+    model = DDP(Mixed(count), static_graph=True)
+    with gradcomp.ddp.register(model, OneBit(), min_numel=0) as state:
+        with (
+            mock.patch.object(state._engine, "begin", side_effect=GradcompError("no step")),
+            pytest.raises(GradcompError, match="no step"),
+        ):
+            model(torch.ones(1, 64)).backward()
+        assert all(p.grad.isnan().all() for p in model.parameters())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
