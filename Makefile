@@ -24,7 +24,7 @@ TORCH_TESTS := amp averager bench_measure codecs ddp double_buffer exchange fuse
 NATIVE := $(shell find native -type f \( -name '*.[ch]' -o -name '*.txt' -o -name '*.py' \))
 EXTENSION := gradcomp/_gc.abi3.so
 
-.PHONY: help demo docs figures test quick test-torch test-framework promises coverage mutants soak test-long test-triton test-triton-long test-cuda lint native-test native-test-aarch64 fuzz fuzz-kernels wheels release build tools everything mpi test-together test-timed clean distclean
+.PHONY: help demo docs figures test quick test-torch test-framework promises coverage mutants soak test-long test-triton test-triton-long test-cuda lint native-test native-test-aarch64 fuzz fuzz-kernels wheels release hashes build tools everything mpi test-together test-timed clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -45,6 +45,7 @@ help:
 	@echo 'make fuzz         kernels, payloads, messages and states under coverage-guided fuzzing: an hour each (FUZZ_SECONDS=60; Debian: clang, libclang-rt-dev)'
 	@echo 'make wheels       wheels for x86_64 and aarch64 in dist, checked       (WHEEL_PYTHONS="python3.10 python3.13", WHEEL_AARCH64=root)'
 	@echo 'make release      make wheels, the source archive, a list of all packages (SBOM), known vulnerabilities, checksums: all in dist'
+	@echo 'make hashes       after a change of constraints.txt: the hashes of what CI installs (.ci/hashes.txt), on Linux x86_64 with Python 3.11'
 	@echo 'make docs         the documentation site, warnings are errors: build/docs/index.html'
 	@echo 'make figures      write the measured figures of README and docs from docs/results'
 	@echo 'make build        .venv with what the demo needs, and the extension (PYTHON=python3.12, VENV=elsewhere)'
@@ -206,6 +207,12 @@ release: wheels
 	$(VENV)-wheels/bin/cyclonedx-py requirements --pyproject pyproject.toml --mc-type library --output-reproducible -o dist/sbom.json constraints.txt
 	$(AUDIT)
 	cd dist && sha256sum *.whl *.tar.gz sbom.json >SHA256SUMS && cat SHA256SUMS
+
+hashes: build
+	$(BIN)/python -m pip install -q --dry-run --ignore-installed --no-deps --report build/report.json -r constraints.txt
+	@$(BIN)/python -c 'import json; found = {f["metadata"]["name"]: f for f in json.load(open("build/report.json"))["install"]}; \
+		[print("{}=={} --hash=sha256:{}".format(name, f["metadata"]["version"], f["download_info"]["archive_info"]["hashes"]["sha256"])) \
+		for name, f in sorted(found.items(), key=lambda one: one[0].lower()) if name != "torch"]' > .ci/hashes.txt
 
 build: $(BUILT)
 	@test -e $(EXTENSION) || { rm $(BUILT) && $(MAKE) --no-print-directory $(BUILT); }

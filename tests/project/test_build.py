@@ -37,6 +37,19 @@ def test_one_version_everywhere():
     assert newest and newest[1] == gradcomp.__version__
 
 
+def pins_of(path):
+    """Return {package: version} of a file of pins."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    found = re.findall(r"^([\w.-]+)==([\w.]+)", text, re.MULTILINE)
+    return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in found}
+
+
+def test_ci_knows_the_hash_of_every_package():
+    pins = pins_of("constraints.txt")
+    del pins["torch"]  # from another index, or from disk
+    assert pins_of(".ci/hashes.txt") == pins, "make hashes"
+
+
 @pytest.mark.parametrize("version", ["1.13.1", "2.7.1", "2.16.0", "3.0.0a0+git1234", "unknown"])
 def test_a_torch_that_was_not_tried_is_named(version):
     with pytest.warns(UserWarning, match=r"2\.8 to 2\.15") as caught:
