@@ -11,8 +11,10 @@ from gradcomp import Block
 from gradcomp.bench import methods, trainer
 from gradcomp.bench.methods import parse, wrap
 from gradcomp.bench.models import ByteGPT
+from gradcomp.bench.optimizers import OPTIMIZERS
 from gradcomp.bench.predict import planned
 from gradcomp.bench.workloads import Settings
+from gradcomp.comm import LocalCommunicator
 from gradcomp.plan.costs import LocalSteps, plan_buckets
 from gradcomp.plan.models import find_model
 
@@ -157,6 +159,66 @@ def test_the_planner_knows_the_method_as_it_travels(
 )
 def test_the_planner_does_not_know(name):
     assert planned(name, 2) is None
+
+
+KINDS = (
+    "none",
+    "onebit",
+    "auto",
+    "ternary:every=2",
+    "onebit:double",
+    "fsdp2",
+    "fsdp2:onebit,weights=block8",
+)
+
+
+def trained(name):
+    """Return the loss of a byte GPT before and after three steps with a method."""
+    torch.manual_seed(0)
+    model = ByteGPT(16, 2, 2, 8)
+    ready = wrap(model, parse(name), lambda m: OPTIMIZERS["adamw"](m, 0.02), min_numel=0)
+    x = torch.arange(64).view(8, 8) + torch.distributed.get_rank()
+    workload = SimpleNamespace(
+        loss=lambda model, x: nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten()),
+        settings=Settings(1, 8, None, 0.0, {}),
+    )
+    with torch.no_grad():
+        before = workload.loss(ready.model, x).item()
+    for _ in range(3):
+        trainer._step(ready, workload, model, x)
+    with torch.no_grad():
+        after = workload.loss(ready.model, x).item()
+    if hasattr(ready.state, "close"):
+        ready.state.close()
+    return before, after
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_method_trains(gloo, name):
+    for before, after in gloo(2, trained, name):
+        assert after < before - 0.3, (before, after)
+
+
+def test_what_muon_trains_is_the_hidden_matrices(monkeypatch):
+    model = ByteGPT(16, 2, 2, 8)
+    muon, adamw = OPTIMIZERS["muon"](model, 0.02)
+    names = {id(p): name for name, p in model.named_parameters()}
+    found = {names[id(p)] for group in muon.param_groups for p in group["params"]}
+    assert found == {
+        n for n, p in model.named_parameters() if n.startswith("blocks") and p.ndim == 2
+    }
+    rest = {names[id(p)] for group in adamw.param_groups for p in group["params"]}
+    assert rest == set(names.values()) - found
+    assert adamw.param_groups[0]["lr"] == 0.002
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(ValueError, match=r"torch .* has no Muon: 2\.9 or newer does"):
+        OPTIMIZERS["muon"](model, 0.02)
+
+
+def test_fsdp2_and_mpi_are_not_one_method():
+    (comm,) = LocalCommunicator.group(1)
+    with pytest.raises(ValueError, match="fsdp2: FSDP2 moves bytes over torch's process group"):
+        wrap(nn.Linear(4, 4), parse("fsdp2"), lambda m: [], comm)
 
 
 def averages(name):

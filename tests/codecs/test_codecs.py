@@ -161,6 +161,21 @@ def test_wrong_arguments_are_value_errors_with_the_value(make, word):
         make()
 
 
+@pytest.mark.parametrize("options", [{"scale": "own"}, {"clip_sigma": 2.5}, {"seed": 1}])
+def test_options_of_terngrad_name_it(options):
+    ((name, value),) = options.items()
+    said = rf"Ternary has no option {name}: write TernGrad\({name}={value!r}\)"
+    with pytest.raises(TypeError, match=said):
+        Ternary(**options)
+
+
+def test_ternary_has_neither_exact_sums_nor_other_options():
+    with pytest.raises(ValueError, match=r'TernGrad\(second_phase="exact"\) has it'):
+        Ternary(second_phase="exact")
+    with pytest.raises(TypeError, match="Ternary has no option 'steps'"):
+        Ternary(steps=1.8)
+
+
 @pytest.mark.parametrize("names", [("fp32", "float32"), ("bf16", "bfloat16")])
 def test_identity_takes_names_of_dtypes_and_torch_s(names):
     same = [Identity(name) for name in (*names, getattr(torch, names[1]))]
