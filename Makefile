@@ -97,17 +97,20 @@ promises: tools
 
 # A folder on PYTHONPATH in place of an environment, so that the Pythons of .venv, .venv-mpich, .venv-openmpi and .venv-triton all measure
 # themselves (sitecustomize). Each process writes a file of its own; the status is that of the tests, or 1 where a file is under 90 %.
+# What tests of time measure means nothing under a tracer: what they reach counts, their outcome does not.
 COVERED := $(CURDIR)/build/coverage
 MEASURE := COVERAGE_ROOT=$(CURDIR) PYTHONPATH=$(COVERED)
 
 coverage: everything mpi
 	rm -rf $(COVERED)
 	$(BIN)/python -m pip install -q --target $(COVERED) -c constraints.txt 'coverage[toml]'
-	echo 'import coverage; coverage.process_startup()' > $(COVERED)/sitecustomize.py
+	cp tests/support/_measured.py $(COVERED)/sitecustomize.py
 	mkdir $(COVERED)/data
 	status=0; export $(MEASURE) COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml; \
 		$(BIN)/python -m pytest -rfEsR -m 'not long and not timed' $(SPREAD) $(ONCE_MORE) $(PYTEST_ARGS) || status=$$?; \
-		$(if $(PYTEST_ARGS),,$(MAKE) --no-print-directory test-triton-long || status=$$?;) \
+		$(if $(PYTEST_ARGS),,$(BIN)/python -m pytest -q -m 'timed and not long' $(TIMED); \
+			$(BIN)/python -m gradcomp.bench demo --short --out $(COVERED) || status=$$?; \
+			$(MAKE) --no-print-directory test-triton || status=$$?;) \
 		echo $$status > $(COVERED)/status
 	$(MEASURE) $(BIN)/python -m coverage combine -q
 	$(MEASURE) $(BIN)/python -m coverage report | awk '{ print } /^(gradcomp|launch)\// && $$NF + 0 < 90 { low = low "\n" $$1 " " $$NF } \

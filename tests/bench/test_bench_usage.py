@@ -6,9 +6,12 @@ import os
 import re
 import signal
 import sys
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
+from gradcomp import interrupt
 from gradcomp.bench import __main__ as dispatcher
 
 ACCURACY, PAPER = "accuracy --data /nonexistent", "paper --data /nonexistent"
@@ -150,3 +153,15 @@ def test_missing_library_says_what_to_install(monkeypatch, capsys):
         monkeypatch.delitem(sys.modules, name)
     assert dispatcher.main(["demo"]) == 2
     assert "pip install 'gradcomp[bench]'" in capsys.readouterr().err
+
+
+def test_a_library_that_is_missing_and_ctrl_c_are_one_line(monkeypatch, capfd):
+    program = SimpleNamespace(main=mock.Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setitem(sys.modules, "a_program", program)
+    monkeypatch.setitem(sys.modules, "no_library", None)
+    assert interrupt.run("gradcomp.bench x", "no_library", []) == 2
+    assert "gradcomp.bench x needs no_library: pip install" in capfd.readouterr().err
+    assert interrupt.run("gradcomp.bench x", "a_program", []) == interrupt.STATUS == 130
+    assert capfd.readouterr().err == "interrupted\n"
+    with pytest.raises(ModuleNotFoundError):  # a defect of ours, not something to install
+        interrupt.run("gradcomp.bench x", "gradcomp.no_such_module", [])

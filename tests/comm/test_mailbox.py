@@ -102,6 +102,13 @@ def test_ranks_of_several_hosts_listen_where_the_host_name_leads(monkeypatch):
         assert listener.getsockname()[0] == "127.0.1.1"
 
 
+def test_the_address_on_the_way_to_the_master_is_that_of_a_route(monkeypatch):
+    assert not list(addresses._on_the_way_to("127.0.0.1"))  # which other hosts cannot use
+    monkeypatch.setattr(addresses, "_is_public", lambda address: True)
+    assert list(addresses._on_the_way_to("127.0.0.1")) == ["127.0.0.1"]
+    assert not list(addresses._on_the_way_to("no-such-host.invalid"))
+
+
 def takes_less_than_before(comm, box, cards):
     """Rank 0 starts to receive a message, then takes only shorter ones."""
     if comm.rank:

@@ -2,9 +2,10 @@
 
 import os
 import re
+from unittest import mock
 
 import pytest
-from gradcomp.launch import environment, export_environment
+from gradcomp.launch import environment, export_environment, ports
 from gradcomp.launch.variables import NAMES, first_node
 
 
@@ -122,3 +123,9 @@ def test_export_sets_what_it_returns(monkeypatch):
         monkeypatch.delenv(name)
     found = export_environment()
     assert found["WORLD_SIZE"] == "1" and found.items() <= os.environ.items()
+
+
+def test_where_all_ports_are_in_use_it_says_so(monkeypatch):
+    monkeypatch.setattr(ports.socket, "socket", mock.Mock(side_effect=OSError("in use")))
+    with pytest.raises(OSError, match="of 100 ports between .* none is free"):
+        ports.free_port()

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from gradcomp import GradcompError, UnsupportedTensor
+from gradcomp import GradcompError, UnsupportedTensor, optim
 from gradcomp.onebit_sgd import MomentumAdagrad
 from gradcomp.optim import (
     SplitAdagrad,
@@ -1021,3 +1021,11 @@ def test_distributed_checkpoints_have_no_trails_of_frozen_parameters(stepped):
     found = fp32_state_dict(net, optimizer)["0.weight"]
     assert torch.equal(found, saved[0]["0.weight"].float())
     train(net, optimizer, 1)
+
+
+@pytest.mark.parametrize("name", ["OneBitAdam", "OneBitLamb", "ZeroOneAdam"])
+def test_an_optimizer_that_is_gone_says_what_to_use(name):
+    with pytest.raises(AttributeError, match=rf"{name}.* is gone: keep your own .*EntropyCoded"):
+        getattr(optim, name)
+    with pytest.raises(AttributeError, match="no attribute 'SplitAdam'$"):
+        _ = optim.SplitAdam

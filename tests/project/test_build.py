@@ -2,9 +2,12 @@
 
 import os
 import re
+import runpy
 import sys
 import warnings
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from _ranks import output_of
@@ -27,6 +30,12 @@ def test_no_compiler_is_one_sentence(tmp_path):
 
 def test_one_module_for_every_python():
     assert Path(gradcomp._gc.__file__).name.startswith("_gc.abi3.")
+
+
+def test_a_source_tree_that_was_never_installed_has_a_version(monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", mock.Mock(side_effect=PackageNotFoundError))
+    found = runpy.run_path(str(ROOT / "gradcomp/version.py"))
+    assert found["__version__"] == "0+unknown"
 
 
 def test_one_version_everywhere():
