@@ -335,6 +335,9 @@ def _stop(
 
     async def end() -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        sending = tasks - {peer.reading for peer in peers.values()}
+        if sending:
+            await asyncio.wait(sending, timeout=CLOSE_S)
         closing = [asyncio.ensure_future(_close(peer.writer)) for peer in peers.values()]
         if closing:
             await asyncio.wait(closing, timeout=CLOSE_S)
@@ -347,7 +350,7 @@ def _stop(
         asyncio.run_coroutine_threadsafe(end(), loop)
         # a finalizer may run in any thread, also in this one
         if threading.current_thread() is not thread:
-            thread.join(2 * CLOSE_S)
+            thread.join(3 * CLOSE_S)
 
 
 async def _close(writer: asyncio.StreamWriter) -> None:

@@ -172,6 +172,8 @@ class Step:
         engine.is_open = False
         engine.comm.release()
         engine.step += 1
+        if engine._longer is not None:
+            engine._longer.steps = engine.step
         stats.steps += 1
         for report in engine.reports:
             report.step(engine.step)
@@ -314,8 +316,6 @@ class Engine:
             self.store.free_unused()
         if self.guard is not None:
             self.layouts.fallback = self.guard.fallback(self.step)
-        if self._longer is not None:
-            self._longer.steps = self.step + 1
         scale = self.options.loss_scale()
         if scale is not None and scale != self.store.loss_scale:
             self.store.change_loss_scale(scale)

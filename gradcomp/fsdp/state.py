@@ -110,6 +110,8 @@ class FsdpState:
         self._to_add: dict[str, Tensor] = {}
         self._reports: list[Telemetry] = []
         self._hooks: list[Any] = []
+        # steps of each reduce-scatter before the backward pass that is in progress
+        self._steps_before: list[tuple[ReduceScatter, int]] = []
         self._backwards = self._calls = 0
         self._has_warned = False
         sharded = sharded_modules(model)
@@ -311,12 +313,14 @@ class FsdpState:
             self._residuals.scale_by(loss_scale or 1.0)
         self._loss_scale = loss_scale
         self._used.clear()
+        self._steps_before = [(one, one.steps) for one in self._reduces]
 
     def _end_backward(self) -> None:
         with self._poisoned_on_failure():
             self._pipeline.wait()
             if self._loss_scale is not None and self._any_overflows(self._loss_scale):
                 self._residuals.discard()  # the scaler skips this step
+        self._steps_before.clear()
         self._backwards += 1
         for report in self._reports:
             report.step(self._backwards)
@@ -334,6 +338,8 @@ class FsdpState:
             poison(self._trained_parameters())
             if self._residuals.can_discard:
                 self._residuals.discard()
+            for one, steps in self._steps_before:
+                one.steps = steps
             if isinstance(error, GradcompError):
                 self._pipeline.fail(error)
             if isinstance(error, PeerMismatch) and error.field == "module":

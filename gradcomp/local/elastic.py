@@ -177,7 +177,11 @@ class ElasticDiLoCo(DiLoCo):
         with contextlib.closing(self._client()) as client:
             while len(errors) < ATTEMPTS:
                 plan = client.arrive(self._arrival(trained))
-                self._resolve_pending(counts=plan["counted"])
+                if plan["counted"]:  # remember it until this site has the anchors with its change
+                    self._can_undo = False
+                    self._fragment.drop()
+                else:
+                    self._resolve_pending(counts=False)
                 trained = trained and not plan["counted"]
                 comm, error, why, is_sent = None, None, "", bool(plan["trained"])
                 syncs = plan["syncs"] + is_sent
@@ -202,7 +206,8 @@ class ElasticDiLoCo(DiLoCo):
                 finally:
                     engine.comm.close()
                 if not counts:
-                    self._resolve_pending(counts=False)
+                    if self._can_undo:
+                        self._resolve_pending(counts=False)
                     logger.warning("gradcomp: %s: a sync does not count: %s", self._name, why)
                     errors.append(error or PeerLost("sync", -1, 0.0, why))
                     if isinstance(error, PeerMismatch) and plan["rank"]:
@@ -281,6 +286,7 @@ class ElasticDiLoCo(DiLoCo):
         self.late_added += keeps
         self.late_dropped += trained and not keeps
         self._synced, self._distrusts, self._starts_at_anchors = plan["synced"], False, False
+        self._pending = ""
         return keeps
 
     def _client(self) -> Client:

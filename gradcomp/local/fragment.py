@@ -126,7 +126,7 @@ class Fragment:
         if self.due is not None and not self.held:
             try:
                 self.held = self.averager.flush()
-            except BaseException:
+            except Exception:  # after Ctrl-C it is still under way: wait again
                 self.drop()
                 raise
 

@@ -81,13 +81,14 @@ def check(
 
 def check_fragment(state: Any, shapes: Mapping[str, torch.Size]) -> None:
     """Raise ValueError unless a fragment's state has anchors of these names and shapes, and
-    averages of the same or none.
+    averages of the same or none. Averages may be NaN or Inf: they raise NotFinite when they are
+    due.
     """
     check_mapping(state, "a fragment of this state", FRAGMENT_KEYS)
     check_step(state["syncs"], "syncs")
     check_tensors(state["anchors"], shapes, "anchor")
     if not isinstance(state["averages"], Mapping) or state["averages"]:
-        check_tensors(state["averages"], shapes, "average")
+        check_tensors(state["averages"], shapes, "average", finite=False)
 
 
 def _check_under_way(under_way: Any, now: int, latest: int, fragments: Sequence[Any]) -> None:

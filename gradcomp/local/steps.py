@@ -231,7 +231,7 @@ class DiLoCo:
         """
         if self._gradients is not None:
             self._gradients.average()
-            self._averaged = True
+            self._averaged, self._averaged_at = True, self._inner.steps
 
     def _before_inner_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Average gradients in the warm-up. Raise GradcompError if the weights differ from the
@@ -243,7 +243,8 @@ class DiLoCo:
                 " perhaps: make it when they are there"
             )
         self._starts_at_anchors = False
-        if self._gradients is None or self._averaged:
+        # a step since then used up the averages: torch.distributed.checkpoint makes one of its own
+        if self._gradients is None or self._averaged and self._averaged_at == self._inner.steps:
             return
         if kwargs.get("closure") is not None or len(args) > 1:
             raise GradcompError(

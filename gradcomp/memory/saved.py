@@ -183,8 +183,11 @@ def check_tensors(
     what: str,
     dtypes: Sequence[torch.dtype] = (torch.float32,),
     stored: torch.dtype = torch.float32,
+    *,
+    finite: bool = True,
 ) -> None:
-    """Raise ValueError unless a state has exactly the expected tensors, with finite values.
+    """Raise ValueError unless a state has exactly the expected tensors, with finite values unless
+    `finite` is False.
 
     Args:
         state: tensors by name.
@@ -205,7 +208,7 @@ def check_tensors(
             wanted = f"{tuple(shape)} {' or '.join(map(str, dtypes))}"
             got = f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}" if is_dense else tensor
             raise ValueError(f"the {what} of {name!r} must be {wanted}, got {got!s:.100}")
-        if not bool(torch.isfinite(tensor.to(stored)).all()):
+        if finite and not bool(torch.isfinite(tensor.to(stored)).all()):
             raise ValueError(f"the {what} of {name!r} has values that are not finite in {stored}")
 
 

@@ -222,10 +222,18 @@ def candidates(
 
 
 def _scale_lr(optimizer: torch.optim.Optimizer, scale: float) -> None:
-    """Multiply every group's learning rate by `scale`, tensors in place."""
+    """Multiply every group's learning rate by `scale`, tensors in place, one that groups share
+    once.
+    """
+    scaled: list[Tensor] = []
     with torch.no_grad():
         for group in optimizer.param_groups:
+            rate = group["lr"]
+            if any(rate is tensor for tensor in scaled):
+                continue
             group["lr"] *= scale
+            if isinstance(rate, Tensor):
+                scaled.append(rate)
 
 
 def _run(train: Train, size: int, samples: int) -> tuple[float, int, float]:

@@ -273,8 +273,9 @@ class DoubleBuffer:
         """
         with torch.inference_mode(False), torch.no_grad():
             has_averages = self._averager.flush()
+            before, self._sent = self._sent, []
             if has_averages:
-                self._update(self._sent)
+                self._update(before)
         return has_averages
 
     # ---- measurements, checkpoints, checks -------------------------------------------------------
@@ -448,7 +449,7 @@ class DoubleBuffer:
     def _update(self, options: GroupOptions) -> None:
         """Step the optimizer with the options from the start of the gradients' exchange."""
         begun = time.perf_counter()
-        with apply_options(self._optimizer, options):
+        with apply_options(self._optimizer, options, self._sent):
             self._optimizer.step()
         self._update_s += time.perf_counter() - begun
 

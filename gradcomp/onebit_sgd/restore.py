@@ -37,9 +37,13 @@ def write_options(optimizer: torch.optim.Optimizer, options: GroupOptions) -> No
 
 
 @contextmanager
-def apply_options(optimizer: torch.optim.Optimizer, options: GroupOptions) -> Iterator[None]:
+def apply_options(
+    optimizer: torch.optim.Optimizer, options: GroupOptions, later: GroupOptions
+) -> Iterator[None]:
     """Set the groups to `options` inside the block, and restore their options afterwards, except
-    for those that a step hook has changed. If the number of groups differs, `options` are ignored.
+    for those that the step or a hook of it has changed, such as a count of steps. These are written
+    to `later`, too, the options of the next block. If the number of groups differs, `options` are
+    ignored.
     """
     now = read_options(optimizer)
     if len(options) == len(now):
@@ -47,7 +51,12 @@ def apply_options(optimizer: torch.optim.Optimizer, options: GroupOptions) -> It
     try:
         yield
     finally:
-        for group, before, used in zip(optimizer.param_groups, now, options, strict=False):
+        groups = optimizer.param_groups
+        for group, used, following in zip(groups, options, later, strict=False):
+            for key in group.keys() - {"params"}:
+                if key not in used or not _same(group[key], used[key]):
+                    following[key] = copy.deepcopy(group[key])
+        for group, before, used in zip(groups, now, options, strict=False):
             for key, value in before.items():
                 if key not in group or key not in used or _same(group[key], used[key]):
                     _set(group, key, value)

@@ -98,6 +98,7 @@ class SplitOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         new = {"_families": [], "_tracking": Tracking(), "_packed": [], "_is_made": True}
         self.__dict__ = new | self.__dict__
+        adopt(self, self._parameters())
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_tracking": self._tracking}

@@ -195,9 +195,10 @@ def wait(parameter: nn.Parameter, trail: Tensor, checksum: int, rounding: str) -
 
 
 def adopt(optimizer: Any, parameters: Iterable[nn.Parameter]) -> None:
-    """Make an optimizer the owner of the waiting trails of these parameters."""
+    """Make an optimizer the owner of the trails of these parameters, waiting or new."""
     for parameter in parameters:
-        if waiting_trails.pop(parameter, None) is not None:
+        waiting_trails.pop(parameter, None)
+        if parameter.dtype == torch.bfloat16 and isinstance(parameter, nn.Parameter):
             _owners[parameter] = weakref.ref(optimizer)
 
 
@@ -265,13 +266,13 @@ def split_parameters(
                 f"parameter {name!r} is split already and its trail waits for an optimizer"
             )
     family = SplitParameters(named, rounding)
-    for name, parameter in named:
-        if parameter.dtype == torch.float32 and (predicate is None or predicate(name, parameter)):
-            trail = new_trail(parameter)
-            top = torch.empty_like(parameter, dtype=torch.bfloat16, requires_grad=False)
-            write_split(parameter.detach(), rounding, top, trail)
-            parameter.data, parameter.grad = top, None
-            waiting_trails[parameter] = WaitingTrail(trail, checksum(top), family)
+    wide = [(name, p) for name, p in named if p.dtype == torch.float32]
+    for parameter in [p for name, p in wide if predicate is None or predicate(name, p)]:
+        trail = new_trail(parameter)
+        top = torch.empty_like(parameter, dtype=torch.bfloat16, requires_grad=False)
+        write_split(parameter.detach(), rounding, top, trail)
+        parameter.data, parameter.grad = top, None
+        waiting_trails[parameter] = WaitingTrail(trail, checksum(top), family)
     return family
 
 

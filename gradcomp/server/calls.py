@@ -133,7 +133,7 @@ class Requests:
             receiver.join(CLOSE_S)
         farewell = pack(Message(Kind.CLOSE, self._number % (2**32 - 1) + 1, self._digest))
         for server in self._servers:
-            with contextlib.suppress(TimeoutError, ConnectionError):
+            with contextlib.suppress(TimeoutError, ConnectionError, PeerLost):
                 self._comm.start_send(farewell, server).wait(min(CLOSE_S, self.timeout_s))
 
     # ---- parts ----

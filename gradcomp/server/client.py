@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -201,6 +202,11 @@ class ParameterClient:
                 self._replies([*asked, self._ask(Kind.PUSH, key, *parts.pop(0))])
             except PeerLost as error:  # the first shard may have counted it, the others have not
                 known.lost = error
+                raise
+            except GradcompError:  # counted by the first shard: the others count it, too
+                with contextlib.suppress(GradcompError):
+                    self._replies([self._ask(Kind.PUSH, key, *part) for part in parts])
+                known.pushes += 1
                 raise
             asked = []
         asked += [self._ask(Kind.PUSH, key, *part) for part in parts]

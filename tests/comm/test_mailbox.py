@@ -109,6 +109,24 @@ def test_the_address_on_the_way_to_the_master_is_that_of_a_route(monkeypatch):
     assert not list(addresses._on_the_way_to("no-such-host.invalid"))
 
 
+SENT = [64 << 20, 64 << 20, 64 << 20, 3]
+
+
+def closes_at_once(comm, box, cards):
+    """Rank 0 closes while its messages wait for a rank that is late."""
+    if comm.rank == 0:
+        for size in SENT:
+            box.start_send(torch.zeros(size, dtype=torch.uint8), 1)
+        box.close()
+        return None
+    time.sleep(0.5)
+    return [box.receive(20, None, max_nbytes=1 << 30)[1].numel() for _ in SENT]
+
+
+def test_messages_that_wait_arrive_where_their_sender_closes():
+    assert run_local(2, boxes, closes_at_once)[1] == SENT
+
+
 def takes_less_than_before(comm, box, cards):
     """Rank 0 starts to receive a message, then takes only shorter ones."""
     if comm.rank:

@@ -1228,7 +1228,7 @@ def lost_in_backward(folder, weights):
         model.layers[1].register_forward_hook(
             lambda module, args, out: out.register_hook(die) and None
         )
-    raised = None
+    raised, steps = None, state.state_dict()["extra"]["steps"]
     try:
         model(torch.randn(8, 40)).square().mean().backward()
     except (RuntimeError, gradcomp.GradcompError) as error:
@@ -1239,6 +1239,8 @@ def lost_in_backward(folder, weights):
 
     before = found()
     optimizer.step()
+    if raised[0] == "PeerLost":
+        assert state.state_dict()["extra"]["steps"] == steps
     torch.save((raised, before, found()), f"{folder}/{rank}")
     state.close()
 

@@ -7,6 +7,7 @@ import copy
 import gc
 import time
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from _models import bits, loss_of, minibatch, sgd, train
 from _ranks import each_rank, mismatch, one_rank, run_local
 from _saved import LEFT_OUT, bits_of, parts_of, paths_of, with_value
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map
 
@@ -975,6 +977,55 @@ def test_a_rank_that_has_made_fewer_steps_is_waited_for_until_it_leaves(comm):
 
 
 # ---- steps of inner optimizers -------------------------------------------------------------------
+
+
+@each_rank(2, "local")
+def test_ctrl_c_in_a_delayed_sync_loses_no_sync(comm):
+    """One rank is interrupted while it waits, and goes on: the averages are still under way."""
+    model, optimizer, local = made(comm, sync_every=4, fragment_sync_delay=2, timeout_s=60)
+    for step in range(16):
+        inner_step(model, optimizer, step, comm.rank)
+        if step == 8 and comm.rank == 1:
+            engine = local._fragments[0].averager._engine
+            with (
+                mock.patch.object(engine, "wait", side_effect=KeyboardInterrupt),
+                pytest.raises(KeyboardInterrupt),
+            ):
+                local.state_dict()
+        local.step()
+    local.state_dict()  # waits
+    return local.syncs, exact(anchors_of(local))
+
+
+@each_rank(2, "local")
+def test_a_step_that_torchs_checkpoints_make_uses_up_no_average(comm):
+    """`get_optimizer_state_dict` steps an optimizer without state, with zero gradients."""
+    model = fresh()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    local = DiLoCo(model, optimizer, "onebit", comm=comm, sync_every=2, warmup_steps=3)
+    get_optimizer_state_dict(model, optimizer)
+    take_steps(model, optimizer, local, range(3), comm.rank)  # compares the ranks at the end
+    return bits(model)
+
+
+@each_rank(2, "local")
+def test_averages_that_are_not_finite_are_saved_and_loaded(comm):
+    """They raise NotFinite when they are due, as without the restart."""
+    options = {"sync_every": 2, "fragment_sync_delay": 1, "timeout_s": 60}
+    model, optimizer, local = made(comm, **options)
+    take_steps(model, optimizer, local, range(1), comm.rank)
+    inner_step(model, optimizer, 1, comm.rank)
+    if comm.rank == 1:
+        with torch.no_grad():
+            model[0].weight[0, 0] = torch.nan
+    local.step()
+    local.restore()
+    state = local.state_dict()
+    model, optimizer, local = made(comm.duplicate(60.0), **options)
+    local.load_state_dict(state)
+    inner_step(model, optimizer, 2, comm.rank)
+    with pytest.raises(NotFinite):
+        local.step()
 
 
 def test_steps_count_once_in_a_with_block():

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -295,6 +296,31 @@ def test_a_change_counts_once_wherever_a_sync_is_interrupted(run, error, step, w
             assert local.members == ["a", "b"] and everywhere(model, -1.0)
             changed(model, local, 1.0)
             assert everywhere(model, -2.0)
+            return outcome(local)[1:]
+
+    sites.alike("ab", site)
+
+
+def test_a_change_counts_once_where_the_attempt_after_the_interrupted_one_is_interrupted_too(run):
+    sites = run(sites=2)
+
+    def site(name):
+        with sites.joined(name, model=zeros(), timeout_s=6.0, **PLAIN) as (model, _, local):
+            if name == "b":
+                interrupt(local, KeyboardInterrupt, after_verdict=False)
+                with pytest.raises(KeyboardInterrupt):
+                    changed(model, local, 1.0)
+                with (
+                    mock.patch.object(local, "_connect", side_effect=KeyboardInterrupt),
+                    pytest.raises(KeyboardInterrupt),
+                ):
+                    for _ in range(H):
+                        local.step()
+            else:
+                changed(model, local, 1.0)
+            for _ in range(H):
+                local.step()
+            assert local.members == ["a", "b"] and everywhere(model, -1.0)
             return outcome(local)[1:]
 
     sites.alike("ab", site)

@@ -43,6 +43,24 @@ def quiet_search(train, net, optimizer, **options):
     return find_batch_size(train, model=net, optimizer=optimizer, **options)
 
 
+def test_a_rate_that_groups_share_as_a_tensor_is_scaled_once():
+    found = {}
+    for kind in (float, torch.tensor):
+        net, tried = nn.Linear(4, 4), []
+        groups = [{"params": [net.weight]}, {"params": [net.bias]}]
+        optimizer = torch.optim.SGD(groups, lr=kind(0.01))
+
+        def train(minibatch, samples, tried=tried, optimizer=optimizer):
+            tried.append([round(float(group["lr"]), 6) for group in optimizer.param_groups])
+            yield from [torch.tensor(1.0)] * (samples // minibatch)
+
+        choice = quiet_search(train, net, optimizer, per_sample_lr=True)
+        rates = [float(group["lr"]) for group in optimizer.param_groups]
+        assert rates == pytest.approx([0.01 * choice.trial.lr_factor] * 2)
+        found[kind] = tried
+    assert found[float] == found[torch.tensor] and len({rate for rate, _ in found[float]}) > 1
+
+
 def everything(net, optimizer, *others, generators=True):
     held = [dict(net.named_parameters()), dict(net.named_buffers())]
     held += [[m.training for m in net.modules()], [id(p) for p in net.parameters()]]

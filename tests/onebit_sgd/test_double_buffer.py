@@ -16,6 +16,7 @@ from torch import nn
 
 import gradcomp
 from gradcomp import GradcompError, GradientAverager, Identity, OneBit, PeerLost, PeerMismatch
+from gradcomp.codecs import EntropyCoded
 from gradcomp.comm import LinkCommunicator, LocalCommunicator, TorchCommunicator
 from gradcomp.onebit_sgd import DoubleBuffer, OverlapReport
 
@@ -485,6 +486,56 @@ def test_options_set_by_a_hook_of_the_step_stay():
     buffer.drain()
     assert used == [0.1, 0.1, 0.01, 0.01]
     assert optimizer.param_groups[0]["momentum"] == 0.5 and optimizer.param_groups[0]["lr"] == 0.01
+
+
+@each_rank(2, "local")
+def test_a_step_has_the_rate_of_the_exchange_whose_averages_it_applies(comm):
+    """Of `scale_lr`, also where rank 0 drains alone, and where fp32 averages of the warm-up are
+    applied after the first exchange with codes has begun.
+    """
+    net, rates = fresh_model(), []
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    buffer = DoubleBuffer(
+        net,
+        optimizer,
+        EntropyCoded(1.25),
+        comm=comm,
+        min_numel=0,
+        precondition=True,
+        warmup_steps=3,
+        timeout_s=60,
+    )
+    optimizer.register_step_pre_hook(lambda o, a, k: rates.append(o.param_groups[0]["lr"]))
+    for step in range(4):
+        steps(net, buffer, comm, step, step + 1)
+        if comm.rank == 0:
+            buffer.state_dict()
+    buffer.drain()
+    buffer.check_replicas()
+    assert rates[:3] == [0.01] * 3 and rates[3:] == sorted(rates[3:]) and rates[3] > 0.0101
+    return rates
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in its groups, as schedule-free optimizers do."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+
+
+@pytest.mark.parametrize("drains", [False, True])
+def test_what_an_optimizer_counts_in_its_groups_goes_on(drains):
+    net = fresh_model()
+    optimizer = Counting(net.parameters(), lr=LR)
+    buffer = buffer_of_one(net, optimizer)[1]
+    for step in range(4):
+        buffer.step(loss_of(net), *minibatch(step, 0))
+        if drains and step == 1:
+            buffer.drain()
+    buffer.drain()
+    assert optimizer.param_groups[0]["k"] == 8
 
 
 # ---- what is hidden ------------------------------------------------------------------------------

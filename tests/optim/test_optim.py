@@ -494,6 +494,7 @@ def test_hooks_may_add_to_the_state_and_groups_keep_options_of_the_users():
     saved = optimizer.state_dict()
     optimizer.keep_trails()
     optimizer.zero_trails()
+    optimizer.release()
     again = sgd([p], momentum=0.9)  # which the state turns off
     again.load_state_dict(saved)
     assert saved["state"]["mine"] == again.state["mine"] == 1
@@ -1021,6 +1022,27 @@ def test_distributed_checkpoints_have_no_trails_of_frozen_parameters(stepped):
     found = fp32_state_dict(net, optimizer)["0.weight"]
     assert torch.equal(found, saved[0]["0.weight"].float())
     train(net, optimizer, 1)
+
+
+def test_a_second_optimizer_of_a_bf16_model_or_of_a_copied_pair_is_refused():
+    net = nn.Linear(8, 8).bfloat16()
+    first = SplitSGD(net.parameters(), lr=1e-4)
+    copied_net, copied = copy.deepcopy((net, first))
+    for model, its in ((net, first), (copied_net, copied)):
+        train(model, its, 2)
+        before = its.fp32(model.weight)
+        with pytest.raises(ValueError, match="parameter 0 of the group belongs to another"):
+            SplitAdamW(model.parameters())
+        its.release()
+        assert torch.equal(SplitAdamW(model.parameters()).fp32(model.weight), before)
+
+
+def test_a_predicate_that_raises_splits_nothing():
+    net = model()
+    with pytest.raises(ZeroDivisionError):
+        split_parameters(net, predicate=lambda name, p: name.startswith("0") or 1 / 0)
+    assert {p.dtype for p in net.parameters()} == {torch.float32}
+    split_parameters(net)
 
 
 @pytest.mark.parametrize("name", ["OneBitAdam", "OneBitLamb", "ZeroOneAdam"])

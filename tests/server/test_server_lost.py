@@ -6,6 +6,7 @@ import contextlib
 import queue
 import threading
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -210,6 +211,18 @@ def test_the_late_record_of_a_save_is_ignored(tmp_path):
     slow = wrapped(1, Slow, number=3, held=held)
     ((error, after),), _ = run(save_slowly, held, tmp_path / "state", workers=1, over=slow)
     assert isinstance(error, PeerLost) and error.phase == "state" and after is None
+
+
+def test_an_error_of_the_caller_is_not_hidden_by_a_server_that_never_came():
+    """Over gloo the first message, here that of `close`, makes connections together."""
+    worker, _ = LocalCommunicator.group(2)
+    lost = PeerLost("setup", 1, 1.0, "it did not come")
+    with (
+        mock.patch.object(worker, "start_send", side_effect=lost),
+        pytest.raises(ZeroDivisionError),
+        ParameterClient(worker, 1, timeout_s=1),
+    ):
+        raise ZeroDivisionError
 
 
 def never_close(comm):

@@ -148,6 +148,28 @@ def test_a_worker_too_far_ahead_is_refused_by_all_shards_or_none():
     assert same_bits(ahead, behind[-1])
 
 
+def push_code_11(client, index):
+    """Worker 0's third push, before any pull, has a code that no value has, in its first shard."""
+    good, bad = (torch.full((4, 64), 0b10101010, dtype=torch.uint8) for _ in range(2))
+    bad[0, 0] = 255
+    client.init_parameter("k", [4, 64], "uint8")
+    for _ in range(2):
+        client.push_parameter("k", good)
+    meet(client)
+    error = caught(client.push_parameter, "k", bad if index == 0 else good)
+    meet(client)
+    failed = caught(client.pull_parameter, "k", "decode_average")
+    client.push_parameter("k", torch.full((4, 64), 0b01010101, dtype=torch.uint8))  # zeros
+    return type(error), type(failed), client.pull_parameter("k", "decode_average").unique().tolist()
+
+
+def test_a_push_that_the_first_shard_cannot_decode_fails_in_all_of_them():
+    """The other shards were one push behind ever after."""
+    (first, second), *_ = run(push_code_11, servers=1)
+    assert first == (CorruptPayload, CorruptPayload, [0.0])
+    assert second == (type(None), CorruptPayload, [0.0])
+
+
 def test_later_shards_take_a_push_that_the_first_has_taken():
     """Where the slowest worker's push has reached the first shard, and not yet the others."""
     spec = replace(make_spec((NUMEL,), "float32", None), shard_numel=64, part_nbytes=256)
