@@ -27,6 +27,7 @@ from gradcomp.doctor.accelerator import name_of
 from gradcomp.errors import NotFinite
 from gradcomp.kernels.staging import wait_for
 
+HERE = torch.device(CPU)
 WARM_UP = 3  # first steps, in which DDP builds and rebuilds buckets; their seconds do not count
 TELL_S = 0.5  # longest time between two heartbeats
 DIVERGED = 1e4  # a larger loss ends a run with `Task.stops`
@@ -188,7 +189,7 @@ def _total_nbytes(ready: Ready, values: int, world: int) -> int | None:
 
 
 def _step(
-    ready: Ready, workload: Workload, plain: nn.Module, minibatch: Any, device: torch.device
+    ready: Ready, workload: Workload, plain: nn.Module, minibatch: Any, device: torch.device = HERE
 ) -> tuple[Seconds, torch.Tensor]:
     """Train on a minibatch; return its seconds and the loss (0 with double buffering)."""
     begun, worked = _now(device), time.process_time()

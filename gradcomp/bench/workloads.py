@@ -137,7 +137,8 @@ class Text(Workload):
         return cross_entropy(model(minibatch[:, :-1]).flatten(0, 1), minibatch[:, 1:].flatten())
 
     def test(self, model: nn.Module, *, quick: bool = False, tick: Tick = lambda: None) -> float:
-        length, total, device = CONTEXT + 1, 0.0, next(model.parameters()).device
+        length, total = CONTEXT + 1, 0.0
+        device = next(model.parameters(), self.test_set).device
         windows = self.test_set[:, : BLOCK // length * length].reshape(-1, length)
         windows = windows[:: 32 if quick else 4]
         for part in torch.split(windows, 64):
@@ -173,7 +174,8 @@ class Images(Workload):
         return cross_entropy(model(minibatch[0]), minibatch[1])
 
     def test(self, model: nn.Module, *, quick: bool = False, tick: Tick = lambda: None) -> float:
-        (x, y), right, device = self.test_set, 0.0, next(model.parameters()).device
+        (x, y), right = self.test_set, 0.0
+        device = next(model.parameters(), x).device
         if quick:  # chosen at random, because the classes of some files alternate
             order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
             some = order[: max(1000, len(y) // 10)]
