@@ -35,6 +35,7 @@ from gradcomp.bench.timing import MEMCPY_NBYTES, Verdict, memcpy_of, turns, usin
 from gradcomp.codecs import KINDS, Codec, RngKey
 from gradcomp.codecs.lanes import Lanes
 from gradcomp.kernels import CPU, NO_RESIDUALS, Code, Kernels, Payloads, Residuals, host, native, of
+from gradcomp.kernels.staging import wait_for
 from gradcomp.payload.form import lanes_form
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.pieces import Slot, whole_pieces
@@ -273,8 +274,7 @@ def run_on_device(args: argparse.Namespace, kernels: Kernels, device: torch.devi
 def _waited(device: torch.device, run: Callable[[], object]) -> None:
     """Call `run` and wait for the device."""
     run()
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+    wait_for(device)
 
 
 def verdicts(rows: list[Row], gain: float) -> list[Verdict]:

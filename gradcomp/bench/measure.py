@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import ArrayLike
 
+from gradcomp.bench.device import CPU, device_of_rank
 from gradcomp.bench.predict import planned
 from gradcomp.bench.ranks import TIMEOUT_S, Emit, Place, run
 from gradcomp.bench.timing import turns
@@ -26,6 +27,7 @@ from gradcomp.comm.base import Channel, Communicator
 from gradcomp.comm.mpi import MpiCommunicator
 from gradcomp.comm.rounds import ring_bytes
 from gradcomp.comm.torchdist import TorchCommunicator
+from gradcomp.kernels.staging import wait_for
 from gradcomp.memory.transform import Transforming
 from gradcomp.onebit_sgd import AggregateAdagrad
 from gradcomp.plan.costs import METHODS, LocalSteps, Method
@@ -130,10 +132,12 @@ def measure(
     )
 
 
-def measure_methods(emit: Emit, names: Sequence[str], numel: int, over: str) -> None:
+def measure_methods(
+    emit: Emit, names: Sequence[str], numel: int, over: str, kind: str = CPU
+) -> None:
     """Emit, on rank 0, the rates of methods and the transport over gloo or mpi, with each rank on
-    its share of the cores. The largest bucket has about `numel` values, because values take longer
-    if they do not fit the cache. Collective.
+    its share of the cores and gradients on a kind of device. The largest bucket has about `numel`
+    values, because values take longer if they do not fit the cache. Collective.
     """
     use_cores()
     emit(None)  # the first heartbeat: from here on a long silence is a hang
@@ -141,26 +145,32 @@ def measure_methods(emit: Emit, names: Sequence[str], numel: int, over: str) -> 
     comm = (MpiCommunicator if mpi else TorchCommunicator)(timeout_s=TIMEOUT_S)
     found = [method for name in names if (method := planned(name, world, over_mpi=mpi))]
     largest = min(max(numel, CALIBRATED[0]), CALIBRATED[1]) // 512 * 512
-    measured = _measure_exchange(comm, found, largest)
+    device = device_of_rank(kind, dist.get_rank())
+    measured = _measure_exchange(comm, found, largest, device)
     comm.close()
     if dist.get_rank() == 0:
         emit(measured)
 
 
 def _measure_exchange(
-    comm: Communicator, methods: Sequence[Method], largest: int
+    comm: Communicator,
+    methods: Sequence[Method],
+    largest: int,
+    device: torch.device = torch.device(CPU),  # noqa: B008 - immutable
 ) -> tuple[Rates, Transport]:
-    """Return the rates of the codecs and the transport, equal on every rank; the largest bucket has
-    `largest` values, a multiple of 512. Collective.
+    """Return the rates of the codecs and the transport, equal on every rank, for gradients on a
+    device; the largest bucket has `largest` values, a multiple of 512. Collective.
     """
     unique = list({method.name: method for method in methods}.values())
-    rates = calibrate(unique, sizes=(1 << 13, largest), repeats=7, before=dist.barrier)
+    rates = calibrate(
+        unique, sizes=(1 << 13, largest), repeats=7, before=dist.barrier, device=device
+    )
     alphas: dict[str, float] = {}
     betas: dict[str, float] = {}
     for kind in KINDS:
         points = []
         for nbytes in (1 << 12, 1 << 16, largest // 2, largest * 4):
-            action, count = _collective(comm, kind, nbytes)
+            action, count = _collective(comm, kind, nbytes, device)
             points.append((per_value(count), slowest(_together(action, REPEATS))))
         rate = fit(points)
         alphas[kind], betas[kind] = rate.fixed_s, rate.per_value_s
@@ -203,9 +213,11 @@ def _together(action: Callable[[], Any], repeats: int) -> Any:
     return turns([action], repeats + 1, before=dist.barrier)[1:, 0]
 
 
-def _collective(comm: Communicator, kind: str, nbytes: int) -> tuple[Callable[[], Any], int]:
+def _collective(
+    comm: Communicator, kind: str, nbytes: int, device: torch.device
+) -> tuple[Callable[[], Any], int]:
     """Return a function that runs a collective in which each rank sends about `nbytes`, and the
-    exact number of bytes.
+    exact number of bytes. An all_reduce, which is torch's, is of values on a device.
     """
     n = comm.world_size
     part = nbytes // (n - 1)
@@ -215,9 +227,15 @@ def _collective(comm: Communicator, kind: str, nbytes: int) -> tuple[Callable[[]
         return lambda: comm.start_max(values, Channel.SCALE).wait(TIMEOUT_S), sent
     if kind.startswith("all_reduce"):
         dtype = torch.bfloat16 if kind == "all_reduce_bf16" else torch.float32
-        gradients = torch.zeros(max(1, nbytes * n // (2 * dtype.itemsize * (n - 1))), dtype=dtype)
-        sent = ring_bytes(gradients.numel(), n) * dtype.itemsize // 4
-        return lambda: dist.all_reduce(gradients), sent
+        numel = max(1, nbytes * n // (2 * dtype.itemsize * (n - 1)))
+        gradients = torch.zeros(numel, dtype=dtype, device=device)
+        sent = ring_bytes(numel, n) * dtype.itemsize // 4
+
+        def reduce() -> None:
+            dist.all_reduce(gradients)
+            wait_for(device)
+
+        return reduce, sent
     recv, counts = torch.empty(n * part, dtype=torch.uint8), [part] * n
     send = torch.ones(part if kind == "all_gather" else n * part, dtype=torch.uint8)
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import init_device_mesh
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -416,7 +417,7 @@ def wrap(
     """Wrap a model so that it trains with a method, and create its optimizers. Collective.
 
     Args:
-        model: model on the CPU, with the same weights on every rank.
+        model: model on one device, with the same weights on every rank.
         method: method of exchange.
         make: returns the optimizers of a model.
         comm: communicator of the codecs; None: torch's default process group.
@@ -466,16 +467,19 @@ def _shard(model: nn.Module, method: Method, make: Make) -> Ready:
     # imported here: it takes a third as long as torch, and most methods do not need it
     from torch.distributed.fsdp import fully_shard
 
+    # by default torch takes the machine's accelerator, wherever the model is
+    kind = next(model.parameters()).device.type
+    mesh = init_device_mesh(kind, (dist.get_world_size(),))
     before = model
     for outer in model.modules():
         if isinstance(outer, (nn.ModuleList, nn.Sequential)):
             for inner in outer:
                 if any(True for _ in inner.parameters()):
-                    fully_shard(inner)
+                    fully_shard(inner, mesh=mesh)
                     if before is not model:
                         before.set_modules_to_forward_prefetch([inner])  # type: ignore[operator]
                     before = inner
-    fully_shard(model)
+    fully_shard(model, mesh=mesh)
     state = None
     if method.codec is not None:
         state = gradcomp.fsdp.register(

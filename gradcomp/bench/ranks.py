@@ -2,7 +2,8 @@
 
 `run` starts ranks in one of three places: on this machine over loopback, each on a host of its own
 (`gradcomp.bench.hosts`), or under an mpiexec (`gradcomp.bench.mpi`). torch's default process group
-of a rank is gloo. A message is a line of the rank's standard output that starts with `MARK`.
+of a rank is gloo, unless its `Place` names another backend. A message is a line of the rank's
+standard output that starts with `MARK`.
 
 Processes are forked from a server that has already imported torch and the modules that DDP imports,
 because these imports take three seconds in a new process.
@@ -69,6 +70,7 @@ class Place:
     # a launcher has started this process as a rank; only this rank is run, in a new process
     launched: bool = False
     shift: int = 0  # added to the port of a launched job, so that its runs use different ports
+    backend: str = "gloo"  # of torch's default process group
 
 
 def all_cores() -> tuple[int, ...]:
@@ -109,7 +111,7 @@ def run(
     Raises:
         RankFailed: a rank failed or was killed, or all were silent; all other ranks are ended.
     """
-    words = base64.b64encode(pickle.dumps((body, args))).decode()
+    words = base64.b64encode(pickle.dumps((body, args, place.backend))).decode()
     said: queue.SimpleQueue[str] = queue.SimpleQueue()
     processes: list[_Process] = []
     tails: list[list[str]] = []
@@ -293,10 +295,10 @@ def _enter(host: str) -> None:
 
 
 def _be_rank(words: str, *, emits: bool) -> None:
-    body, args = _unpack(words)
+    body, args, backend = _unpack(words)
     gc.freeze()  # what is imported need not be looked through at the end
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT_S))
     try:
         body(_emit if emits else lambda message: None, *args)
     finally:

@@ -28,6 +28,7 @@ from torch import nn
 from gradcomp.arguments import count, to_write
 from gradcomp.bench import workloads
 from gradcomp.bench.about import save_json
+from gradcomp.bench.device import CPU, backend_of, find_device
 from gradcomp.bench.hosts import INTERFACE, Hosts, NoHosts
 from gradcomp.bench.measure import measure_methods
 from gradcomp.bench.methods import DEFAULT, GRAMMAR, NONE, NOOP, parse
@@ -70,6 +71,8 @@ examples:
   python -m gradcomp.launch -n 4 --hostfile hosts -m gradcomp.bench train --workload mlp
   python -m gradcomp.bench train --hosts 0 --workload lenet --data DIR \\
     --methods fp32 terngrad powersgd4
+  # two ranks that share one GPU, and a link of 1 Gbit/s between them
+  python -m gradcomp.bench train --device cuda --hosts 2 --link 1gbit
 """
 
 PAYLOAD_SHARE = 1448 / 1514  # payload share of a shaped link's rate, which counts TCP's headers
@@ -81,6 +84,7 @@ class Case:
 
     ranks: int
     link: str  # name of the link; "loopback" without hosts, "as it is" under a launcher
+    device: str = ""  # name of rank 0's device, "" before a training has ended
     latency_s: float | None = None  # of the link between hosts; None without hosts
     loss: float = 0.0  # share of packets that are lost
     over: str = "gloo"  # transport of compressed bytes
@@ -97,6 +101,8 @@ def read_options(argv: Sequence[str]) -> argparse.Namespace:
     data = "folder with prose.txt.gz, fashion-mnist/ and cifar10_jpeg.npz"
     optimizer = "optimizer to train with (default: sgd for images and mlp, adamw for text)"
     points = "tests during a training with --curve or --target, the last one at the end"
+    device = "device that has model and minibatches: cpu, auto (this machine's accelerator, or the"
+    device += " CPU without one), or an accelerator such as cuda; ranks take its devices in turn"
     rounds = "trainings with each method, in turn; each row shows the one in the middle"
     target = "accuracy or loss for which the seconds until it is reached are shown (default: none)"
     json = "write every number to this file, each row as soon as it is measured"
@@ -105,6 +111,7 @@ def read_options(argv: Sequence[str]) -> argparse.Namespace:
         "ranks": (2, "N", "ranks to start with --hosts 0", at_least(2)),
         "link": (["1gbit"], "RATE", link),
         "over": ("gloo", ("gloo", "mpi"), over),
+        "device": (CPU, "DEVICE", device),
         "latency": (str, "TIME", latency),
         "loss": (0.0, "PERCENT", loss),
         "workload": ("mlp", "NAME", "model and data to train, listed below"),
@@ -139,6 +146,7 @@ def main(argv: list[str]) -> int:
     cases: list[Case] = []
     try:
         _check(args, launched)
+        args.device = find_device(args.device)
         workload = workloads.find(args.workload, args.data, args.batch or 0)
         args.optimizer = args.optimizer or next(iter(workload.settings.rates))
         for case, link in _cases(args, launched):
@@ -147,7 +155,9 @@ def main(argv: list[str]) -> int:
             with ExitStack() as made:
                 hosts = made.enter_context(Hosts(case.ranks, link, case.loss)) if link else None
                 mpi = made.enter_context(Mpiexec(hosts)) if args.over == "mpi" else None
-                _run_case(args, workload, cases, Place(case.ranks, hosts, mpi, bool(launched)))
+                place = Place(case.ranks, hosts, mpi, bool(launched))
+                place = replace(place, backend=backend_of(args.device))
+                _run_case(args, workload, cases, place)
     except (NoHosts, ValueError, OSError) as error:
         print(f"gradcomp.bench train: {error}", file=sys.stderr)
         return 2
@@ -182,7 +192,7 @@ def _cases(args: argparse.Namespace, launched: int) -> list[tuple[Case, Link | N
     if args.hosts == [0]:
         return [(Case(args.ranks, "loopback", over=args.over), None)]
     return [
-        (Case(count, name, link.latency_s, args.loss / 100, args.over), link)
+        (Case(count, name, "", link.latency_s, args.loss / 100, args.over), link)
         for count in args.hosts
         for name, link in links
     ]
@@ -209,6 +219,7 @@ def _run_case(
         data=str(args.data),
         interface="" if hosts is None else INTERFACE,
         over=args.over,
+        device=args.device,
     )
     tested = (args.curve or args.target is not None) and bool(workload.measure)
     tasks = [common, replace(common, method=NOOP)]
@@ -225,6 +236,7 @@ def _run_case(
         if task in failed:
             rows.append({"method": name, "failed": failed[task]})
         elif results:
+            cases[-1].device = results[0]["device"]
             alone, base = without.get(NONE if parse(name).without_ddp else NOOP, ([], None))
             guess = None
             if alone and not place.launched:
@@ -246,7 +258,7 @@ def _measure(args: argparse.Namespace, model: nn.Module, place: Place) -> dict[s
     """
     found: list[Any] = []
     largest, here = largest_bucket(model, place.ranks), replace(place, hosts=None)
-    words = args.methods, largest, args.over
+    words = args.methods, largest, args.over, args.device
     with suppress(RankFailed):
         run(here, measure_methods, *words, on_message=found.append, hang_s=args.hang)
     rates, transport = next(filter(None, found), (Rates(), Transport()))
@@ -276,6 +288,7 @@ def _where(case: Case) -> str:
     """Return the ranks and the link of a case as text."""
     hosts, have = case.latency_s is not None, len(all_cores())
     where = f"{case.ranks} {'hosts' if hosts else 'ranks'}, {link_of(asdict(case))}"
+    where += f", on {case.device}" if case.device not in ("", CPU) else ""
     if (hosts or case.link == "loopback") and case.ranks > have:
         where += f"; they share {have} cores, so computing and codecs take longer than on hosts of"
         where += " their own"

@@ -16,14 +16,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
+from gradcomp.bench.device import CPU, device_of_rank, moved
 from gradcomp.bench.methods import Ready, parse, wrap
 from gradcomp.bench.optimizers import OPTIMIZERS
 from gradcomp.bench.ranks import TIMEOUT_S, Emit, cores_of
 from gradcomp.bench.workloads import Workload, find
 from gradcomp.comm.mpi import MpiCommunicator
 from gradcomp.comm.rounds import ring_bytes
+from gradcomp.doctor.accelerator import name_of
 from gradcomp.errors import NotFinite
+from gradcomp.kernels.staging import wait_for
 
+HERE = torch.device(CPU)
 WARM_UP = 3  # first steps, in which DDP builds and rebuilds buckets; their seconds do not count
 TELL_S = 0.5  # longest time between two heartbeats
 DIVERGED = 1e4  # a larger loss ends a run with `Task.stops`
@@ -50,6 +54,7 @@ class Task:
     min_numel: int | None = None  # smallest tensor that is compressed; None: the default
     stops: bool = False  # stop if a rank's loss diverges; costs an all_reduce per step
     over: str = "gloo"  # transport of compressed bytes, "gloo" or "mpi"
+    device: str = CPU  # kind of device that has model and minibatches
     round: int = 0  # number of this run among runs of the same task
 
 
@@ -74,7 +79,7 @@ def train_rank(emit: Emit, task: Task) -> None:
 
 class Seconds(NamedTuple):
     """Seconds of one step: wall-clock time of the step, its forward and its update, and CPU time of
-    the process.
+    the process. Each is measured when the device has finished.
     """
 
     seconds: float = 0.0
@@ -91,8 +96,9 @@ def train(emit: Emit, task: Task) -> dict[str, Any]:
     comm = MpiCommunicator(timeout_s=TIMEOUT_S) if task.over == "mpi" else None
     workload = find(task.workload, Path(task.data) if task.data else None, task.batch)
     settings = workload.settings
-    torch.manual_seed(task.seed)
-    plain = workload.model()
+    device = device_of_rank(task.device, rank)
+    torch.manual_seed(task.seed)  # weights are drawn on the CPU: the same on every device
+    plain = workload.model().to(device)
     numel = sum(p.numel() for p in plain.parameters())
     rate = settings.rates[task.optimizer] * task.factor
     method, make = parse(task.method), OPTIMIZERS[task.optimizer]
@@ -110,12 +116,12 @@ def train(emit: Emit, task: Task) -> dict[str, Any]:
     for step in range(task.steps):
         for group, rate in rates:
             group["lr"] = rate * settings.rate_at(step, task.steps)
-        minibatch = next(minibatches)
+        minibatch = moved(next(minibatches), device)
         if step == counted_from:
             dist.barrier()
             sent, before = _sent_nbytes(task.interface), _counted(ready.state)
         try:
-            seconds, loss = _step(ready, workload, plain, minibatch)
+            seconds, loss = _step(ready, workload, plain, minibatch, device)
         except NotFinite:
             if not task.stops:
                 raise
@@ -149,6 +155,7 @@ def train(emit: Emit, task: Task) -> dict[str, Any]:
         "peak_nbytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "curve": curve,
         "described": ready.state.describe() if hasattr(ready.state, "describe") else "",
+        "device": name_of(device),
     }
     if ready.local is not None:
         ready.local.restore()  # the last weights on which all ranks have agreed
@@ -182,10 +189,10 @@ def _total_nbytes(ready: Ready, values: int, world: int) -> int | None:
 
 
 def _step(
-    ready: Ready, workload: Workload, plain: nn.Module, minibatch: Any
+    ready: Ready, workload: Workload, plain: nn.Module, minibatch: Any, device: torch.device = HERE
 ) -> tuple[Seconds, torch.Tensor]:
     """Train on a minibatch; return its seconds and the loss (0 with double buffering)."""
-    begun, worked = time.perf_counter(), time.process_time()
+    begun, worked = _now(device), time.process_time()
     loss = torch.zeros(())
     if ready.double is not None:  # no clipping: averages arrive half a minibatch later
         pair = isinstance(minibatch, tuple)
@@ -193,20 +200,26 @@ def _step(
             lambda *half: workload.loss(plain, half if pair else half[0]),
             *(minibatch if pair else (minibatch,)),
         )
-        forward = averaged = time.perf_counter()
+        forward = averaged = _now(device)
     else:
         for optimizer in ready.optimizers:
             optimizer.zero_grad()
         loss = workload.loss(ready.model, minibatch)
-        forward = time.perf_counter()
+        forward = _now(device)
         loss.backward()  # type: ignore[no-untyped-call]
         if ready.local is not None:
             ready.local.average_gradients()
-        averaged = time.perf_counter()
+        averaged = _now(device)
         _update(ready, workload.settings.clip, plain)
-    ended = time.perf_counter()
+    ended = _now(device)
     worked = time.process_time() - worked
     return Seconds(ended - begun, forward - begun, ended - averaged, worked), loss.detach()
+
+
+def _now(device: torch.device) -> float:
+    """Return the time at which all work queued on a device is done, in seconds."""
+    wait_for(device)
+    return time.perf_counter()
 
 
 def _update(ready: Ready, clip: float | None, plain: nn.Module) -> None:

@@ -108,7 +108,7 @@ class Workload:
             yield self.minibatch(generator, count)
 
     def loss(self, model: nn.Module, minibatch: Any) -> Tensor:
-        """Return the mean loss of a minibatch."""
+        """Return the mean loss of a minibatch, which is on the model's device."""
         raise NotImplementedError
 
     def test(self, model: nn.Module, *, quick: bool = False, tick: Tick = lambda: None) -> float:
@@ -138,11 +138,12 @@ class Text(Workload):
 
     def test(self, model: nn.Module, *, quick: bool = False, tick: Tick = lambda: None) -> float:
         length, total = CONTEXT + 1, 0.0
+        device = next(model.parameters(), self.test_set).device
         windows = self.test_set[:, : BLOCK // length * length].reshape(-1, length)
         windows = windows[:: 32 if quick else 4]
         for part in torch.split(windows, 64):
             tick()
-            total += float(self.loss(model, part.long())) * len(part)
+            total += float(self.loss(model, part.long().to(device))) * len(part)
         return total / len(windows)
 
 
@@ -174,13 +175,14 @@ class Images(Workload):
 
     def test(self, model: nn.Module, *, quick: bool = False, tick: Tick = lambda: None) -> float:
         (x, y), right = self.test_set, 0.0
+        device = next(model.parameters(), x).device
         if quick:  # chosen at random, because the classes of some files alternate
             order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
             some = order[: max(1000, len(y) // 10)]
             x, y = x[some], y[some]
         for images, labels in zip(torch.split(x, 100), torch.split(y, 100), strict=True):
             tick()
-            right += float((model(images).argmax(1) == labels).sum())
+            right += float((model(images.to(device)).argmax(1).cpu() == labels).sum())
         return 100.0 * right / len(y)
 
 

@@ -9,7 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
 from gradcomp.doctor.pairs import measured
+from gradcomp.kernels import CPU
 from gradcomp.plan.accuracy import written
 from gradcomp.plan.costs import LocalSteps
 from gradcomp.plan.links import Link, Node
@@ -52,11 +55,18 @@ def link_of(
 
 
 def recommend(
-    link: Link, node: Node, nodes: int, options: Mapping[str, Any], cores: float, left_s: float
-) -> dict[str, Any]:
-    """Return the planner's recommendation for a link of `link_of` and the training that the command
-    line describes, as JSON values. If `left_s` is below `LEAST_S`, codecs are assumed to take no
-    time, and ``rates_measured`` is False.
+    link: Link,
+    node: Node,
+    nodes: int,
+    options: Mapping[str, Any],
+    cores: float,
+    left_s: float,
+    device: torch.device = CPU,
+) -> tuple[dict[str, Any], Rates]:
+    """Return the planner's recommendation for a link of `link_of`, gradients on a device, and the
+    training that the command line describes, as JSON values; and the measured rates of codecs. If
+    `left_s` is below `LEAST_S`, codecs are assumed to take no time, and ``rates_measured`` is
+    False.
     """
     rows = max(1, round(options["parameters"] / WIDTH))
     # matrices of at most a million values, several in each bucket; of large models larger ones
@@ -71,7 +81,9 @@ def recommend(
     rates = Rates()
     if left_s >= LEAST_S:
         wanted = to_calibrate(methods, [nodes], node)
-        rates = calibrate(wanted, sizes=SIZES, world_sizes=WORLD_SIZES, repeats=REPEATS)
+        rates = calibrate(
+            wanted, sizes=SIZES, world_sizes=WORLD_SIZES, repeats=REPEATS, device=device
+        )
     limits = {} if options["tolerance"] is None else {"nats": options["tolerance"]}
     found = predict(
         work,
@@ -87,7 +99,7 @@ def recommend(
     )
     method, measured = found.method, found.tolerance.cost(found.method)
     step, break_even = found.result(method.name, nodes), found.break_even_bits_per_s
-    return {
+    advice = {
         "method": method.name,
         "codec": None if method.codec is None or not method.compresses else written(method.codec),
         "exchange": method.exchange,
@@ -102,6 +114,7 @@ def recommend(
         "sentence": found.sentence,
         "rates_measured": bool(rates.stages),
     }
+    return advice, rates
 
 
 def in_code(advice: Mapping[str, Any], over: str) -> str:

@@ -1,5 +1,5 @@
-"""Report of one rank on itself: versions, kernels, cores, interfaces, options, timeouts. Only the
-time of a name look-up is measured.
+"""Report of one rank on itself: versions, kernels, accelerator, cores, interfaces, options and
+timeouts. Only copies to and from the accelerator and the time of a name look-up are measured.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from gradcomp.comm.addresses import host_identity
 from gradcomp.comm.store import setup_timeout_s
 from gradcomp.comm.torch_private import default_timeout_s
+from gradcomp.doctor.accelerator import accelerator
 from gradcomp.doctor.interfaces import gloo_takes, interfaces
 from gradcomp.kernels import native
 from gradcomp.payload.wire import VERSION as WIRE
@@ -66,6 +67,7 @@ def card(rank: int, options: Mapping[str, Any], mpi: str | None) -> dict[str, An
         "versions": versions,
         "tier": native.tier(),
         "tiers": native.tiers(),
+        "accelerator": accelerator(rank),
         "cores": sorted(os.sched_getaffinity(0) if has_cores else range(os.cpu_count() or 1)),
         "quota": cpu_quota(),
         "threads": torch.get_num_threads(),

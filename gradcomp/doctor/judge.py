@@ -176,6 +176,19 @@ def _kernels(found: Found) -> Said:
         yield "note", f"tiers differ: {_listed(tiers)}; {text}", ""
 
 
+def _accelerator(found: Found) -> Said:
+    """Check for accelerators that fail, and for their kernels that are asked for and not used."""
+    for card in found["ranks"]:
+        one, rank = card.get("accelerator"), f"rank {card['rank']}"
+        if one is not None and one["failed"]:
+            remedy = "look at what else uses it (nvidia-smi), and at its driver"
+            yield "wrong", f"{rank}: {one['name']} ({one['device']}) fails: {one['failed']}", remedy
+        elif one is not None and one["refused"]:
+            text = f"{rank}: GRADCOMP_CUDA_KERNELS=1, and gradients are copied to the host all the"
+            remedy = "mend that, or unset GRADCOMP_CUDA_KERNELS; every average has the same bits"
+            yield "note", f"{text} same: {one['refused']}", remedy
+
+
 def _network(found: Found) -> Said:
     """Check gloo's interfaces (missing, loopback, bridge or slow) and name servers (slow)."""
     cards, over_mpi = found["ranks"], found["over"] == "mpi"
@@ -365,6 +378,7 @@ CHECKS = {
     "ranks": _ranks,
     "versions": _versions,
     "kernels": _kernels,
+    "accelerator": _accelerator,
     "network": _network,
     "cores": _cores,
     "link": _link,

@@ -13,6 +13,7 @@ from gradcomp.plan.links import format_rate, format_seconds
 
 MOST_PAIRS = 28  # with more pairs, only a summary is shown
 WIDTH = 14
+COPIED_TO = ("to_host", "to_device")  # in keys of `gradcomp.doctor.accelerator`
 COLORS = {"ok": "32", "note": "33", "wrong": "1;31"}  # ANSI: green, yellow, bold red
 START = """\
 several ranks here, under the MPI that is installed:
@@ -47,6 +48,7 @@ def show(found: Found, out: TextIO | None = None, *, plain: bool = False) -> Non
         "ranks": _ranks(found),
         "versions": _same(cards, lambda card: ", ".join(map(" ".join, card["versions"].items()))),
         "kernels": _same(cards, lambda card: f"{card['tier']} tier"),
+        "accelerator": [*_same(cards, _accelerator), *_copies(cards)],
         "network": _same(cards, _network),
         "link": _link(found),
         "cores": _same(cards, _cores, here=len(cards) > 1),
@@ -108,6 +110,33 @@ def _same(cards: Sequence[Found], text: Callable[[Found], str], *, here: bool = 
 def _cores(card: Found) -> str:
     quota = "" if card["quota"] is None else f" (the container grants {card['quota']:g})"
     return f"{len(card['cores'])} cores{quota}, {card['threads']} threads of torch"
+
+
+def _accelerator(card: Found) -> str:
+    one = card.get("accelerator")
+    if one is None:
+        return "none"
+    built = f"torch for {one['platform']}" if one["platform"] else ""
+    driver = f"driver {one['driver']}" if one["driver"] else ""
+    known = ", ".join(filter(None, (f"{one['name']} ({one['device']})", driver, built)))
+    if one["failed"]:
+        return f"{known}: cannot be used"
+    how = "copied to the host and encoded there"
+    if one["encodes_on"] == "device":
+        how = "encoded by its own kernels, which passed the self-check"
+    return f"{known}, {one['triton']}; gradients are {how}"
+
+
+def _copies(cards: Sequence[Found]) -> list[str]:
+    """Return a line with the rates of copies for each rank whose accelerator was measured."""
+    lines = []
+    for card in cards:
+        one = card.get("accelerator")
+        if one is not None and not one["failed"]:
+            here, back = (f"{one[f'{to}_bytes_per_s'] / 1e9:.3g} GB/s" for to in COPIED_TO)
+            rank = f"rank {card['rank']}: " if len(cards) > 1 else ""
+            lines.append(f"{rank}copies of 25 MiB: {here} to the host, {back} to the accelerator")
+    return lines
 
 
 def _network(card: Found) -> str:

@@ -32,6 +32,7 @@ from gradcomp.doctor.options import agreed
 from gradcomp.doctor.pairs import measure_all
 from gradcomp.doctor.words import Words
 from gradcomp.errors import GradcompError, peers_answer
+from gradcomp.plan.rates import Rates
 from gradcomp.version import __version__
 
 CONNECT_S = 8.0  # longest time for ranks that have all arrived to connect
@@ -295,11 +296,13 @@ def _conclude(
     `apart_s` is the time between the first and the last rank's arrival, in seconds.
     """
     pairs = _merged([pair for one in seen.values() for pair in one["pairs"]])
-    advice, link = None, advise.link_of([one["identity"] for one in cards], pairs)
+    advice, rates, link = None, Rates(), advise.link_of([one["identity"] for one in cards], pairs)
     if link is not None:
         here = [one for one in cards if one["identity"] == cards[0]["identity"]]
         left_s = options.seconds - (time.monotonic() - started)
-        advice = advise.recommend(*link, vars(options), judge.usable(here) / len(here), left_s)
+        one, cores = cards[0].get("accelerator"), judge.usable(here) / len(here)
+        device = torch.device(one["device"] if one is not None and not one["failed"] else "cpu")
+        advice, rates = advise.recommend(*link, vars(options), cores, left_s, device)
     found = {
         "gradcomp": __version__,
         "over": me.over,
@@ -313,6 +316,7 @@ def _conclude(
         "timeouts": timeouts(me.over, options.timeout, options.torch_timeout, apart_s),
         "lost_peer": _probes({rank: one["probe"] for rank, one in seen.items() if one["probe"]}),
         "recommendation": advice,
+        "rates": rates.to_dict(),
         "budget_s": options.seconds,
     }
     findings = judge.findings(found)

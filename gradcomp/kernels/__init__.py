@@ -7,7 +7,6 @@ works on the copies (`gradcomp.kernels.staging`).
 from __future__ import annotations
 
 import importlib.metadata
-import logging
 import os
 import re
 import threading
@@ -31,8 +30,6 @@ from gradcomp.version import warn_about_torch
 
 warn_about_torch(torch.__version__)
 
-logger = logging.getLogger("gradcomp")
-
 CPU = torch.device("cpu")
 # returns None for a device whose values are to be copied to host memory
 MakeKernels = Callable[[torch.device], "Kernels | None"]
@@ -44,24 +41,21 @@ _native = NativeKernels()
 def _cuda(device: torch.device) -> Kernels | None:
     if os.environ.get(USES_CUDA) != "1":
         return None
+    from gradcomp.kernels.check import checked, refuse
+
     try:
-        _check_triton()
-        from gradcomp.kernels.check import checked
+        triton_version()
         from gradcomp.kernels.cuda import TritonKernels
     except ImportError as error:
-        logger.warning(
-            "gradcomp: gradients on %s are copied to the host and encoded there, although %s=1: %s"
-            " (pip install 'gradcomp[cuda]')",
-            device,
-            USES_CUDA,
-            error,
-        )
+        refuse(device, f"{error} (pip install 'gradcomp[cuda]')")
         return None
     return checked(device, TritonKernels)
 
 
-def _check_triton() -> None:
-    """Raise ImportError if Triton is missing or older than MIN_TRITON."""
+def triton_version() -> str:
+    """Return the version of Triton, or raise ImportError if it is missing or older than
+    MIN_TRITON.
+    """
     try:
         found = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
@@ -69,6 +63,7 @@ def _check_triton() -> None:
     if tuple(int(number) for number in re.findall(r"\d+", found)[:2]) < MIN_TRITON:
         needed = ".".join(map(str, MIN_TRITON))
         raise ImportError(f"Triton {found} is too old, {needed} is needed")
+    return found
 
 
 # factories of kernel sets, by device type
@@ -92,6 +87,7 @@ __all__ = [
     "install",
     "of",
     "of_weights",
+    "triton_version",
 ]
 
 

@@ -34,6 +34,7 @@ CODES = {
 }
 OTHERS = "sums of large groups", "sums of codes", "scales", "second moments"
 SUMS = Code("lanes", world_size=RANKS, bits=3)
+refusals: dict[torch.device, str] = {}  # why a device's kernels are not used, although asked for
 
 
 def checked(device: torch.device, make: Callable[[torch.device], Kernels]) -> Kernels | None:
@@ -49,13 +50,19 @@ def checked(device: torch.device, make: Callable[[torch.device], Kernels]) -> Ke
     if not reason:
         logger.info("gradcomp: gradients are encoded on %s", device)
         return made
+    refuse(device, reason)
+    return None
+
+
+def refuse(device: torch.device, reason: str) -> None:
+    """Log why the kernels of a device are not used, and keep it in `refusals`."""
+    refusals[device] = reason
     logger.warning(
         "gradcomp: gradients on %s are copied to the host and encoded there, although"
         " GRADCOMP_CUDA_KERNELS=1: %s",
         device,
         reason,
     )
-    return None
 
 
 def differing(kernels: Kernels) -> Iterator[str]:

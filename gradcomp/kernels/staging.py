@@ -81,6 +81,12 @@ def join(device: torch.device) -> None:
         torch.accelerator.current_stream(device).wait_event(stream.record_event())
 
 
+def wait_for(device: torch.device) -> None:
+    """Wait on the host until all work queued on a device is done."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 class Staged:
     """Host memory for copies of values of a device.
 

@@ -114,8 +114,9 @@ how gradients are exchanged
 --exchange A,B: exchanges to compare, out of all_reduce, all_gather, reduce_scatter and hierarchical
     (default: all)
 --double-buffering: exchange one half of a minibatch while the other half is computed
---rates FILE: file with the CPU seconds of the codecs, written by --json (default: measured here,
-    three times)
+--rates FILE: file with the CPU seconds of the codecs, written by --json here or by that of
+    gradcomp.doctor, which includes copies to and from an accelerator (default: measured here, three
+    times)
 
 what is written
 --json FILE: write every number to this file

@@ -19,6 +19,7 @@ import statistics
 import timeit
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +31,10 @@ from gradcomp.comm.base import Channel, Communicator, Counts, Work
 from gradcomp.exchange.bucket import BucketExchange
 from gradcomp.exchange.second import owners_feed_back
 from gradcomp.exchange.sizing import BucketPlan, Strategy
+from gradcomp.exchange.staged import beside
 from gradcomp.exchange.stats import Stats
-from gradcomp.kernels import CPU, of
+from gradcomp.kernels import CPU, encoding_device, of
+from gradcomp.kernels.staging import Staged, wait_for
 from gradcomp.memory.moments import Precondition, SecondMoments
 from gradcomp.memory.planes import Planes
 from gradcomp.memory.store import StateStore
@@ -42,10 +45,16 @@ from gradcomp.plan.nodes import exact
 
 STAGES = ("statistics", "encode", "owner", "decode")
 CAST_STAGES = ("cast", "uncast")
-# Entries besides the methods, with the single stage "apply": additional seconds of exchanges after
+# Entries besides the methods. With the single stage "apply": additional seconds of exchanges after
 # local steps, and of ``precondition=True``.
 OUTER, PRECONDITION = "outer step", "precondition"
+# Entry of buckets on an accelerator that the CPU encodes: copies to the host before, and back after
+# the exchange. Missing: gradients are in host memory, or the accelerator encodes them, and the
+# seconds of its stages include the copies of packed bytes.
+COPIES, COPY_STAGES = "copies", ("to host", "to device")
+APART = {OUTER: ("apply",), PRECONDITION: ("apply",), COPIES: COPY_STAGES}
 SIZES = (1 << 13, 1 << 20)  # elements
+COPIED = (1 << 13, 25 * 2**20 // 4)  # elements of a copy; the last are those of a DDP bucket
 WORLD_SIZES = (2, 8)
 REPEATS = 5
 
@@ -103,8 +112,13 @@ class Rates:
         """Return the seconds of computing `numel` pseudo-gradients and applying their average."""
         return self._apply_seconds(OUTER, numel)
 
-    def _apply_seconds(self, name: str, numel: int) -> float:
-        return self.stages.get(name, {}).get("apply", FREE_STAGE).seconds(per_value(numel))
+    def copy_seconds(self, numel: int) -> tuple[float, float]:
+        """Return the seconds of copying a bucket of `numel` values to the host, and back."""
+        here, back = (self._apply_seconds(COPIES, numel, stage) for stage in COPY_STAGES)
+        return here, back
+
+    def _apply_seconds(self, name: str, numel: int, stage: str = "apply") -> float:
+        return self.stages.get(name, {}).get(stage, FREE_STAGE).seconds(per_value(numel))
 
     @staticmethod
     def median(repeated: Sequence[Rates]) -> Rates:
@@ -121,7 +135,8 @@ class Rates:
 
     @staticmethod
     def load(path: Path) -> Rates:
-        """Read rates from a file of ``python -m gradcomp.plan --json``, or from JSON of `to_dict`.
+        """Read rates from a file of ``python -m gradcomp.plan --json`` or ``python -m
+        gradcomp.doctor --json``, or from JSON of `to_dict`.
 
         Raises:
             OSError: the file cannot be read.
@@ -131,8 +146,7 @@ class Rates:
             found = json.loads(path.read_text(encoding="utf-8"))
             found = found.get("rates", found)
             for method, stages in found.items():
-                alone = method in (OUTER, PRECONDITION)
-                names = ("apply",) if alone else _stages_of(find_method(method))
+                names = APART.get(method) or _stages_of(find_method(method))
                 for unknown in sorted(set(stages) - set(names)):
                     raise ValueError(f"{method} has no stage {unknown!r}, only {', '.join(names)}")
             return Rates({m: {s: StageRate(**r) for s, r in v.items()} for m, v in found.items()})
@@ -172,6 +186,7 @@ def calibrate(
     world_sizes: Sequence[int] = WORLD_SIZES,
     repeats: int = REPEATS,
     before: Callable[[], None] = lambda: None,
+    device: torch.device = CPU,
 ) -> Rates:
     """Measure the rates of methods in this process, with torch's number of threads. Takes about a
     second for all methods.
@@ -185,6 +200,9 @@ def calibrate(
         repeats: number of measurements, of which the median is used.
         before: called before each measurement, for example a barrier, so that the ranks of one
             machine measure at the same time.
+        device: device of the gradients. An accelerator's own kernels are timed if they are used,
+            else the CPU's, and copies to and from the accelerator. Casts of ``bf16`` and outer
+            steps are timed on the CPU.
 
     Raises:
         ValueError: a size or a number of ranks does not fulfil these conditions.
@@ -195,17 +213,24 @@ def calibrate(
     if any(64 % n for n in world_sizes):
         raise ValueError(f"world_sizes must be powers of two up to 64, got {world_sizes!r}")
 
-    def rate(make: Callable[[int], Callable[[], object]]) -> StageRate:
+    def rate(
+        make: Callable[[int], Callable[[], object]], sizes: Sequence[int] = sizes
+    ) -> StageRate:
         seconds = {
             numel: timeit.repeat(make(numel), number=1, repeat=repeats + 1) for numel in sizes
         }
         return fit([(per_value(n), statistics.median(one[1:])) for n, one in seconds.items()])
 
+    encodes_on = encoding_device(device)
     out: dict[str, dict[str, StageRate]] = {}
+    if encodes_on != device:
+        out[COPIES] = {
+            stage: rate(partial(copying, device, stage), COPIED) for stage in COPY_STAGES
+        }
     if any(method.local is not None for method in methods):
         out[OUTER] = {"apply": rate(_outer_step)}
     if any(method.compresses for method in methods):
-        out[PRECONDITION] = {"apply": rate(_preconditioning)}
+        out[PRECONDITION] = {"apply": rate(partial(_preconditioning, encodes_on))}
     for method in {m.each_step.name: m.each_step for m in methods}.values():
         if method.codec is None:
             if method.value_nbytes < FP32_NBYTES:
@@ -217,7 +242,7 @@ def calibrate(
                 before()
                 # a multiple for all ranks: the peers' messages are copies of this rank's
                 numel = round_up(size, n * max(1, method.codec.form.group_numel))
-                seconds = _run_exchange(method, method.codec, numel, n, repeats)
+                seconds = _run_exchange(method, method.codec, numel, n, repeats, encodes_on)
                 scatters = method.exchange == "reduce_scatter"
                 owned = ByElements(n).numel(numel, 0) if scatters else numel
                 for stage, found in points.items():
@@ -227,18 +252,20 @@ def calibrate(
 
 
 def _run_exchange(
-    method: Method, codec: Codec, numel: int, n: int, repeats: int
+    method: Method, codec: Codec, numel: int, n: int, repeats: int, device: torch.device
 ) -> dict[str, float]:
     """Return the median seconds of every stage of one bucket's exchange on rank 0."""
     strategy = Strategy(method.exchange, method.second_phase)
     group = codec.form.group_numel or (max(1, numel // 64) if codec.whole_groups else numel)
     plan = BucketPlan(codec, [Slot(0, numel, group, True, 0)], strategy, n, 0, {0: 0})
     stats, values = Stats(), torch.randn(numel, generator=torch.Generator().manual_seed(0)) * 1e-3
-    state = StateStore(Planes({0: numel}) if codec.error_feedback else None)
+    values = values.to(device)
+    state = StateStore(Planes({0: numel}, device=device) if codec.error_feedback else None)
     if owners_feed_back(strategy.second_phase, codec):
-        state.owner_residuals = Planes({0: ByElements(n).numel(numel, 0)})
-    exchange = BucketExchange(plan, _Echo(n), torch.float32, stats, state=state)
+        state.owner_residuals = Planes({0: ByElements(n).numel(numel, 0)}, device=device)
     buffer, seen = torch.empty_like(values), []
+    own = BucketExchange(plan, _Echo(n), torch.float32, stats, state=state, device=device)
+    exchange = beside(own, buffer, device)
     for step in range(repeats + 1):
         buffer.copy_(values)
         stats.reset()
@@ -260,13 +287,32 @@ def _widening(numel: int) -> Callable[[], Tensor]:
     return lambda: values.copy_(half)
 
 
-def _preconditioning(numel: int) -> Callable[[], None]:
+def copying(device: torch.device, stage: str, numel: int) -> Callable[[], None]:
+    """Return a function that copies `numel` float32 values from an accelerator to page-locked host
+    memory, or back, and waits for that; `stage` is one of `COPY_STAGES`.
+    """
+    values = torch.zeros(numel, device=device)
+    staged = Staged(values)
+
+    def copy() -> None:
+        if stage == COPY_STAGES[0]:
+            staged.fetch(values)
+            staged.wait()
+        else:
+            staged.give(values)
+            wait_for(device)
+
+    return copy
+
+
+def _preconditioning(device: torch.device, numel: int) -> Callable[[], None]:
     """Return a function with the work of ``precondition=True``: divide values and residuals by the
     second moments, multiply averages by them, and update the moments.
     """
-    moments, slot = SecondMoments(Precondition(), {0: numel}), Slot(0, numel, numel, True, 0)
-    values, residual = torch.randn(numel), torch.randn(numel)
-    units, out, spare = (torch.empty(numel) for _ in range(3))
+    moments = SecondMoments(Precondition(), {0: numel}, device)
+    slot = Slot(0, numel, numel, True, 0)
+    values, residual = torch.randn(numel).to(device), torch.randn(numel).to(device)
+    units, out, spare = (torch.empty_like(values) for _ in range(3))
     moments.observe([slot], values, 0)
     moments.planes.commit([0])
 
@@ -275,6 +321,7 @@ def _preconditioning(numel: int) -> Callable[[], None]:
         torch.mul(residual, units, out=spare)
         out.mul_(units)
         moments.observe([slot], out, 1)
+        wait_for(device)
 
     return step
 

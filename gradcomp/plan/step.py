@@ -3,7 +3,8 @@
 A rank is a list of jobs: forward, pieces of backward, the pipeline's stages, transfers over links,
 and the update. A job starts when the jobs before it have ended and its resource is free. Resources
 serve jobs in the order in which they become ready (list scheduling). The resources are a main core,
-cores for the codecs, the node's link, the link inside a node, and the transport.
+cores for the codecs, the node's link, the link inside a node, the transport, and copies between an
+accelerator and the host.
 
 Buckets become ready during backward in DDP's order. Each bucket passes through the stages of the
 pipeline, one thread per stage: a stage waits for the collective that the previous stage started,
@@ -57,7 +58,7 @@ LITTLE = (64, 64)  # shape of a tensor that is compressed in negligible time
 LONG, FIXED_SHARE = 512, 1 / 8
 MAX_NODES = 4096
 MAX_STAGES = 4  # threads of a pipeline, so it cannot use more cores than this
-MAIN, CODECS, LINK, INSIDE, TRANSPORT = range(5)  # resources
+MAIN, CODECS, LINK, INSIDE, TRANSPORT, COPIER = range(6)  # resources
 
 
 class Jobs:
@@ -115,10 +116,13 @@ class Jobs:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage's work on one slice: seconds on a core, and the collective that it starts then."""
+    """One stage's work on one slice: seconds on a core, then seconds of a copy between accelerator
+    and host, and the collective that it starts then.
+    """
 
     seconds: float
     collective: Collective | None
+    copied_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -257,7 +261,7 @@ class Setting:
         """
         nodes, forward_share = range(len(compute[0])), self.workload.forward_share
         threads = min(MAX_STAGES, max(1, int(self.cores) - 1))
-        servers = {CODECS: threads, MAIN: 1, LINK: 1, INSIDE: 1}
+        servers = {CODECS: threads, MAIN: 1, LINK: 1, INSIDE: 1, COPIER: 1}
         jobs = Jobs({(kind, n): k for kind, k in servers.items() for n in nodes} | {TRANSPORT: 1})
         codecs = MAIN if self.cores < 2 else CODECS
         start = jobs.add(None, 0.0)
@@ -278,7 +282,10 @@ class Setting:
                             jobs.add((codecs, n), stage.seconds, *arrived[n], worked[place][n])
                             for n in nodes
                         ]
-                        arrived = self._exchange(jobs, worked[place], stage.collective)
+                        done = worked[place]
+                        if stage.copied_s:
+                            done = [jobs.add((COPIER, n), stage.copied_s, done[n]) for n in nodes]
+                        arrived = self._exchange(jobs, done, stage.collective)
             if first is not None:
                 exchanges.append((first, worked[-1]))
             # with double buffering an update applies the exchange of the previous half
@@ -371,10 +378,11 @@ def slice_work(
 
     Statistics and the collective of scales belong to the first slice; a second phase that is not
     sliced belongs to the last. A hierarchical exchange works inside the node before the first slice
-    and after the last.
+    and after the last. Copies to the host come before the first slice, those back after the last.
     """
     packed, members = (bucket, ranks) if bucket.between is None else (bucket.between, nodes)
     count, nothing, out = packed.slices, Stage(0.0, None), []
+    copies = here, back = (0.0, 0.0) if method.codec is None else rates.copy_seconds(bucket.numel)
     whole = rates.stage_seconds(method, members, packed.numel, packed.owned_numel)
     part = rates.stage_seconds(method, members, packed.numel // count, packed.owned_numel // count)
     for number in range(count):
@@ -393,6 +401,9 @@ def slice_work(
             stages[0] = replace(stages[0], seconds=stages[0].seconds + average * begins)
             stages[-1] = replace(stages[-1], collective=gathers if ends else None)
             stages = [Stage(0.0, scatters if begins else None), *stages, Stage(unpack * ends, None)]
+        if any(copies):
+            stages[-1] = replace(stages[-1], copied_s=back * ends)
+            stages = [Stage(0.0, None, here * begins), *stages, nothing]
         out.append(tuple(stages))
     return out
 

@@ -13,24 +13,32 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import _forks
 import pytest
 import torch
-from _ranks import mpi_python, output_of
+from _hosted import HostedKernels
+from _ranks import each_rank, mpi_python, output_of
 from gradcomp.launch.ports import free_port
 
 import gradcomp
+from gradcomp import kernels
 from gradcomp.bench import hosts
-from gradcomp.doctor import advise, card, judge, pairs, report, session
+from gradcomp.doctor import accelerator, advise, card, judge, pairs, report, session
 from gradcomp.doctor.__main__ import main
 from gradcomp.doctor.interfaces import Interface, gloo_takes, interfaces
 from gradcomp.doctor.options import agreed, build_parser, parse
+from gradcomp.kernels import check
+from gradcomp.kernels.native import NativeKernels
+from gradcomp.plan import cli
 from gradcomp.plan.links import Link, Node
+from gradcomp.plan.rates import COPIES
 from gradcomp.plan.step import Setting
 
 WHY = hosts.unavailable()
@@ -493,6 +501,23 @@ def on_one(count, threads=1, **more):
     return [rank(k, identity="n", host="n", threads=threads, **more) for k in range(count)]
 
 
+DEVICE = {
+    "device": "cuda:0",
+    "name": "NVIDIA H200",
+    "driver": "570.86.15",
+    "platform": "CUDA 12.8",
+    "to_host_bytes_per_s": 5.2e10,
+    "to_device_bytes_per_s": 5.4e10,
+    "triton": "Triton 3.9.0",
+    "encodes_on": "host",
+    "self_check": "not run",
+    "refused": "",
+    "failed": "",
+}
+ENCODES = DEVICE | {"encodes_on": "device", "self_check": "passed"}
+OLD_TRITON = DEVICE | {"refused": "Triton 2.0 is too old, 3.9 is needed"}
+LOST_DEVICE = {key: DEVICE[key] for key in ("device", "name", "driver", "platform")}
+LOST_DEVICE |= {"failed": "CUDA error: out of memory"}
 IB = ethernet("ib0", 100000, "10.1.0.1", kind="infiniband")
 DOCKER = ethernet("docker0", None, "172.17.0.1", kind="bridge")
 ETH = ethernet("eth0", None, "10.0.0.1")
@@ -534,6 +559,14 @@ FINDINGS = [
         ],
     ),
     ([rank(0), rank(1, starter="srun")], ["wrong: * launchers: torchrun on rank 0, srun on *"]),
+    ([rank(0, accelerator=DEVICE), rank(1, accelerator=ENCODES)], []),
+    (
+        [rank(0, accelerator=OLD_TRITON), rank(1, accelerator=LOST_DEVICE)],
+        [
+            "note: rank 0: GRADCOMP_CUDA_KERNELS=1, and * Triton 2.0 is too old, * -> *",
+            "wrong: rank 1: NVIDIA H200 (cuda:0) fails: CUDA error: out of memory -> *nvidia-smi*",
+        ],
+    ),
     (slow(IB), ["wrong: *: gloo takes eth1 (1 Gbit/s) although ib0 (100 Gbit/s) * -> *=ib0,*"]),
     ({"ranks": slow(IB), "over": "mpi"}, ["note: ranks 0 and 1: gloo takes eth1 *; an MPI *"]),
     (slow(IB._replace(is_up=False), ethernet("eth2", 1500, "10.2.0.1")), []),
@@ -661,6 +694,80 @@ def test_who_takes_part_in_a_probe():
     assert session.members_of(["a", "b", "c", "d"]) == [0, 1, 2]
 
 
+# ---- accelerators
+
+
+@each_rank(1, "lazy")
+def test_an_accelerator_is_named_and_its_copies_are_measured():
+    found = accelerator.accelerator(3)
+    assert (found["device"], found["name"]) == ("lazy:1", "device for tests")
+    assert found.keys() == DEVICE.keys() and found["driver"] == accelerator.driver()
+    assert min(found["to_host_bytes_per_s"], found["to_device_bytes_per_s"]) > 1e6
+    assert (found["encodes_on"], found["self_check"], found["failed"]) == ("host", "not run", "")
+    try:
+        before = kernels.install("lazy", HostedKernels)
+        found = accelerator.accelerator(0)
+        assert (found["encodes_on"], found["self_check"]) == ("device", "passed")
+        kernels.install("lazy", lambda device: check.checked(device, NativeKernels))
+        found = accelerator.accelerator(0)
+        assert found["encodes_on"] == "host" and "NativeKernels" in found["refused"]
+        assert found["self_check"] == (
+            "not run" if "not installed" in found["triton"] else "failed"
+        )
+        full = mock.Mock(side_effect=torch.OutOfMemoryError("no memory left\nand more"))
+        with mock.patch.object(accelerator, "copying", full):
+            assert accelerator.accelerator(0)["failed"] == "no memory left"
+    finally:
+        kernels.install("lazy", before)
+        check.refusals.clear()
+
+
+@each_rank(1, "lazy")
+def test_rates_of_the_report_are_those_of_its_accelerator():
+    """And the planner takes them."""
+    cards = [card.card(number, agreed(parse([])), None) for number in range(2)]
+    me, seen = (
+        session.Me(0, 2, "gloo"),
+        {0: {"pairs": [pair(0, 1, 1e9)], "probe": {}, "failed": ""}},
+    )
+    found = session._conclude(cards, parse(["--seconds", "60"]), me, time.monotonic(), seen, 0.0)
+    assert found["recommendation"]["rates_measured"]
+    assert min(one["per_value_s"] for one in found["rates"][COPIES].values()) > 0
+    with tempfile.TemporaryDirectory() as folder:
+        (file := Path(folder, "doctor.json")).write_text(json.dumps(found))
+        plans = ["--model", "lenet", "--nodes", "2,4", "--every", "30", "--rates", str(file)]
+        assert cli.main([*plans, "--optimizer", "adamw", "--json", str(Path(folder, "out"))]) == 0
+        planned = json.loads(Path(folder, "out").read_text())
+    assert planned["rates"] == found["rates"]
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        (
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 2023\n",
+            "535.104.05",
+        ),
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release\nGCC 12",
+            "570.86.15",
+        ),
+        ("something else\n", ""),
+        (None, ""),
+    ],
+)
+def test_the_driver_is_named(text, version, tmp_path, monkeypatch):
+    monkeypatch.setattr(accelerator, "DRIVER", tmp_path / "version")
+    if text is not None:
+        (tmp_path / "version").write_text(text)
+    assert accelerator.driver() == version
+
+
+def test_without_an_accelerator_nothing_is_measured(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
+    assert accelerator.accelerator(0) is None and card.card(0, {}, None)["accelerator"] is None
+
+
 # ---- the recommendation
 
 
@@ -692,7 +799,7 @@ def test_there_is_no_link_if_nothing_was_measured():
 
 def recommend(*words, rate=1e8, latency_s=1e-4, left_s=0.0):
     options = vars(parse(list(words)))
-    return advise.recommend(Link(rate, latency_s), Node(), 2, options, 2.0, left_s)
+    return advise.recommend(Link(rate, latency_s), Node(), 2, options, 2.0, left_s)[0]
 
 
 SGD = 'ddp.register(model, EntropyCoded(1.25), exchange="all_gather", optimizer=optimizer)'
@@ -750,6 +857,11 @@ def plain(found):
 
 
 MANY = [pair(i, j, 1e9 + i) for i in range(9) for j in range(i + 1, 9)]
+REPORTED = """
+accelerator   NVIDIA H200 (cuda:0), driver 570.86.15, torch for CUDA 12.8, Triton 3.9.0; gradients \
+are copied to the host and encoded there
+              rank 0: copies of 25 MiB: 52 GB/s to the host, 54 GB/s to the accelerator
+              rank 1: copies of 25 MiB: 52 GB/s to the host"""
 LATE = {"pairs_not_measured": 5, "seconds": 12.5}
 
 
@@ -760,6 +872,16 @@ LATE = {"pairs_not_measured": 5, "seconds": 12.5}
         ({}, "rank 1 fell silent: PeerLost on the others after 1.0 s, with a timeout of 1 s"),
         ({}, "without a measured link: what is wrong above comes first"),
         ({"recommendation": recommend(rate=1e9)}, "exchange="),
+        ({}, "\naccelerator   none\nnetwork "),
+        (
+            {"ranks": both(accelerator=DEVICE)},
+            REPORTED,
+        ),
+        ({"ranks": both(accelerator=ENCODES)}, "by its own kernels, which passed the self-check\n"),
+        (
+            {"ranks": [rank(0, accelerator=LOST_DEVICE)], "pairs": []},
+            "torch for CUDA 12.8: cannot be used\n              wrong: rank 0: NVIDIA H200 (",
+        ),
         ({"pairs": [pair(0, 1, 9e7)]}, " Gbit/s\n                -> something between the hosts"),
         (limits(torch=100), "1 thing wrong, 0 notes; 3.0 s."),
         ({"pairs": MANY, "ranks": [rank(k) for k in range(9)]}, "36 pairs: 1 Gbit/s to"),

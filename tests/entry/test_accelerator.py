@@ -33,7 +33,7 @@ from gradcomp import (
 )
 from gradcomp.allreduce import Feedback
 from gradcomp.integrations.torchtitan import ReplicaAverage
-from gradcomp.kernels import staging
+from gradcomp.kernels import check, staging
 from gradcomp.onebit_sgd import AggregateAdagrad, DoubleBuffer, LocalAdagrad
 from gradcomp.onebit_sgd.restore import rolled_back
 from gradcomp.optim import fp32_state_dict, split_parameters
@@ -417,9 +417,9 @@ def by_kernels(function, options):
 
     def make(there):
         if device == "cuda":
-            from gradcomp.kernels.cuda import checked
+            from gradcomp.kernels.cuda import TritonKernels
 
-            made.append(checked(there))
+            made.append(check.checked(there, TritonKernels))
         else:
             made.append(HostedKernels(there))
         return made[-1]
@@ -631,3 +631,40 @@ def test_what_is_not_taken_is_refused_by_name():
             call()
     with pytest.raises(UnsupportedTensor, match="x is on meta: .*CPU and LAZY tensors"):
         gradcomp.Ternary().encode(torch.zeros(4, device="meta"))
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+LASTING = [
+    "ddp",
+    "ddp slices",
+    "averager",
+    "averager delayed",
+    "averager on two devices",
+    "double buffer",
+    "fsdp",
+    "fsdp with weights",
+]
+
+
+def page_locked(steps, function, options):
+    """Return how many tensors in page-locked memory a training of so many steps allocates."""
+    empty, sizes = torch.empty, []
+
+    def counted(*args, pin_memory=False, **given):
+        made = empty(*args, pin_memory=pin_memory, **given)
+        if pin_memory:
+            assert made.is_pinned()
+            sizes.append(made.numel())
+        return made
+
+    with mock.patch.object(torch, "empty", counted), mock.patch.dict(globals(), STEPS=steps):
+        on(function, "lazy", options)
+    return len(sizes)
+
+
+@pytest.mark.parametrize("row", LASTING)
+def test_page_locked_memory_is_allocated_once(lazy, row):
+    """Not in every step: that of more steps is as much."""
+    few, many = (lazy(2, page_locked, steps, *SAME[row]) for steps in (5, 11))
+    assert few == many and min(few) > 0

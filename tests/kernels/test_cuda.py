@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from _averaging import Run
 from _codes import (
     BLOCKS,
@@ -33,6 +34,7 @@ from _codes import (
     table_of,
     tensor_of,
 )
+from _far import FAR, at_place, sparse
 from _ranks import run_local
 from _saved import bits_of
 from _tables import ARRAY_DTYPES, KINDS, Piece, guarded, same_bytes, values
@@ -42,6 +44,7 @@ from gradcomp import EntropyCoded, Ternary, kernels
 from gradcomp.bench import codec as codec_bench
 from gradcomp.codecs import KINDS as CODECS
 from gradcomp.kernels import check
+from gradcomp.kernels.cuda import kernels as cuda_kernels
 
 NATIVE = kernels.of(kernels.CPU)
 ENCODED = [TERNARY, *NEAREST[:2], ONEBIT, *BLOCKS, *VALUES, ENTROPY[0]]
@@ -110,6 +113,38 @@ def test_interpreted_kernels_average_as_c(code, interpreted):
             found.append((out, np.array([bool(seen)])))
         for want, got in zip(*found, strict=True):
             same_bytes(got, want, 0)
+
+
+@pytest.mark.parametrize("name", check.CODES)
+@np.errstate(all="ignore")
+def test_offsets_have_64_bits(name, interpreted, tmp_path):
+    """Of values, residuals and payloads. The interpreter adds as wide as a GPU does."""
+    far, near = (at_place(interpreted, name, place, tmp_path) for place in (FAR, 0))
+    assert far == near
+
+
+@pytest.mark.parametrize("code", [TERNARY, NEAREST[0], ENTROPY[1]], ids=lambda code: code.name)
+@np.errstate(all="ignore")
+def test_payloads_on_the_device_may_begin_2_to_the_31_bytes_apart(
+    code, interpreted, tmp_path, monkeypatch
+):
+    rng = np.random.default_rng(4)
+    table, found = drawn(code, rng), []
+    payloads = [random_payload(code, table, rng) for _ in range(3)]
+    plan_of = interpreted._plan
+
+    def spread(*given):
+        plan = plan_of(*given)
+        plan.packed = plan.packed._replace(nbytes=FAR)
+        return plan
+
+    for plan in (plan_of, spread):
+        monkeypatch.setattr(interpreted, "_plan", plan)
+        out = guarded(table.tensor_numel, np.float32)
+        decode(interpreted, code, table, payloads, out, shared=True)
+        found.append(out)
+        monkeypatch.setattr(cuda_kernels, "_pinned", lambda n: sparse(tmp_path, n, torch.uint8))
+    same_bytes(found[1], found[0], 0)
 
 
 def averages(comm, codec):

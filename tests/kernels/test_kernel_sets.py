@@ -44,6 +44,7 @@ from _codes import (
     tensor,
     tensor_of,
 )
+from _far import FAR, at_place
 from _tables import (
     ARRAY_DTYPES,
     GUARD,
@@ -63,7 +64,7 @@ from hypothesis import strategies as st
 from reference import codec as ref
 from reference import entropy, rotation
 
-from gradcomp.kernels import host
+from gradcomp.kernels import check, host
 from gradcomp.kernels.tables import Groups
 from gradcomp.payload.rng import STREAM_ROTATION
 
@@ -616,3 +617,15 @@ def test_results_do_not_depend_on_the_floating_point_environment(code, row):
     same_bytes(out[table.data(0)], mean, row.tier)
     if code.feeds_back:
         same_bytes(new[table.plane(0)], left, row.tier)
+
+
+@pytest.mark.parametrize("name", check.CODES)
+@pytest.mark.parametrize(
+    "row", [one for one in SETS if one.name != "shadow"], ids=str, indirect=True
+)
+def test_places_beyond_two_to_the_31_are_those_of_small_numbers(row, name, tmp_path):
+    """In tensors, planes and payloads; a 32-bit offset would end elsewhere. The shadow set copies
+    whole tensors.
+    """
+    far, near = (at_place(row.kernels, name, place, tmp_path) for place in (FAR, 0))
+    assert far == near

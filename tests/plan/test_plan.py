@@ -289,6 +289,7 @@ def test_what_is_no_number_is_a_type_error(make):
         (Rates.load, '{"onebitt all_gather": {}}', "unknown method 'onebitt all_gather'"),
         (Rates.load, '{"onebit all_gather": {"encod": {}}}', "has no stage 'encod', only stat"),
         (Rates.load, '{"bf16": {"encode": {}}}', "has no stage 'encode', only cast, uncast"),
+        (Rates.load, '{"copies": {"apply": {}}}', "no stage 'apply', only to host, to device"),
     ],
 )
 def test_a_bad_file_is_named(load, text, message, tmp_path):

@@ -8,8 +8,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from _hosted import HostedKernels
+from _ranks import each_rank
 
-from gradcomp import Block, TernGrad
+from gradcomp import Block, TernGrad, kernels
 from gradcomp.exchange.routes import HierarchicalRoute
 from gradcomp.exchange.slices import Slicing
 from gradcomp.payload.pieces import Slot
@@ -30,7 +33,7 @@ from gradcomp.plan import (
     step,
 )
 from gradcomp.plan.costs import IDENTITY, Collective, between, plan_buckets
-from gradcomp.plan.rates import OUTER, PRECONDITION, STAGES
+from gradcomp.plan.rates import COPIES, OUTER, PRECONDITION, STAGES
 from gradcomp.plan.step import Setting, Stage, slice_work
 
 FAST = Link(math.inf)
@@ -95,6 +98,8 @@ def run_one(
         # half a second of waiting hides behind backward everywhere, half a second of work does not
         (MOVED, {"transport": HALF, "compute": 4.0, "cores": 1, **MIDWAY}, 4 + 0.5),
         (MOVED, {"transport": HALF, "compute": 4.0, "cores": 2, **MIDWAY}, 4),
+        # copies of 1 s, one at a time; of the other stage half a second hides behind the next one
+        (((0.0, None, 1.0), (0.5, None)), {"cores": 3, **THREE}, 1 + 3 * 1.0 + 0.5),
     ],
 )
 def test_a_step_by_hand(stages, options, end):
@@ -274,6 +279,63 @@ def test_calibration_measures_the_outer_step():
     assert set(rates.stages) == {OUTER, PRECONDITION, TERNARY.name, ONEBIT.name}
     assert rates.stages[PRECONDITION]["apply"].per_value_s > 0
     assert 0 < rates.outer_seconds(1 << 20) < rates.outer_seconds(1 << 24) < 60
+
+
+def per_value(seconds):
+    return StageRate(per_value_s=seconds)
+
+
+COPIED = Rates({COPIES: {"to host": per_value(1e-9), "to device": per_value(2e-9)}})
+
+
+@pytest.mark.parametrize(
+    ("name", "node", "copied"),
+    [
+        ("fp32", Node(), 0.0),
+        ("bf16", Node(), 0.0),
+        ("onebit all_gather", Node(), 3e-3),
+        ("terngrad block4", Node(), 3e-3),
+        ("onebit hierarchical", Node(2), 3e-3),
+    ],
+)
+def test_a_step_includes_copies_of_buckets_on_an_accelerator(name, node, copied):
+    """A million values to the host and back, once, as fp32: nothing else takes time here. DDP's own
+    all_reduce is not copied.
+    """
+    work = Workload(ONE, 100, 1e-3)
+    found = simulate(work, name, 2, FAST, node=node, rates=COPIED)
+    assert found.exposed_seconds == pytest.approx(copied)
+    local = find_method("onebit all_gather").after(LocalSteps(10))
+    assert simulate(work, local, 2, FAST, rates=COPIED).exposed_seconds == pytest.approx(3e-4)
+
+
+def test_all_slices_of_a_bucket_are_copied_at_once():
+    (bucket,) = plan_buckets(ONEBIT, (("w", (4096, 4096)),), 8)
+    slices = slice_work(ONEBIT, bucket, 8, 8, COPIED)
+    assert len(slices) == bucket.slices > 1
+    copied = [[stage.copied_s for stage in stages] for stages in slices]
+    assert sum(map(sum, copied)) == pytest.approx(4096**2 * 3e-9)
+    assert copied[0][0] == pytest.approx(4096**2 * 1e-9) and sum(copied[0]) == copied[0][0]
+    assert copied[-1][-2] == pytest.approx(4096**2 * 2e-9) and sum(copied[-1]) == copied[-1][-2]
+
+
+@each_rank(1, "lazy")
+def test_calibration_includes_copies_to_an_accelerator():
+    """Those of fp32 where the CPU encodes; where the accelerator does, its stages copy codes."""
+    device, settings = torch.device("lazy:0"), {"sizes": (1 << 10, 1 << 14), "world_sizes": (2,)}
+    rates = calibrate([ONEBIT], **settings, repeats=1, device=device)
+    assert rates.stages.keys() == {COPIES, PRECONDITION, ONEBIT.name}
+    assert min(rates.copy_seconds(1 << 22)) > 0
+    made, encoded = HostedKernels(device), []
+    encode = made.encode
+    made.encode = lambda *given, **more: encoded.append(given[1].device) or encode(*given, **more)
+    before = kernels.install("lazy", lambda _: made)
+    try:
+        rates = calibrate([ONEBIT], **settings, repeats=1, device=device)
+    finally:
+        kernels.install("lazy", before)
+    assert rates.stages.keys() == {PRECONDITION, ONEBIT.name} and set(encoded) == {device}
+    assert rates.copy_seconds(1 << 22) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("name", ["terngrad block4", "block4 reduce_scatter"])

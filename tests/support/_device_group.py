@@ -7,6 +7,8 @@ import torch.distributed as dist
 class DeviceGroup(dist.ProcessGroup):
     """Collectives of copies over gloo; CPU tensors are refused."""
 
+    takes_cpu = False
+
     def __init__(self, options, _=None):
         super().__init__(options.group_rank, options.group_size)
         store, self._name = options.store, options.group_id
@@ -16,7 +18,8 @@ class DeviceGroup(dist.ProcessGroup):
         return self._name
 
     def _run(self, call, outputs, inputs):
-        assert not any(one.is_cpu for one in outputs + inputs), "not for CPU tensors"
+        is_of_cpu = any(one.is_cpu for one in outputs + inputs)
+        assert self.takes_cpu or not is_of_cpu, "not for CPU tensors"
         there, given = [one.cpu() for one in outputs], [one.cpu() for one in inputs]
         call(there, given).wait()
         for output, host in zip(outputs, there, strict=True):
@@ -49,5 +52,14 @@ class DeviceGroup(dist.ProcessGroup):
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
 
 
-def register_group(name, device):
-    dist.Backend.register_backend(name, DeviceGroup, extended_api=True, devices=[device])
+class SharedGroup(DeviceGroup):
+    """The same for tensors of the CPU, too, as gloo is for CUDA's."""
+
+    takes_cpu = True
+
+    def barrier(self, opts):
+        return self._gloo.barrier(opts)
+
+
+def register_group(name, device, group=DeviceGroup):
+    dist.Backend.register_backend(name, group, extended_api=True, devices=[device])

@@ -9,7 +9,7 @@ import ctypes
 import types
 
 import torch
-from _device_group import register_group
+from _device_group import SharedGroup, register_group
 from _lazy_build import build
 
 
@@ -37,6 +37,7 @@ def register():
     module.current_device = accelerator.current_device_index
     module.set_device = accelerator.set_device_index
     module.synchronize = accelerator.synchronize
+    module.get_device_name = lambda device=None: "device for tests"
     module.current_stream, module.set_stream = accelerator.current_stream, accelerator.set_stream
     module.Stream = lambda device=None, priority=0: torch.Stream(device or "lazy")
     module.Event = lambda **_: torch.Event("lazy")
@@ -44,6 +45,7 @@ def register():
     torch._register_device_module("lazy", module)
     torch.utils.generate_methods_for_privateuse1_backend()
     register_group(__name__, "lazy")
+    register_group("_lazy_shared", "lazy", SharedGroup)
 
 
 register()
