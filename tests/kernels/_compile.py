@@ -163,7 +163,8 @@ def main(backend, architecture, width):
             # opcodes of everything that computes with floating-point numbers
             opcodes = re.findall(r"\s((?:[a-z]+\d?\.)+(?:f32|f64)\S*)\s", asm["ptx"])
             fused = sum(opcode == "fma.rn.f32" for opcode in opcodes)
-            moved = Counter(re.findall(r"\s((?:ld|st)\.global\S*\.[bfu]\d+)\s", asm["ptx"]))
+            accesses = re.findall(r"\s(ld|st)\.global\S*\.[bfu](\d+)\s", asm["ptx"])
+            moved = Counter(way + bits for way, bits in accesses)  # "ld32": instructions
             found |= {"opcodes": sorted(set(opcodes)), "fused": fused, "moved": moved}
             found |= resources(asm["cubin"])
         print(json.dumps(found), flush=True)

@@ -83,12 +83,7 @@ def load_float(pointer, mask, FROM: tl.constexpr):
     """Load float32 (FROM 0), bfloat16 (1) or float16 (2), the latter two as int16."""
     if FROM == 0:
         return tl.load(pointer, mask=mask, other=0.0)
-    return widened(tl.load(pointer, mask=mask, other=0).to(tl.int32) & 0xFFFF, FROM)
-
-
-@triton.jit
-def widened(half, FROM: tl.constexpr):
-    """Return the float32 values of the bits of bfloat16 (FROM 1) or float16 (2)."""
+    half = tl.load(pointer, mask=mask, other=0).to(tl.int32) & 0xFFFF
     if FROM == 1:
         return (half << 16).to(tl.float32, bitcast=True)
     sign, exponent, mantissa = (half & 0x8000) << 16, (half >> 10) & 31, half & 0x3FF

@@ -24,7 +24,6 @@ from gradcomp.kernels.cuda.programs import (
     bits_of,
     canonical,
     lanes_total,
-    widened,
 )
 from gradcomp.kernels.rules import NO_RULE, RULE, TARGET, Flag, Kind
 from gradcomp.kernels.tables import Table
@@ -179,8 +178,8 @@ def store_weight(weight, trail, nearest, i, w, live):
 @triton.jit
 def load_gradient(gradient, dtype, flags, prescale, i, live):
     plain = tl.load(wide(gradient, i), mask=live & (dtype == 0), other=0.0)
-    word = load_half(half(gradient, i), live & (dtype != 0))
-    g = tl.where(dtype == 0, plain, tl.where(dtype == 1, widened(word, 1), widened(word, 2)))
+    word = load_half(half(gradient, i), live & (dtype == 1))
+    g = tl.where(dtype == 1, (word << 16).to(tl.float32, bitcast=True), plain)
     minus = (bits_of(g) ^ SIGN).to(tl.float32, bitcast=True)
     g = tl.where((flags & MAXIMIZE) != 0, minus, g)
     return tl.where((flags & PRESCALE) != 0, g * prescale, g)
