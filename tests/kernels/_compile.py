@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from gradcomp.kernels.cuda import elementwise, kernels, launch, programs, streams, updates
+from gradcomp.kernels.cuda import elementwise, kernels, launch, programs, records, streams, updates
 from gradcomp.kernels.cuda.plan import CHUNK
 from gradcomp.kernels.rules import Kind
 
@@ -39,8 +39,8 @@ DECODE = {**TABLE, **PAYLOADS, "out": F, "OUT": 0}
 DECODE |= typed("i32", "scales codes") | typed("fp32", "factor zero")
 STREAMS = ROUNDED | SUMS | typed(I, "costs pair_costs symbols tops words flag")
 WEIGHTS = {"weights": I, "top": H, "trail": H, "nearest": "i32", "count": "i32", "E": launch.NUMEL}
-UPDATE = {"ranges": L, "records": B, "E": updates.NUMEL, "count": "i32", "sums": D}
-UPDATE |= {"B": updates.ROWS, "STEPS": updates.STEPS}
+UPDATE = {"ranges": L, "records": B, "E": records.NUMEL, "count": "i32", "sums": D}
+UPDATE |= {"B": records.ROWS, "STEPS": records.STEPS}
 EACH = {"values": F, "count": "i32", "flag": I, "E": launch.NUMEL}
 
 SIGNS, LEVELS, NEAREST = programs.SIGNS, programs.LEVELS, programs.NEAREST
@@ -118,7 +118,7 @@ KERNELS = {
     **{
         kind.name: (updates.update_values, UPDATE, {"KIND": int(kind)})
         for kind in Kind
-        if kind not in updates.SUMS
+        if kind not in records.SUMS
     },
     "LAMB_NORMS": (updates.add_squares, UPDATE, {"KIND": int(Kind.LAMB_NORMS)}),
     "SQUARES": (updates.add_squares, UPDATE, {"KIND": int(Kind.SQUARES)}),

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradcomp.kernels import host
-from gradcomp.kernels.cuda import elementwise, programs, streams, updates
+from gradcomp.kernels.cuda import elementwise, programs, records, streams, updates
 from gradcomp.kernels.cuda.launch import Launcher, host_copy, pinned
 from gradcomp.kernels.cuda.plan import CHUNK, STREAM_NUMEL, Plan
 from gradcomp.kernels.interface import NO_RESIDUALS, Code, Kernels, Payloads, Residuals
@@ -414,41 +414,44 @@ class TritonKernels(Launcher, Kernels):
         payloads: Payloads | None = None,
         norms: NDArray[Any] | None = None,
     ) -> bool:
-        records, kinds = updates.records_of(targets, rules), np.full(len(table), NO_RULE)
+        given, kinds = records.records_of(targets, rules), np.full(len(table), NO_RULE)
         live = table.rows["numel"] > 0
-        kinds[live] = records["kind"][table.rows["parameter"][live]]
-        passes, bad = updates.passes_of(kinds), False
+        kinds[live] = given["kind"][table.rows["parameter"][live]]
+        passes, bad = records.passes_of(kinds), False
         if not passes:
             return False
         if payloads is not None:
             dense = self._dense(table)
             averages = self.empty(dense.numel, payloads.dtype)
             bad = self.sum_decode(payloads, dense, averages)
-            records["gradient"], records["dtype"] = address(averages), DTYPES[averages.dtype]
-        here = pinned(records.nbytes)
-        here.numpy()[:] = records.view(np.uint8)
+            given["gradient"], given["dtype"] = address(averages), DTYPES[averages.dtype]
+        here = pinned(given.nbytes)
+        here.numpy()[:] = given.view(np.uint8)
         there = here.to(self.device, non_blocking=True)
         values = self._ranges(table, payloads)
         for kind in passes:
-            if kind not in updates.SUMS:
-                given = values.there, there
+            if kind not in records.SUMS:
                 self._launch(
-                    updates.update_values, values.number, given, KIND=int(kind), E=updates.NUMEL
+                    updates.update_values,
+                    values.number,
+                    (values.there, there),
+                    KIND=int(kind),
+                    E=records.NUMEL,
                 )
-        if norms is not None and (adding := [kind for kind in passes if kind in updates.SUMS]):
+        if norms is not None and (adding := [kind for kind in passes if kind in records.SUMS]):
             ranges = self._ranges(table, payloads, are_sums=True)
             sums = torch.empty(2, ranges.number, dtype=torch.float64, device=self.device)
             for kind in adding:
                 self._launch(
                     updates.add_squares,
-                    -(-ranges.number // updates.ROWS),
+                    -(-ranges.number // records.ROWS),
                     (ranges.there, there, ranges.number, sums),
                     KIND=int(kind),
-                    B=updates.ROWS,
-                    STEPS=updates.STEPS,
+                    B=records.ROWS,
+                    STEPS=records.STEPS,
                     num_warps=1,
                 )
-            added, found = np.isin(kinds, updates.SUMS), sums.cpu().numpy()
+            added, found = np.isin(kinds, records.SUMS), sums.cpu().numpy()
             norms.reshape(-1, 2)[added] = ranges.totals(found, len(table))[added]
         return bad
 
@@ -464,21 +467,19 @@ class TritonKernels(Launcher, Kernels):
 
     def _ranges(
         self, table: Table, payloads: Payloads | None, *, are_sums: bool = False
-    ) -> updates.Ranges:
+    ) -> records.Ranges:
         """Return the ranges of a table that programs update, or whose squares they add."""
-        largest, part_numel, gradients = updates.NUMEL, 0, None
+        largest, part_numel, gradients = records.NUMEL, 0, None
+        if are_sums:
+            largest = records.RUN if payloads is not None else int(table.rows["numel"].max())
         if payloads is not None:
             gradients = self._dense(table).rows["data"].astype(np.int64)
-        if are_sums and payloads is None:
-            largest = int(table.rows["numel"].max())
-        elif are_sums:
-            largest = updates.RUN
             part_numel = STREAM_NUMEL if payloads.code.kernel == "entropy" else 0
         name = f"{self._name} {largest} {part_numel} {payloads is None}"
         if name not in table.prepared:
             given = largest, self.device, gradients, part_numel
-            table.prepared[name] = updates.ranges_of(table, *given)
-        ranges: updates.Ranges = table.prepared[name]
+            table.prepared[name] = records.ranges_of(table, *given)
+        ranges: records.Ranges = table.prepared[name]
         return ranges
 
     # ---- programs --------------------------------------------------------------------------------
