@@ -40,12 +40,14 @@ from _saved import bits_of
 from _tables import ARRAY_DTYPES, KINDS, Piece, guarded, same_bytes, values
 from reference import codec as ref
 
-from gradcomp import EntropyCoded, Ternary, kernels
+from gradcomp import EntropyCoded, OneBit, Ternary, kernels
 from gradcomp.bench import codec as codec_bench
 from gradcomp.codecs import KINDS as CODECS
-from gradcomp.kernels import check
+from gradcomp.kernels import Payloads, check
 from gradcomp.kernels.rules import NO_RULE, RULE, Kind
 from gradcomp.kernels.tables import TORCH_DTYPES, Table
+from gradcomp.payload.layout import PayloadLayout
+from gradcomp.payload.pieces import Slot, whole_pieces
 
 NATIVE = kernels.of(kernels.CPU)
 ENCODED = [TERNARY, *NEAREST[:2], ONEBIT, *BLOCKS, *VALUES, ENTROPY[0]]
@@ -208,6 +210,32 @@ def test_interpreted_kernels_update_as_c(kind, interpreted):
     assert found[0] != bits_of(
         [parameters, torch.full((2 * len(table),), 0.5, dtype=torch.float64)]
     )
+
+
+@pytest.mark.parametrize("kind", [Kind.ADAMW, Kind.SQUARES], ids=lambda kind: kind.name)
+@np.errstate(all="ignore")
+def test_interpreted_kernels_update_from_payloads_as_c(kind, interpreted):
+    """Sums of squares are those of runs of 2,048 elements; the flag says that one is not finite."""
+    rng, numel, codec = np.random.default_rng(0), 2_100, OneBit()
+    pieces = whole_pieces([Slot(1, numel, codec.group_numel((numel,)), True, 0)])
+    table = PayloadLayout(codec.form, pieces, segmented=False).packed
+    payloads = [codec.encode(some_values(rng, numel, special=False)) for _ in range(2)]
+    rules, parameter = rule_of(kind, 1, rng)[None], parameter_of(1, numel, False, rng)
+    for nan in (False, True):
+        if nan:
+            scales = int(table.rows["scales"][0])
+            payloads[1][scales : scales + 4] = torch.tensor([torch.nan]).view(torch.uint8)
+        found = []
+        for kernel_set in (NATIVE, interpreted):
+            mine = copies(parameter) | {"gradient": None}
+            targets = kernel_set.targets(**{name: [None, each] for name, each in mine.items()})
+            targets["rule"] = [NO_RULE, 0]
+            norms, source = np.zeros(2 * len(table)), Payloads(payloads, codec.code, torch.bfloat16)
+            seen = kernel_set.update(table, targets, rules, source, norms)
+            assert seen is nan
+            mine["gradient"] = torch.from_numpy(norms)
+            found.append(bits_of([one for one in mine.values() if one is not None]))
+        assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("nearest", [False, True])
