@@ -162,7 +162,8 @@ def main(backend, architecture, width):
         if backend == "cuda":
             # opcodes of everything that computes with floating-point numbers
             opcodes = re.findall(r"\s((?:[a-z]+\d?\.)+(?:f32|f64)\S*)\s", asm["ptx"])
-            fused = sum(opcode == "fma.rn.f32" for opcode in opcodes)
+            # sm_100 has instructions for two values
+            fused = opcodes.count("fma.rn.f32") + 2 * opcodes.count("fma.rn.f32x2")
             accesses = re.findall(r"\s(ld|st)\.global\S*\.[bfu](\d+)\s", asm["ptx"])
             moved = Counter(way + bits for way, bits in accesses)  # "ld32": instructions
             found |= {"opcodes": sorted(set(opcodes)), "fused": fused, "moved": moved}

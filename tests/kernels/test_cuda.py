@@ -322,7 +322,7 @@ def test_compiled_kernels_round_every_operation(architecture):
     for kernel in found:
         for opcode in kernel["opcodes"]:
             name, *rest = opcode.split(".")
-            fuses = opcode == "fma.rn.f32" and kernel["fused"]
+            fuses = opcode in ("fma.rn.f32", "fma.rn.f32x2") and kernel["fused"]
             assert name in PRECISE | CHOICES or fuses, (kernel["name"], opcode)
             assert "rn" in rest or name in CHOICES, (kernel["name"], opcode)
             assert not {"ftz", "approx", "full"} & set(rest), (kernel["name"], opcode)
