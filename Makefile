@@ -155,11 +155,11 @@ test-triton: tools $(VENV)-triton/.installed
 	$(WITH_TRITON) tests/kernels/test_cuda.py $(PYTEST_ARGS)
 
 test-triton-long: test-triton
-	GRADCOMP_TRITON=interpreted $(WITH_TRITON) --hypothesis-profile few --timeout 1800 tests/kernels/test_kernel_sets.py $(PYTEST_ARGS)
+	GRADCOMP_TRITON=interpreted $(WITH_TRITON) --hypothesis-profile few --timeout 1800 tests/kernels/test_kernel_sets.py tests/kernels/test_update.py $(PYTEST_ARGS)
 
 test-cuda: tools
 	$(BIN)/python -m pytest -rs --accelerator cuda tests/entry/test_accelerator.py $(PYTEST_ARGS)
-	GRADCOMP_TRITON=cuda $(BIN)/python -m pytest -rs tests/kernels/test_kernel_sets.py $(PYTEST_ARGS)
+	GRADCOMP_TRITON=cuda $(BIN)/python -m pytest -rs tests/kernels/test_kernel_sets.py tests/kernels/test_update.py $(PYTEST_ARGS)
 	$(BIN)/python -m gradcomp.bench codec --device cuda
 
 lint: everything

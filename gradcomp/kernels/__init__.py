@@ -104,10 +104,10 @@ def of(device: torch.device) -> Kernels:
 
 
 def of_weights(device: torch.device) -> WeightKernels:
-    """Return what splits, joins and updates weights of a device: torch operations, except on the
-    CPU.
+    """Return what splits, joins and updates weights of a device: its kernel set, or torch
+    operations if it has none.
     """
-    return of(device) if device.type == CPU.type else TorchWeights(device)
+    return _find(device) or TorchWeights(device)
 
 
 def encoding_device(device: torch.device) -> torch.device:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradcomp.kernels.interface import Code, Kernels, Payloads, Residuals
 from gradcomp.kernels.native.kernels import NativeKernels
+from gradcomp.kernels.rules import RULE, Flag, Kind
 from gradcomp.kernels.tables import Groups, Table
 
 logger = logging.getLogger("gradcomp")
@@ -32,7 +33,14 @@ CODES = {
     "fp32": Code("values", dtype=torch.float32),
     "bf16": Code("values", dtype=torch.bfloat16),
 }
-OTHERS = "sums of large groups", "sums of codes", "scales", "second moments"
+OTHERS = (
+    "sums of large groups",
+    "sums of codes",
+    "scales",
+    "second moments",
+    "updates of weights",
+    "split weights",
+)
 SUMS = Code("lanes", world_size=RANKS, bits=3)
 refusals: dict[torch.device, str] = {}  # why a device's kernels are not used, although asked for
 
@@ -89,6 +97,8 @@ def differing(kernels: Kernels) -> Iterator[str]:
         _sums(kernels, residual) == _sums(native, residual),
         all(_measured(kernels, each) == _measured(native, each) for each in (x, special)),
         _moments(kernels, x, residual) == _moments(native, x, residual),
+        all(_updated(kernels, kind, x) == _updated(native, kind, x) for kind in Kind),
+        all(_split(kernels, x, nearest) == _split(native, x, nearest) for nearest in (False, True)),
     )
     yield from (name for name, equal in zip(OTHERS, is_equal, strict=True) if not equal)
 
@@ -192,6 +202,36 @@ def _moments(kernels: Kernels, x: Tensor, residual: Tensor) -> list[Any]:
     results.append(bool(kernels.multiply(values, units)))
     kernels.rescale(added, 0.3)
     return [*results, _bytes(values), _bytes(added)]
+
+
+def _updated(kernels: Kernels, kind: Kind, x: Tensor) -> list[Any]:
+    """Return weights, states and sums after an update of an fp32 and of a split parameter."""
+    numel, rules = NUMELS[0], np.zeros(2, RULE)
+    for name in RULE.names or ():
+        rules[name] = 0.7
+    rules["kind"], rules["flags"], rules["rounding"] = kind, [0, Flag.PRESCALE | Flag.NESTEROV], 1
+    rows = [(0, 0, 0, 0, 0, first, 1_000, numel, k) for k in range(2) for first in (0, 1_000)]
+    given = _to_device(kernels, x[:numel]), _to_device(kernels, x[:numel])
+    top, trail = (kernels.empty(numel, dtype).zero_() for dtype in (torch.bfloat16, torch.int16))
+    kernels.split(given[0], top, trail, nearest=True)
+    states = [[_to_device(kernels, x.abs()[:numel]) for _ in range(2)] for _ in range(2)]
+    gradients = [_to_device(kernels, x.flip(0)[:numel].to(t)) for t in (torch.bfloat16, x.dtype)]
+    targets = kernels.targets(
+        weight=[given[1], top], trail=[None, trail], gradient=gradients, state0=states[0],
+        state1=states[1],
+    )  # fmt: skip
+    norms = np.zeros(2 * len(rows))
+    kernels.update(Table(rows), targets, rules, norms=norms)
+    return [norms.tobytes(), *map(_bytes, (given[1], top, trail, *states[0], *states[1]))]
+
+
+def _split(kernels: Kernels, x: Tensor, nearest: bool) -> list[bytes]:
+    """Return tops and trails, and the weights that are joined from them."""
+    weights = _to_device(kernels, x)
+    top, trail = (kernels.empty(len(x), dtype).zero_() for dtype in (torch.bfloat16, torch.int16))
+    kernels.split(weights, top, trail, nearest=nearest)
+    kernels.join(top, trail, weights.zero_(), nearest=nearest)
+    return [*map(_bytes, (top, trail, weights))]
 
 
 def _to_device(kernels: Kernels, values: Tensor) -> Tensor:

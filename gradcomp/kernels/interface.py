@@ -100,6 +100,7 @@ class WeightKernels(Protocol):
             targets: result of `targets`, indexed by the parameter numbers of the table.
             rules: array of `rules.RULE`, indexed by the rule numbers of the targets.
             payloads: payloads to decode gradients from; None: use the targets' gradient tensors.
+                A set may also decode, and report, averages of parameters without a rule.
             norms: ``(2 * len(table),)`` float64, overwritten by rules that compute sums, two per
                 row.
         """

@@ -1,4 +1,4 @@
-"""Splitting, joining and updating of weights in torch operations, for all devices but the CPU.
+"""Splitting, joining and updating of weights in torch operations, for devices without a kernel set.
 
 The results are those of the CPU's kernels, bit for bit (gradcomp.h says what an update does). torch
 does not promise how a device rounds fused operations, quotients and roots, or in which order it

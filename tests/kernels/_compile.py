@@ -8,14 +8,16 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from gradcomp.kernels.cuda import elementwise, kernels, programs, streams
+from gradcomp.kernels.cuda import elementwise, kernels, launch, programs, records, streams, updates
 from gradcomp.kernels.cuda.plan import CHUNK
+from gradcomp.kernels.rules import Kind
 
 F, D, H, I, L, B = "*fp32", "*fp64", "*i16", "*i32", "*i64", "*u8"
 
@@ -36,7 +38,10 @@ PAYLOADS = {"payloads": B, "read": H} | typed("i32", "stride total count")
 DECODE = {**TABLE, **PAYLOADS, "out": F, "OUT": 0}
 DECODE |= typed("i32", "scales codes") | typed("fp32", "factor zero")
 STREAMS = ROUNDED | SUMS | typed(I, "costs pair_costs symbols tops words flag")
-EACH = {"values": F, "count": "i32", "flag": I, "E": kernels.NUMEL}
+WEIGHTS = {"weights": I, "top": H, "trail": H, "nearest": "i32", "count": "i32", "E": launch.NUMEL}
+UPDATE = {"ranges": L, "records": B, "E": records.NUMEL, "count": "i32", "sums": D}
+UPDATE |= {"B": records.ROWS, "STEPS": records.STEPS}
+EACH = {"values": F, "count": "i32", "flag": I, "E": launch.NUMEL}
 
 SIGNS, LEVELS, NEAREST = programs.SIGNS, programs.LEVELS, programs.NEAREST
 # kernel, and its arguments, those that it shares with others first: pointers and numbers by their
@@ -108,7 +113,17 @@ KERNELS = {
         EACH,
         typed(F, "before after") | typed("fp32", "inverse keep gain") | {"HAS_BEFORE": True},
     ),
+    "split": (updates.split_values, WEIGHTS, {}),
+    "join": (updates.join_values, WEIGHTS, {}),
+    **{
+        kind.name: (updates.update_values, UPDATE, {"KIND": int(kind)})
+        for kind in Kind
+        if kind not in records.SUMS
+    },
+    "LAMB_NORMS": (updates.add_squares, UPDATE, {"KIND": int(Kind.LAMB_NORMS)}),
+    "SQUARES": (updates.add_squares, UPDATE, {"KIND": int(Kind.SQUARES)}),
 }
+WARPS = {"streams": kernels.STREAM_WARPS, "codes of streams": 1, "LAMB_NORMS": 1, "SQUARES": 1}
 
 
 def compiled(name, target):
@@ -122,8 +137,7 @@ def compiled(name, target):
         if not is_type:
             constants[argument] = getattr(value, "value", value)
     source = ASTSource(fn=function, signature=types, constexprs=constants)
-    warps = {"streams": kernels.STREAM_WARPS, "codes of streams": 1}.get(name, 4)
-    options = kernels.LAUNCH | {"num_warps": warps}
+    options = launch.LAUNCH | {"num_warps": WARPS.get(name, 4)}
     return triton.compile(source, target=target, options=options)
 
 
@@ -148,7 +162,12 @@ def main(backend, architecture, width):
         if backend == "cuda":
             # opcodes of everything that computes with floating-point numbers
             opcodes = re.findall(r"\s((?:[a-z]+\d?\.)+(?:f32|f64)\S*)\s", asm["ptx"])
-            found |= {"opcodes": sorted(set(opcodes)), **resources(asm["cubin"])}
+            # sm_100 has instructions for two values
+            fused = opcodes.count("fma.rn.f32") + 2 * opcodes.count("fma.rn.f32x2")
+            accesses = re.findall(r"\s(ld|st)\.global\S*\.[bfu](\d+)\s", asm["ptx"])
+            moved = Counter(way + bits for way, bits in accesses)  # "ld32": instructions
+            found |= {"opcodes": sorted(set(opcodes)), "fused": fused, "moved": moved}
+            found |= resources(asm["cubin"])
         print(json.dumps(found), flush=True)
 
 

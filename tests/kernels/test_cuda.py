@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import subprocess
@@ -40,17 +41,37 @@ from _saved import bits_of
 from _tables import ARRAY_DTYPES, KINDS, Piece, guarded, same_bytes, values
 from reference import codec as ref
 
-from gradcomp import EntropyCoded, Ternary, kernels
+from gradcomp import EntropyCoded, OneBit, Ternary, kernels
 from gradcomp.bench import codec as codec_bench
 from gradcomp.codecs import KINDS as CODECS
-from gradcomp.kernels import check
+from gradcomp.kernels import Payloads, check
 from gradcomp.kernels.cuda import kernels as cuda_kernels
+from gradcomp.kernels.rules import NO_RULE, RULE, Kind
+from gradcomp.kernels.tables import TORCH_DTYPES, Table
+from gradcomp.payload.layout import PayloadLayout
+from gradcomp.payload.pieces import Slot, whole_pieces
 
 NATIVE = kernels.of(kernels.CPU)
 ENCODED = [TERNARY, *NEAREST[:2], ONEBIT, *BLOCKS, *VALUES, ENTROPY[0]]
 DECODED = [TERNARY, ONEBIT, *BLOCKS, *VALUES, lanes(4), lanes(300), ENTROPY[1]]
 DRAWS = 3  # tables of each code, one a dtype
 PRECISE = {"add", "sub", "mul", "div", "sqrt"}  # what has a rounding; all are ".rn"
+# what an update does to one value: fused multiply-adds; loads and stores of 32 and of 16 bits. A
+# weight is loaded as fp32 or as two halves, a gradient as fp32 or as a half.
+UPDATES = {
+    "SGD": (4, {"ld32": 3, "ld16": 3, "st32": 2, "st16": 2}),
+    "ADAGRAD": (2, {"ld32": 3, "ld16": 3, "st32": 2, "st16": 2}),
+    "ADAMW": (2, {"ld32": 4, "ld16": 3, "st32": 3, "st16": 2}),
+    "MOMENTS": (2, {"ld32": 3, "ld16": 1, "st32": 2}),
+    "LAMB_APPLY": (2, {"ld32": 3, "ld16": 2, "st32": 1, "st16": 2}),
+    "LAMB_NORMS": (1, {"ld32": 3, "ld16": 2}),
+    "SQUARES": (0, {"ld32": 1, "ld16": 1}),
+    "split": (0, {"ld32": 1, "st16": 2}),
+    "join": (0, {"ld16": 2, "st32": 1}),
+}
+PER_THREAD = 8  # values
+SUMS = Kind.LAMB_START, Kind.LAMB_NORMS, Kind.SQUARES  # take the interpreter seconds
+FIELDS = 15  # numbers of 32 bits that a program reads beside values, at most
 CHOICES = {"setp", "selp", "min", "max", "neg", "abs", "cvt", "mov"}
 
 
@@ -147,6 +168,128 @@ def test_payloads_on_the_device_may_begin_2_to_the_31_bytes_apart(
     same_bytes(found[1], found[0], 0)
 
 
+def copies(tensors):
+    return {name: None if t is None else t.clone() for name, t in tensors.items()}
+
+
+SPECIAL = np.array([np.inf, -np.inf, np.nan, -0.0, 1e-45, 3e38], np.float32)
+
+
+def some_values(rng, numel, dtype=torch.float32, *, special=True):
+    """Return ordinary values, and any bits and special values among them."""
+    drawn = values("normal", numel, ref.F32, rng) * np.exp2(rng.integers(-12, 12, numel), dtype="f")
+    if special:
+        drawn[1::4] = values("bits", numel, ref.F32, rng)[1::4]
+        drawn[2::7] = rng.choice(SPECIAL, len(drawn[2::7]))
+    return torch.from_numpy(drawn).to(dtype)
+
+
+def parameter_of(number, numel, special, rng):
+    """Return the tensors of a parameter, with elements behind them that must stay as they are."""
+    draw = functools.partial(some_values, rng, numel + 9, special=special)
+    weight, state0, state1 = draw(), draw(), draw().abs()
+    tensors = {"weight": weight, "trail": None, "state0": state0, "state1": state1}
+    if number % 3:
+        bits = weight.view(torch.int32)
+        tensors["weight"] = (bits >> 16).to(torch.int16).view(torch.bfloat16)
+        tensors["trail"] = bits.to(torch.int16)
+    return tensors | {"gradient": draw(TORCH_DTYPES[number % 2])}
+
+
+def rule_of(kind, number, rng):
+    """Return a rule; those of neighbours have the two values that C tells apart."""
+    made = np.zeros((), RULE)
+    made["kind"], made["flags"], made["rounding"] = kind, rng.integers(16), number // 4
+    choices = {
+        "weight_decay": (0, 0.1),
+        "momentum": (0, 0.9),
+        "decay": (1, 0.9),
+        "keep": (0.1, 0.7),
+    }
+    for name in RULE.names[3:]:
+        made[name] = choices.get(name, (0.3, 0.7))[(number + number // 2) % 2]
+    return made
+
+
+@pytest.mark.parametrize("kind", Kind, ids=lambda kind: kind.name)
+@np.errstate(all="ignore")
+def test_interpreted_kernels_update_as_c(kind, interpreted):
+    """Weights, trails, states and sums, of every dtype and storage: rules of one kind and, in the
+    same call, of another; one parameter has no rule.
+    """
+    rng = np.random.default_rng(int(kind))
+    lengths = [150, 1, 0, 33, 17, 140] if kind in SUMS else [1050, 1, 0, 33, 17, 300]
+    special = [kind not in SUMS or k in (1, 4) for k in range(len(lengths))]  # a NaN hides a sum
+    parameters = [parameter_of(k, n, special[k], rng) for k, n in enumerate(lengths)]
+    rules = np.array([rule_of(kind, k, rng) for k in range(len(lengths))])
+    rules[1] = rule_of(Kind((kind + 3) % len(Kind)), 1, rng)
+    cuts = [sorted({0, 8 * int(rng.integers(1 + n // 8)), n}) for n in lengths]
+    table = Table(
+        [
+            (0, 0, 0, 0, 0, a, b - a, max(1, n), k)
+            for k, (n, cut) in enumerate(zip(lengths, cuts, strict=True))
+            for a, b in itertools.pairwise(cut if n else [0, 0])
+        ]
+    )
+    found = []
+    for kernel_set in (NATIVE, interpreted):
+        mine = [copies(tensors) for tensors in parameters]
+        names = parameters[0]
+        targets = kernel_set.targets(**{name: [each[name] for each in mine] for name in names})
+        targets["rule"][3] = NO_RULE
+        norms = np.full(2 * len(table), 0.5)
+        assert not kernel_set.update(table, targets, rules, norms=norms)
+        found.append(bits_of([mine, torch.from_numpy(norms)]))
+    assert found[0] == found[1]
+    assert found[0] != bits_of(
+        [parameters, torch.full((2 * len(table),), 0.5, dtype=torch.float64)]
+    )
+
+
+@pytest.mark.parametrize("kind", [Kind.ADAMW, Kind.SQUARES], ids=lambda kind: kind.name)
+@np.errstate(all="ignore")
+def test_interpreted_kernels_update_from_payloads_as_c(kind, interpreted):
+    """Sums of squares are those of runs of 2,048 elements; the flag says that one is not finite."""
+    rng, numel, codec = np.random.default_rng(0), 2_100, OneBit()
+    pieces = whole_pieces([Slot(1, numel, codec.group_numel((numel,)), True, 0)])
+    table = PayloadLayout(codec.form, pieces, segmented=False).packed
+    payloads = [codec.encode(some_values(rng, numel, special=False)) for _ in range(2)]
+    rules, parameter = rule_of(kind, 1, rng)[None], parameter_of(1, numel, False, rng)
+    for nan in (False, True):
+        if nan:
+            scales = int(table.rows["scales"][0])
+            payloads[1][scales : scales + 4] = torch.tensor([torch.nan]).view(torch.uint8)
+        found = []
+        for kernel_set in (NATIVE, interpreted):
+            mine = copies(parameter) | {"gradient": None}
+            targets = kernel_set.targets(**{name: [None, each] for name, each in mine.items()})
+            targets["rule"] = [NO_RULE, 0]
+            norms, source = np.zeros(2 * len(table)), Payloads(payloads, codec.code, torch.bfloat16)
+            seen = kernel_set.update(table, targets, rules, source, norms)
+            assert seen is nan
+            mine["gradient"] = torch.from_numpy(norms)
+            found.append(bits_of([one for one in mine.values() if one is not None]))
+        assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("nearest", [False, True])
+def test_interpreted_kernels_split_and_join_as_c(nearest, interpreted):
+    rng = np.random.default_rng(0)
+    for numel in (0, 1, 1024, 2047):
+        weights = some_values(rng, numel)
+        found = []
+        for kernel_set in (NATIVE, interpreted):
+            top, trail = (
+                torch.zeros(numel + 1, dtype=torch.bfloat16),
+                torch.zeros(numel + 1).short(),
+            )
+            back = torch.zeros(numel + 1)
+            kernel_set.split(weights, top[:numel], trail[:numel], nearest=nearest)
+            kernel_set.join(top[:numel], trail[:numel], back[:numel], nearest=nearest)
+            found.append(bits_of([top, trail, back]))
+        assert found[0] == found[1]
+
+
 def averages(comm, codec):
     """Return the averages of two steps of a rank, in units of second moments."""
     mine = Run(comm, codec, {"w": (6, 20), "b": (6,)}, precondition=True, timeout_s=300)
@@ -205,25 +348,32 @@ def compiled(*target: str) -> list[dict[str, object]]:
     ["90", *(pytest.param(other, marks=pytest.mark.long) for other in ("80", "100"))],
 )
 def test_compiled_kernels_round_every_operation(architecture):
-    """No fused multiply-add, no approximate division or root, no flushed denormals; registers are
-    enough.
+    """No fused multiply-add but where C has one, no approximate division or root, no flushed
+    denormals; registers are enough, and updates read and write each value once.
     """
     found = compiled("cuda", architecture, "32")
-    assert len(found) >= 28
+    assert len(found) >= 37
     for kernel in found:
         for opcode in kernel["opcodes"]:
             name, *rest = opcode.split(".")
-            assert name in PRECISE | CHOICES, (kernel["name"], opcode)
+            fuses = opcode in ("fma.rn.f32", "fma.rn.f32x2") and kernel["fused"]
+            assert name in PRECISE | CHOICES or fuses, (kernel["name"], opcode)
             assert "rn" in rest or name in CHOICES, (kernel["name"], opcode)
             assert not {"ftz", "approx", "full"} & set(rest), (kernel["name"], opcode)
         assert kernel["local"] == 0 and kernel["stack"] <= 16, kernel
+        fused, moved = UPDATES.get(kernel["name"], (0, {}))
+        assert kernel["fused"] == PER_THREAD * fused, kernel
+        for width, count in moved.items() if kernel["name"] in UPDATES else ():
+            beside = kernel["moved"][width] - PER_THREAD * count
+            assert 0 <= beside <= (FIELDS if width == "ld32" else 0), kernel
     opcodes = {kernel["name"]: set(kernel["opcodes"]) for kernel in found}
     assert {"div.rn.f32", "sqrt.rn.f32"} <= opcodes["divide"]
     assert {"div.rn.f64", "sqrt.rn.f64"} <= opcodes["scales"] & opcodes["streams"]
+    assert {"div.rn.f32", "sqrt.rn.f32"} <= opcodes["ADAMW"] & opcodes["LAMB_NORMS"]
     assert "div.rn.f32" in opcodes["8 bits"] & opcodes["TernGrad"] & opcodes["average of sums"]
 
 
 @pytest.mark.long
 def test_kernels_compile_for_amd():
     """gfx942: compiled, never run."""
-    assert len(compiled("hip", "gfx942", "64")) >= 28
+    assert len(compiled("hip", "gfx942", "64")) >= 37

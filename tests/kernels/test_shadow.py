@@ -14,6 +14,7 @@ from _shadow import Shadow, ShadowKernels, shadowed
 
 from gradcomp import EntropyCoded, OneBit, Ternary, UnsupportedTensor, kernels
 from gradcomp.kernels import check
+from gradcomp.kernels.weights import TorchWeights
 
 NATIVE = kernels.of(kernels.CPU)
 
@@ -133,13 +134,15 @@ def test_a_device_has_the_set_that_was_installed_for_its_kind():
         assert kernels.of(one) is kernels.of(one) is not kernels.of(other)
         assert made == [one, other]
         kernels.check_device(one, "x")
+        assert kernels.of_weights(one) is kernels.of(one)
     finally:
         assert kernels.install("xpu", None) is not None
     with pytest.raises(UnsupportedTensor, match="no kernels for xpu:1"):
         kernels.of(other)
     with pytest.raises(UnsupportedTensor, match="x is on xpu:1: not supported yet, .* CPU tensors"):
         kernels.check_device(other, "x")
-    assert kernels.of(kernels.CPU) is NATIVE
+    assert kernels.of(kernels.CPU) is kernels.of_weights(kernels.CPU) is NATIVE
+    assert type(kernels.of_weights(one)) is TorchWeights
 
 
 # ---- which kernel set is used --------------------------------------------------------------------

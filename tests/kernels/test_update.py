@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from _codes import SETS, Row, on, running
+from _codes import COMPILED, SETS, Row, on, running
 from _tables import ARRAY_DTYPES, GUARD, TIERS, guarded, same_bytes, values
 from reference import codec as ref
 from reference import optim
@@ -366,7 +366,7 @@ def test_rows_are_joined_where_they_go_on():
     ids=["terngrad", "entropy"],
 )
 def test_squares_of_payloads_are_those_of_their_average(codec, group, decoded_numel, row):
-    n = 70_003
+    n = 70_003 if row in COMPILED else 9_003
     layout = layout_of(codec, Slot(0, n, group, True, 0))
     generator = torch.Generator().manual_seed(0)
     codec = codec.of_groups(group)
@@ -389,7 +389,7 @@ def test_squares_of_payloads_are_those_of_their_average(codec, group, decoded_nu
                 for part in parts]  # fmt: skip
         wanted.append(sum((sum(one, 0.0) for one in sums), 0.0))
     assert norms[::2].tolist() == wanted
-    assert len(wanted) > 1
+    assert len(wanted) > 1 or row not in COMPILED
     assert not norms[1::2].any()
 
 
@@ -443,7 +443,7 @@ def layout_of(codec, slot):
 @pytest.mark.parametrize("name", PAYLOADS)
 def test_updates_from_payloads_equal_decode_then_update(row, dtype, name):
     codec, count = PAYLOADS[name]
-    for shape in [(1,), (5, 3), (40, 129), (3, 7000)]:
+    for shape in [(1,), (5, 3), (40, 129), (3, 7000)][: 4 if row in COMPILED else 2]:
         n = int(np.prod(shape))
         generator = torch.Generator().manual_seed(n)
         layout = layout_of(codec, Slot(1, n, codec.group_numel(shape), True, 0))

@@ -12,13 +12,17 @@ from torch.utils._pytree import tree_map
 
 from gradcomp.kernels import Kernels
 from gradcomp.kernels.native import NativeKernels
+from gradcomp.kernels.weights import TorchWeights
 
 
-class HostedKernels(Kernels):
-    """The CPU's kernels on copies of the values of `device`."""
+class HostedKernels(TorchWeights, Kernels):
+    """The CPU's kernels on copies of the values of `device`; weights are updated in torch
+    operations.
+    """
 
     def __init__(self, device):
-        self.device, self._native = device, NativeKernels()
+        super().__init__(device)
+        self._native = NativeKernels()
         # whole tensors are copied back, so slices of one must not be at work meanwhile
         self._lock = threading.Lock()
 

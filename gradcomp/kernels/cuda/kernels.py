@@ -1,41 +1,38 @@
 """The kernel set of CUDA devices: Triton kernels that give the same bits as the CPU's kernels.
 
-The CPU's set rotates values, on copies in host memory. Weights are split and updated in torch
-operations (`gradcomp.kernels.weights`).
+The CPU's set rotates values, on copies in host memory.
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gradcomp.kernels import host
-from gradcomp.kernels.cuda import elementwise, programs, streams
-from gradcomp.kernels.cuda.plan import CHUNK, Plan
+from gradcomp.kernels.cuda import elementwise, programs, records, streams, updates
+from gradcomp.kernels.cuda.launch import Launcher, host_copy, pinned
+from gradcomp.kernels.cuda.plan import CHUNK, STREAM_NUMEL, Plan
 from gradcomp.kernels.interface import NO_RESIDUALS, Code, Kernels, Payloads, Residuals
 from gradcomp.kernels.native.kernels import NativeKernels, entropy_tables
+from gradcomp.kernels.native.library import address
+from gradcomp.kernels.rules import NO_RULE
 from gradcomp.kernels.tables import BLOCK, DTYPES, Groups, Table
-from gradcomp.kernels.weights import TorchWeights
 
 BLOCKS = 32  # blocks that one program sums
 SPANS = 64  # spans or groups per program
 CHAINS = 32  # half streams that one warp reads
-NUMEL = 1024  # elements per program of an elementwise kernel
 ZEROS = {2: 1.5, 4: 7.0, 8: 127.0}  # bits of block codes -> the code of 0
 BLOCK2_STEP = 0.9957  # GC_BLOCK2_STEP
 LARGEST = float(np.finfo(np.float32).max)
 FEED_BACK = {"nearest": programs.NEAREST, "block": programs.LEVELS, "onebit": programs.SIGNS}
 # (bits per code, scales per group)
 FORMS = {"ternary": (2, 1), "nearest": (2, 1), "onebit": (1, 2), "entropy": (0, 1)}
-LAUNCH: dict[str, Any] = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
-_interpreter = threading.Lock()  # Triton's interpreter runs one program at a time
 STREAM_WARPS = 8  # warps of a stream's program: its 4,096 elements stay in registers
 
 
@@ -57,7 +54,7 @@ class EntropyTables(NamedTuple):
         return cls(**{k: torch.from_numpy(v).to(device) for k, v in entropy_tables().items()})
 
 
-class TritonKernels(TorchWeights, Kernels):
+class TritonKernels(Launcher, Kernels):
     """Operations on tensors of one device; `Kernels` documents the methods.
 
     Args:
@@ -140,7 +137,7 @@ class TritonKernels(TorchWeights, Kernels):
             if dropped is not None and residuals.counted is not None and not flag.item():
                 decay: Any = code.decay
                 residuals.counted((1.0 - decay) * float(dropped.sum()))
-        here, packed = _host_copy(memory), plan.packed
+        here, packed = host_copy(memory), plan.packed
         measured = name not in ("values", "ternary")
         host.copy(payload, here, packed.down if measured else packed.codes_down)
         return bool(here[:4].view(torch.int32).item())
@@ -211,7 +208,7 @@ class TritonKernels(TorchWeights, Kernels):
         """Write random ternary codes, with the scales in the payload."""
         packed, (seed, rank, step, stream) = plan.packed, key
         end = packed.scales + 4 * plan.group_count
-        here = _pinned(end)
+        here = pinned(end)
         host.copy(here, payload, packed.scales_up)
         scales = memory[packed.scales : end]
         scales.copy_(here[packed.scales :], non_blocking=True)
@@ -281,7 +278,7 @@ class TritonKernels(TorchWeights, Kernels):
         kind, zero, count = _decoder(code, len(tensors))
         tensors = tensors[:1] if code.kernel == "lanes" else tensors
         stride = packed.nbytes + -packed.nbytes % 16
-        here, ranges = _pinned(stride * len(tensors)), packed.up
+        here, ranges = pinned(stride * len(tensors)), packed.up
         for number, payload in enumerate(tensors):
             host.copy(here[stride * number :], payload, ranges)
         there = here.to(self.device, non_blocking=True)
@@ -389,10 +386,101 @@ class TritonKernels(TorchWeights, Kernels):
     def unbias(self, values: Tensor, group_numel: int, first: int) -> None:
         _on_host(values, lambda host_values: self._native.unbias(host_values, group_numel, first))
 
-    # ---- residuals and weights -------------------------------------------------------------------
+    # ---- residuals -------------------------------------------------------------------------------
 
     def rescale(self, plane: Tensor, factor: float) -> None:
         self._each(elementwise.scale_values, plane.numel(), plane, factor)
+
+    # ---- weights ---------------------------------------------------------------------------------
+
+    def split(self, weights: Tensor, top: Tensor, trail: Tensor, *, nearest: bool) -> None:
+        bits = weights.detach().view(torch.int32)
+        given = bits, top.detach().view(torch.int16), trail.view(torch.int16), int(nearest)
+        self._each(updates.split_values, weights.numel(), *given)
+
+    def join(self, top: Tensor, trail: Tensor, weights: Tensor, *, nearest: bool) -> None:
+        bits = weights.detach().view(torch.int32)
+        given = top.detach().view(torch.int16), trail.view(torch.int16), bits, int(nearest)
+        self._each(updates.join_values, weights.numel(), *given)
+
+    def targets(self, **tensors: Sequence[Tensor | None]) -> NDArray[Any]:
+        return self._native.targets(**tensors)
+
+    def update(
+        self,
+        table: Table,
+        targets: NDArray[Any],
+        rules: NDArray[Any],
+        payloads: Payloads | None = None,
+        norms: NDArray[Any] | None = None,
+    ) -> bool:
+        given, kinds = records.records_of(targets, rules), np.full(len(table), NO_RULE)
+        live = table.rows["numel"] > 0
+        kinds[live] = given["kind"][table.rows["parameter"][live]]
+        passes, bad = records.passes_of(kinds), False
+        if not passes:
+            return False
+        if payloads is not None:
+            dense = self._dense(table)
+            averages = self.empty(dense.numel, payloads.dtype)
+            bad = self.sum_decode(payloads, dense, averages)
+            given["gradient"], given["dtype"] = address(averages), DTYPES[averages.dtype]
+        here = pinned(given.nbytes)
+        here.numpy()[:] = given.view(np.uint8)
+        there = here.to(self.device, non_blocking=True)
+        values = self._ranges(table, payloads)
+        for kind in passes:
+            if kind not in records.SUMS:
+                self._launch(
+                    updates.update_values,
+                    values.number,
+                    (values.there, there),
+                    KIND=int(kind),
+                    E=records.NUMEL,
+                )
+        if norms is not None and (adding := [kind for kind in passes if kind in records.SUMS]):
+            ranges = self._ranges(table, payloads, are_sums=True)
+            sums = torch.empty(2, ranges.number, dtype=torch.float64, device=self.device)
+            for kind in adding:
+                self._launch(
+                    updates.add_squares,
+                    -(-ranges.number // records.ROWS),
+                    (ranges.there, there, ranges.number, sums),
+                    KIND=int(kind),
+                    B=records.ROWS,
+                    STEPS=records.STEPS,
+                    num_warps=1,
+                )
+            added, found = np.isin(kinds, records.SUMS), sums.cpu().numpy()
+            norms.reshape(-1, 2)[added] = ranges.totals(found, len(table))[added]
+        return bad
+
+    def _dense(self, table: Table) -> Table:
+        """Return the rows of a table with averages that lie side by side."""
+        name = f"{self._name} dense"
+        if name not in table.prepared:
+            rows = table.rows.copy()
+            rows["data"] = np.cumsum(rows["numel"], dtype=np.uint64) - rows["numel"]
+            table.prepared[name] = Table(rows)
+        dense: Table = table.prepared[name]
+        return dense
+
+    def _ranges(
+        self, table: Table, payloads: Payloads | None, *, are_sums: bool = False
+    ) -> records.Ranges:
+        """Return the ranges of a table that programs update, or whose squares they add."""
+        largest, part_numel, gradients = records.NUMEL, 0, None
+        if are_sums:
+            largest = records.RUN if payloads is not None else int(table.rows["numel"].max())
+        if payloads is not None:
+            gradients = self._dense(table).rows["data"].astype(np.int64)
+            part_numel = STREAM_NUMEL if payloads.code.kernel == "entropy" else 0
+        name = f"{self._name} {largest} {part_numel} {payloads is None}"
+        if name not in table.prepared:
+            given = largest, self.device, gradients, part_numel
+            table.prepared[name] = records.ranges_of(table, *given)
+        ranges: records.Ranges = table.prepared[name]
+        return ranges
 
     # ---- programs --------------------------------------------------------------------------------
 
@@ -460,27 +548,6 @@ class TritonKernels(TorchWeights, Kernels):
             torch.empty(3, count, dtype=torch.int32, **there),
         )
 
-    def _each(self, program: Any, numel: int, *given: Any, **constants: Any) -> None:
-        """Launch an elementwise kernel, with one program per `NUMEL` values."""
-        if numel:
-            self._launch(program, -(-numel // NUMEL), given, numel, E=NUMEL, **constants)
-
-    def _launch(
-        self, program: Any, count: int, given: tuple[Any, ...], *more: Any, **constants: Any
-    ) -> None:
-        plain = [_plain(one) for one in (*given, *more)]
-        with self._on_device():
-            program[(count,)](*plain, **constants, **LAUNCH)
-
-    def _on_device(self) -> contextlib.AbstractContextManager[Any]:
-        if self.device.type == "cpu":
-            return _interpreter
-        return torch.accelerator.device_index(self.device.index)
-
-
-def _plain(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
-
 
 def _words(values: Tensor) -> Tensor:
     """Return values as arguments for programs: 16-bit dtypes as int16."""
@@ -512,24 +579,6 @@ def _decoder(code: Code, count: int) -> tuple[int, float, int]:
     if code.kernel == "entropy":
         return programs.ENTROPY, 0.0, count
     return (programs.SHARED, float(count), count) if code.shared else (programs.TERNARY, 1.0, count)
-
-
-def _pinned(nbytes: int) -> Tensor:
-    """Return ``(nbytes,)`` uint8 host memory, page-locked if possible, for asynchronous copies."""
-    try:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-    except RuntimeError:  # no page-locked memory is left: copies are synchronous
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-
-def _host_copy(memory: Tensor) -> Tensor:
-    """Copy memory of a device to host memory, wait for the copy, and return it."""
-    if memory.device.type == "cpu":
-        return memory
-    here = _pinned(memory.numel())
-    here.copy_(memory, non_blocking=True)
-    torch.accelerator.current_stream(memory.device).synchronize()
-    return here
 
 
 def _copied(tensor: Tensor | None) -> Tensor | None:
