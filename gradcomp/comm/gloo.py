@@ -29,7 +29,7 @@ from gradcomp.errors import GradcompError, peers_answer
 from gradcomp.waits import current
 
 SLICE_S = 0.5  # longest wait between two checks whether this rank or a peer has given up
-LOOK_S = 0.2  # longest wait for the store in such a check
+LOOK_S = 1.0  # longest wait for the store in such a check
 NOTE_S = 2.0  # a wait longer than this is announced to peers in a note
 GRACE_S = 0.1  # messages that a peer sent before it gave up may still arrive
 CONNECT_S = 60.0  # longest wait for a connection between ranks that have met

@@ -36,7 +36,7 @@ SETUP_S = 60.0
 LONGEST_PAUSE_S = 0.05
 LOOK_EVERY_S = 1.0
 WRITE_S = 2.0  # longest wait until a note is written to the store
-LATE_S = 0.2  # after this time without an answer, a store is considered not to respond
+LATE_S = 1.0  # after this time without an answer, a store is considered not to respond
 REASON_LENGTH = 500
 _LEFT = 1 << 32  # added to the counter by a rank that gives up; lower bits count the arrivals
 
