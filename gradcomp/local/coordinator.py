@@ -282,6 +282,10 @@ class _State:
                 while True:
                     await self._vote_on(await self._gather())
         finally:
+            # Connections that were accepted just now begin first: asyncio leaves those open whose
+            # server is closed meanwhile, and whose task is cancelled before it has begun.
+            asyncio.get_running_loop().remove_reader(listener)
+            await asyncio.sleep(TICK_S)
             server.close()
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -204,8 +203,10 @@ class ParameterClient:
                 known.lost = error
                 raise
             except GradcompError:  # counted by the first shard: the others count it, too
-                with contextlib.suppress(GradcompError):
+                try:
                     self._replies([self._ask(Kind.PUSH, key, *part) for part in parts])
+                except GradcompError as error:
+                    known.lost = error if isinstance(error, PeerLost) else known.lost
                 known.pushes += 1
                 raise
             asked = []

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import os
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -369,6 +370,31 @@ def interrupt(local, error, *, after_verdict):
             raise error
 
     client, local._client = local._client, lambda: Once(local._coordinator, WAIT_S)
+
+
+def test_a_coordinator_that_closes_leaves_no_connection_open():
+    """One that was accepted at that moment stayed open, and its site waited for 20 s."""
+    for k in range(25):
+        found, together = [], threading.Barrier(2)
+        coordinator_here = coordinator.Coordinator(port=0, store_port=0, sites=2)
+        address = "127.0.0.1", coordinator_here.port
+        awake = socket.create_connection(address)
+
+        def connect(found=found, together=together, address=address, pause_s=2e-5 * (k % 10)):
+            together.wait()
+            time.sleep(pause_s)
+            with contextlib.suppress(ConnectionError):
+                found.append(socket.create_connection(address, 10))
+
+        thread = threading.Thread(target=connect)
+        thread.start()
+        together.wait()
+        awake.close()
+        coordinator_here.close()
+        thread.join()
+        for one in found:
+            with one, contextlib.suppress(ConnectionError):
+                assert not one.recv(1)
 
 
 def test_a_verdict_that_only_some_learned_before_the_coordinator_was_started_again(run):
