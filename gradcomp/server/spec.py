@@ -154,7 +154,8 @@ def parse_spec(body: Tensor) -> tuple[Spec, Tensor | None]:
     head = body[: _FIXED.size].numpy().tobytes()
     if len(head) < _FIXED.size:
         raise CorruptPayload("message", f"settings of {len(head)} bytes")
-    dtype, ndim, at_once, crc, codec_nbytes, value_nbytes, rate, *shard = _FIXED.unpack(head)
+    fixed = _FIXED.unpack(head)
+    dtype, ndim, at_once, crc, codec_nbytes, value_nbytes, rate, *shard = fixed
     shard_numel, first, part_nbytes = shard
     words, end = _FIXED.size + 8 * ndim, codec_nbytes + value_nbytes
     start = words + round_up(end, 4)
@@ -163,6 +164,8 @@ def parse_spec(body: Tensor) -> tuple[Spec, Tensor | None]:
     if dtype >= len(DTYPES) or at_once > 1:
         raise CorruptPayload("message", f"settings with {dtype=}, asynchronous={at_once}")
     name, text = list(DTYPES)[dtype], body[words:start].numpy().tobytes()
+    if _FIXED.pack(*fixed) != head or any(text[end:]):
+        raise CorruptPayload("message", "settings whose padding is not 0")
     if not abs(rate) <= FLOAT32_MAX or (rate and not at_once) or (codec_nbytes and name != "uint8"):
         raise CorruptPayload("message", f"settings with {rate=}, {name=}, {text=}")
     if not shard_numel and (crc or value_nbytes or first or part_nbytes):

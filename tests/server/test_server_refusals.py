@@ -439,6 +439,15 @@ class Mailbox:
         return self.works[to]()
 
 
+@pytest.mark.parametrize("place", [3, -1])
+def test_padding_of_settings_is_zero(place):
+    body = pack_spec(make_spec((4,), "uint8", Ternary()))  # whose text ends within a word
+    parse_spec(body)
+    body[place] = 1
+    with pytest.raises(CorruptPayload, match="padding is not 0"):
+        parse_spec(body)
+
+
 @given(st.one_of(st.binary(max_size=200), almost_messages()))
 def test_any_bytes_parse_or_are_refused_by_name(data):
     try:
