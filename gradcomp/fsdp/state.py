@@ -507,6 +507,7 @@ class FsdpState:
             alone = residuals.add(self._alone)
         if residuals.nbytes:
             residuals.load(saved_residuals)
+        self._steps_before.clear()  # of a backward pass that failed before the state was loaded
         for module in self._reduces:
             module.steps = max(steps.get(part.parameter.name, 0) for part in module.parts)
         if adds:

@@ -1470,6 +1470,12 @@ def test_a_state_that_is_loaded_after_an_error_is_not_written_over():
             saved = copy.deepcopy(state.state_dict())
             if fails:
                 ends_with_an_error(model, 2)
+                ahead = copy.deepcopy(saved)
+                ahead["extra"]["steps"] = [[n, k + 5] for n, k in ahead["extra"]["steps"]]
+                state.load_state_dict(ahead)
+                with pytest.raises(ZeroDivisionError), state._poisoned_on_failure():
+                    _ = 1 / 0  # in a later forward, say
+                assert state.state_dict()["extra"]["steps"] == ahead["extra"]["steps"]
                 state.load_state_dict(saved)
             grads = run(model, [2, 3])
             assert all(grad.isfinite().all() for grad in grads)
