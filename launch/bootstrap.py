@@ -31,7 +31,9 @@ MACHINERY = (__file__, runpy.__file__, "<frozen runpy>")
 
 
 class Recorder:
-    """Writer of a rank's "started" and "ended" records; none if this host lacks the folder."""
+    """Writer of a rank's records: "started", "stopped" (by the MPI, which ends every rank after a
+    failure) and "ended"; none if this host lacks the folder.
+    """
 
     def __init__(self, folder: str, rank: int) -> None:
         self.folder = Path(folder) if _is_private(folder) else None
@@ -63,6 +65,13 @@ def _is_private(folder: str) -> bool:
     return is_ours and not found.st_mode & 0o077
 
 
+def pid_namespace() -> str:
+    """Return a name of the namespace of this process's id, or "" if it is unknown."""
+    with contextlib.suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
+    return ""
+
+
 def main() -> None:
     """Fork: the parent watches the child, and the child runs the program."""
     folder, program = sys.argv[1], sys.argv[2:]
@@ -82,7 +91,7 @@ def main() -> None:
         os._exit(128 + signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
     recorder.owner = os.getpid()
-    recorder.write("started")
+    recorder.write("started", watcher=watcher, namespace=pid_namespace())
     run(program, recorder)
 
 
@@ -91,12 +100,15 @@ def watch(child: int, recorder: Recorder) -> NoReturn:
     signals stay blocked, so none can end this process before it has written the record.
     """
     recorder.owner = child
-    ended, raw = 0, 0
-    while not ended:
-        if (number := signal.sigwait(WATCHED)) == signal.SIGCHLD:
-            ended, raw = os.waitpid(child, os.WNOHANG)
-        else:
-            os.kill(child, number)
+    while True:
+        received = signal.sigwaitinfo(WATCHED)
+        ended, raw = os.waitpid(child, os.WNOHANG)  # it may have ended before another signal, too
+        if ended:
+            break
+        if received.si_signo != signal.SIGCHLD:
+            if received.si_signo == signal.SIGTERM and received.si_pid == os.getppid():
+                recorder.write("stopped", replace=False)
+            os.kill(child, received.si_signo)
     code = os.waitstatus_to_exitcode(raw)
     status = code if code >= 0 else 128 - code
     recorder.write("ended", replace=False, status=status, signal=max(0, -code))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import functools
 import importlib.util
 import json
 import os
@@ -16,6 +17,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -23,15 +25,17 @@ from typing import NamedTuple, NoReturn
 from gradcomp.arguments import Parser, count
 
 from . import mpirun
+from .bootstrap import pid_namespace
 from .mpirun import LaunchError, parse_hosts, read_hostfile
 from .ports import free_port
-from .supervise import supervise
+from .supervise import is_dead, supervise
 from .variables import first_node
 
 NAME = "gradcomp.launch"
 USAGE = "python -m gradcomp.launch -n RANKS [options] (SCRIPT | -m MODULE) [ARG ...]"
 BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
 NO_FOLDER = "-"
+KILLED = "killed"  # file with the time at which a watcher's death was noticed
 # Open MPI (5, 4) names its session folder by process id only. A folder that a killed mpirun left in
 # /tmp makes a later run fail with "PMIx server's listener thread failed to start".
 SESSION_BASE = ("PRTE_MCA_prte_local_tmpdir_base", "OMPI_MCA_orte_local_tmpdir_base")
@@ -121,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             [*command, str(folder), *program],
             dict.fromkeys(SESSION_BASE, str(folder)) | given | added,
             grace_s=options.grace,
-            has_failed=lambda: first_failure(folder) is not None,
+            has_failed=lambda: is_ending(folder),
         )
         if number:
             _say(f"stopped by {_signal_name(number)}; every process has ended")
@@ -222,11 +226,50 @@ class Ended(NamedTuple):
     traceback: str = ""
 
 
-def first_failure(folder: Path) -> Ended | None:
-    """Return the record of the rank that failed first, or None if none failed."""
+def failures(folder: Path) -> list[Ended]:
+    """Return the records of ranks that did not end with status 0, by time."""
     texts = [path.read_text(encoding="utf-8") for path in folder.glob("ended.*")]
-    failures = [record for text in texts if (record := Ended(**json.loads(text))).status]
-    return min(failures, key=lambda record: record.time_ns, default=None)
+    records = [Ended(**json.loads(text)) for text in texts]
+    return sorted((one for one in records if one.status), key=lambda record: record.time_ns)
+
+
+def first_failure(folder: Path) -> Ended | None:
+    """Return the record of the rank that failed first, or None if none failed by itself: after a
+    failure the MPI stops the other ranks, by SIGTERM.
+    """
+    stopped = {
+        int(path.suffix[1:]): json.loads(path.read_text(encoding="utf-8"))["time_ns"]
+        for path in folder.glob("stopped.*")
+    }
+    for one in failures(folder):
+        if one.signal == signal.SIGKILL or one.time_ns < stopped.get(one.rank, one.time_ns + 1):
+            return one
+    return None
+
+
+def is_ending(folder: Path) -> bool:
+    """Return whether a rank has failed, or the process that watched it was killed; note when that
+    was seen first. MPICH's mpirun does not end while a process that such a rank started is left.
+    """
+    note = folder / KILLED
+    if not note.exists() and any(map(_is_unwatched, folder.glob("started.*"))):
+        note.write_text(str(time.time_ns()), encoding="utf-8")
+    return note.exists() or bool(failures(folder))
+
+
+def _is_unwatched(started: Path) -> bool:
+    """Return whether a rank's watcher was killed. Otherwise it writes a record before it ends."""
+    watcher = _watcher(started)
+    return bool(watcher) and is_dead(watcher) and not started.with_stem("ended").exists()
+
+
+@functools.cache
+def _watcher(started: Path) -> int:
+    """Return the id of the process that watches a rank; 0 if it cannot be seen from here."""
+    record = json.loads(started.read_text(encoding="utf-8"))
+    host, namespace = record["host"], record["namespace"]
+    is_here = namespace and (host, namespace) == (socket.gethostname(), pid_namespace())
+    return int(record["watcher"]) if is_here else 0
 
 
 def _signal_name(number: int) -> str:
@@ -237,7 +280,9 @@ def _signal_name(number: int) -> str:
 
 def _verdict(folder: Path, status: int, starter: str) -> int:
     """Print why the ranks ended, with the first failure's traceback; return the exit status."""
-    failure = first_failure(folder)
+    failure, note = first_failure(folder), folder / KILLED
+    if failure and note.exists() and int(note.read_text(encoding="utf-8")) < failure.time_ns:
+        failure = None  # it failed because of the rank whose watcher was killed
     if failure is not None:
         killed = f"killed by {_signal_name(failure.signal)}, " if failure.signal else ""
         _say(
@@ -246,10 +291,13 @@ def _verdict(folder: Path, status: int, starter: str) -> int:
         )
         sys.stderr.write(failure.traceback)
         return failure.status
-    started, ended = (
-        {int(path.suffix[1:]) for path in folder.glob(f"{kind}.*")} for kind in ("started", "ended")
+    started, ended, stopped = (
+        {int(path.suffix[1:]) for path in folder.glob(f"{kind}.*")}
+        for kind in ("started", "ended", "stopped")
     )
-    lost = sorted(started - ended)
+    lost = sorted(started - ended - stopped)
+    if not status and (others := failures(folder)):
+        status = others[0].status
     if status and lost:
         # MPICH returns a signal's number without 128. Other numbers are statuses (of MPI_Abort):
         # only this signal ends a rank's first process before it has written a record.

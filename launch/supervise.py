@@ -102,6 +102,14 @@ def _kill_descendants(process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.01)
 
 
+def is_dead(pid: int) -> bool:
+    """Return whether a process has ended, collected or not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
 def descendants(root: int) -> set[int]:
     """Return the ids of all descendants of `root`, zombies included; none without /proc."""
     children: dict[int, list[int]] = {}

@@ -49,7 +49,7 @@ if rank == 1 and how != "wait":
         sys.exit("these were my last words")
     if how == "_exit":
         os._exit(5)
-    os.kill(os.getpid(), getattr(signal, how))
+    os.kill(os.getppid() if "watcher" in sys.argv else os.getpid(), getattr(signal, how))
 if mpi and how != "wait":
     comm.recv(source=1)
 time.sleep(300)
@@ -214,6 +214,17 @@ def test_the_first_failing_rank_decides(python, folder, how):
         assert "runpy" not in "\n".join(lines) and "bootstrap.py" not in "\n".join(lines[-6:])
 
 
+def test_a_watcher_that_is_killed_makes_no_other_rank_the_first_failure(python, folder):
+    """Open MPI stops the others by SIGTERM; it was "rank 0 failed first: killed by signal 15".
+    Under MPICH the job never ended, because the lost rank's own process was left.
+    """
+    words = ["--grace", 1, "program.py", "SIGKILL", "watcher"]
+    status, lines = launch(python, "-n", 3, *words, cwd=folder)
+    known = "[1]" if "openmpi" in python else "[0, 1, 2]"  # MPICH kills the other watchers, too
+    assert status in (1, 137) and "failed first" not in "".join(lines), lines
+    assert lines[-1].endswith(f"ranks {known} were killed before they could say why"), lines
+
+
 def test_ranks_without_mpi_that_ignore_sigterm_go_too(python, folder):
     status, lines = launch(
         python, "-n", 2, "--grace", "0.5", "program.py", "raise", "nompi", "deaf", cwd=folder
@@ -303,27 +314,47 @@ def test_a_command_that_fails_has_its_status_where_sigchld_is_ignored():
     assert done.stdout == "(1, 0)\n", done
 
 
-ENDS_ON_RECORD = [  # (rank, when, status) of ends, ranks that started, mpirun's status, ours, words
-    ([(0, 30, 1), (1, 20, 137), (2, 10, 0)], [], 1, 137, "rank 1 (pid 5 on h) failed first"),
-    ([], [0], 9, 137, "ranks [0] were killed"),  # MPICH gives the bare number of a signal
-    ([], [0], 137, 137, "ranks [0] were killed"),
-    ([], [0], 1, 1, "ranks [0] were killed"),  # MPI_Abort(1) under MPICH; it was 129
-    ([], [0], 40, 40, "ranks [0] were killed"),
-    ([], [], 7, 7, "mpirun ended with status 7; no rank of this host failed"),
+ENDS_ON_RECORD = [
+    # (rank, when, status) of ends, ranks that started, {rank: when} the MPI stopped it, mpirun's
+    # status, ours, words
+    ([(0, 30, 1), (1, 20, 137), (2, 10, 0)], [], {}, 1, 137, "rank 1 (pid 5 on h) failed first"),
+    ([(0, 30, 1), (1, 20, 143)], [], {1: 15, 0: 31}, 1, 1, "rank 0 (pid 5 on h) failed first"),
+    ([(0, 30, 143)], [0, 1, 2], {0: 20, 1: 20}, 137, 137, "ranks [2] were killed"),
+    ([(0, 30, 143)], [0], {0: 20}, 0, 143, "status 143; no rank of this host failed"),
+    ([(0, 30, 0)], [0], {0: 20}, 0, 0, ""),
+    ([], [0], {}, 9, 137, "ranks [0] were killed"),  # MPICH gives the bare number of a signal
+    ([], [0], {}, 137, 137, "ranks [0] were killed"),
+    ([], [0], {}, 1, 1, "ranks [0] were killed"),  # MPI_Abort(1) under MPICH; it was 129
+    ([], [0], {}, 40, 40, "ranks [0] were killed"),
+    ([], [], {}, 7, 7, "mpirun ended with status 7; no rank of this host failed"),
 ]
 
 
-@pytest.mark.parametrize(("ends", "begun", "status", "expected", "says"), ENDS_ON_RECORD)
+@pytest.mark.parametrize(("ends", "begun", "stopped", "status", "expected", "says"), ENDS_ON_RECORD)
 def test_the_first_failure_on_record_is_the_status(
-    tmp_path, capsys, ends, begun, status, expected, says
+    tmp_path, capsys, ends, begun, stopped, status, expected, says
 ):
+    for rank, when in stopped.items():
+        (tmp_path / f"stopped.{rank}").write_text(json.dumps({"time_ns": when}))
     for rank, when, own in ends:
         record = {"rank": rank, "host": "h", "pid": 5, "time_ns": when, "status": own, "signal": 0}
         (tmp_path / f"ended.{rank}").write_text(json.dumps(record))
     for rank in begun:
-        (tmp_path / f"started.{rank}").write_text("{}")
+        (tmp_path / f"started.{rank}").touch()
     assert cli._verdict(tmp_path, status, "mpirun") == expected
     assert says in capsys.readouterr().err
+
+
+def test_a_survivor_of_a_killed_watcher_is_not_the_first_failure(tmp_path, capsys):
+    """It raises PeerLost before MPICH ends it."""
+    record = {"rank": 0, "host": "h", "pid": 5, "time_ns": 30, "status": 1, "signal": 0}
+    (tmp_path / "ended.0").write_text(json.dumps(record))
+    for rank in range(2):
+        (tmp_path / f"started.{rank}").touch()
+    for when, says in ((20, "ranks [1] were killed"), (40, "rank 0 (pid 5 on h) failed first")):
+        (tmp_path / "killed").write_text(str(when))
+        assert cli._verdict(tmp_path, 1, "mpirun") == 1
+        assert says in capsys.readouterr().err
 
 
 def test_a_folder_that_others_can_write_gets_no_record(tmp_path):
