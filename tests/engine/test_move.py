@@ -54,26 +54,22 @@ def work(comm, others, codec, exchange, phase):
     """Take steps as one of all ranks, then, all but the last, as one of the others."""
     run = Run(comm, codec, SHAPES, exchange=exchange, atomic_steps=True)
     engine, stay = run.averager._engine, len(others)
-    run.steps(3)
+    together = run.steps(3), run.given(3), owed(engine, comm.world_size)
     before = owed(engine, stay)
     if comm.rank == stay:
         if phase:
             leave_at(phase, comm)
             with pytest.raises(Gone):
                 run.step(3)
-        return None
+        return together
     if phase:
         with pytest.raises(PeerLost, match="rank"):
             run.step(3)
     engine.move(others[comm.rank])
     after, averages = owed(engine, stay), run.steps(3, 7)
-    given = [
-        {name: run.gradient(name, shape, step, comm.rank) for name, shape in SHAPES.items()}
-        for step in range(3, 7)
-    ]
-    left = owed(engine, stay)
+    given, left = run.given(3, 7), owed(engine, stay)
     run.averager.close()
-    return before, after, averages, given, left
+    return *together, before, after, averages, given, left
 
 
 def total(steps, name):
@@ -95,12 +91,19 @@ def total(steps, name):
 )
 def test_no_sum_is_lost_where_a_rank_leaves(world, exchange, phase, codec):
     """Averages and what is owed in the end are the gradients since then and what was owed before,
-    by the ranks that stay. A step in which one is lost is made again.
+    by the ranks that stay. A step in which one is lost is made again. What is lost with a rank is
+    what it owed, which no other rank knows.
     """
     stay = world - 1
     others = LocalCommunicator.group(stay)
     found = run_local(world, work, others, CODECS[codec], exchange, phase)
-    before, after, averages, given, left = zip(*found[:stay], strict=True)
+    averages, given, owing = zip(*(one[:3] for one in found), strict=True)
+    for name in SHAPES:
+        assert owing[stay][name].abs().sum() > 0, "nothing is lost"
+        wanted = sum(total(steps, name) for steps in given) / world
+        ended = total(averages[0], name) + total(owing, name)
+        torch.testing.assert_close(ended, wanted, rtol=0, atol=1e-5)
+    before, after, averages, given, left = zip(*(one[3:] for one in found[:stay]), strict=True)
     for name in SHAPES:
         assert total(before, name).abs().sum() > 0
         torch.testing.assert_close(total(after, name), total(before, name), rtol=0, atol=1e-5)

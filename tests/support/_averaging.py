@@ -66,6 +66,14 @@ class Run:
         """Return the averages of several steps: of `range(*numbers)`."""
         return [self.step(number) for number in range(*numbers)]
 
+    def given(self, *numbers):
+        """Return this rank's gradients of several steps: of `range(*numbers)`."""
+        shapes = {name: p.shape for name, p in self.named.items()}
+        return [
+            {name: self.gradient(name, shape, number, self.rank) for name, shape in shapes.items()}
+            for number in range(*numbers)
+        ]
+
     def state(self):
         return self.averager.state_dict()
 
