@@ -810,11 +810,12 @@ FAULTS = {  # as tests/comm/faults/test_matrix.py calls them
     "exits": "calls `sys.exit`",
     "interrupted": "is interrupted (Ctrl-C)",
     "out of memory": "is out of memory in Python",
+    "closes": "calls `close()` and lives on",
     "cut off": "is cut off: the link of its host goes down",
     "slow link": "has a link that becomes 100 times slower",
 }
 TRANSPORTS = {"gloo": "gloo", "mpich": "MPICH", "openmpi": "Open MPI"}
-FAULTS_FILE, FAULTS_PAGE, CELLS = "faults.jsonl", "docs/explanation/reliability.md", 170
+FAULTS_FILE, FAULTS_PAGE, CELLS = "faults.jsonl", "docs/explanation/reliability.md", 218
 TABLE = re.compile(r"(?<=<!-- faults -->\n).*?(?=<!-- /faults -->)", re.DOTALL)
 
 

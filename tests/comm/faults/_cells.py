@@ -3,7 +3,8 @@ test_matrix.py.
 
 Usage: _cells.py PORT RANK WORLD PHASE FAULT TIMEOUT_S FOLDER. Rank 0 hosts the store, as without
 torchrun. RANK "mpi": started by mpirun, and gradients go by MPI. Who hears of a lost rank prints
-it, and lets the error end the program.
+it, and lets the error end the program. In the phases `SERVED` a rank is a parameter server and the
+others are its workers.
 """
 
 import functools
@@ -25,6 +26,7 @@ from gradcomp.checkpoint import Checkpoints
 from gradcomp.exchange.bucket import BucketExchange
 from gradcomp.exchange.phase import Phase
 from gradcomp.local.fragment import Fragment
+from gradcomp.server import ParameterClient, loop, serve
 
 STEP, STEPS = 3, 6
 
@@ -41,6 +43,7 @@ FAULTS = {
     "interrupted": lambda: os.kill(os.getpid(), signal.SIGINT),
     "out of memory": lambda: torch.empty(2**50),
 }
+CLOSES = "closes"  # what it trains with, and lives on
 
 
 def be_cut_off():
@@ -61,20 +64,31 @@ PLACES = {
     "optimizer": (torch.optim.SGD, "step"),
     "checkpoint": (files, "_sync"),
     "outer step": (Fragment, "apply"),
+    "server's round": (loop._Server, "_handle"),
+    "worker's push": (ParameterClient, "push_parameter"),
 }
+SERVED = {"server's round": 2, "worker's push": 0}  # which rank serves
+# where a program may close: not in stages of an exchange (other threads run them) nor in a save
+CLOSING = ("forward", "optimizer", "outer step", "worker's push")
 
 
 class Strike:
-    """Has a fault in a phase, once, when it is `armed`."""
+    """Has a fault in a phase, once, when it is `armed` and the phase has begun `after` times."""
 
-    def __init__(self, phase, fault):
-        self._fault, self.armed = (FAULTS | LINKS)[fault], False
+    def __init__(self, phase, fault, close):
+        def closes():
+            close()
+            time.sleep(60)
+
+        self._fault, self.armed, self.after = (FAULTS | LINKS | {CLOSES: closes})[fault], False, 0
         owner, name, *under_way = PLACES[phase]
         before = getattr(owner, name)
 
         @functools.wraps(before)
         def wrapped(*args, **named):
             mine = self.armed and (not under_way or args[0]._kind.name == under_way[0])
+            if mine and self.after:
+                self.after, mine = self.after - 1, False
             if mine and not under_way:
                 self.now()
             out = before(*args, **named)
@@ -102,8 +116,8 @@ def join(port, rank, world, timeout=None):
     return rank, comm
 
 
-def main(port, rank, world, phase, fault, timeout_s, folder):
-    rank, comm = join(port, rank, world, timedelta(seconds=timeout_s))
+def trained(comm, phase, timeout_s, folder):
+    """Return a function of a step of training, and one that closes what averages gradients."""
     torch.manual_seed(0)
     net = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
     model = DDP(net, bucket_cap_mb=0.03)
@@ -117,22 +131,65 @@ def main(port, rank, world, phase, fault, timeout_s, folder):
             model, "onebit", min_numel=0, exchange="reduce_scatter", **options
         )
         checkpoints = Checkpoints(folder, state, timeout_s=timeout_s, model=net)
-    strike = Strike(phase, fault)
+
+    def take(step):
+        model(torch.randn(4, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if phase == "outer step":
+            state.step()
+        elif phase == "checkpoint":
+            checkpoints.save(step)
+
+    return take, state.close
+
+
+def served(comm, phase, timeout_s):
+    """Return a function of a worker's round, and one that closes its client; or of all that a
+    server does.
+    """
+    comm, server = comm or gradcomp.comm.TorchCommunicator(timeout_s=20), SERVED[phase]
+    if comm.rank == server:
+
+        def all_rounds(step):
+            if step == STEP:
+                stats = serve(comm, [server], timeout_s=2 * timeout_s)
+                print(f"served, lost {stats.lost}", flush=True)
+
+        return all_rounds, comm.close
+    client = ParameterClient(comm, [server], timeout_s=timeout_s)
+    client.init_parameter("x", (4,))
+
+    def take(step):
+        client.push_parameter("x", torch.ones(4))
+        assert client.pull_parameter("x", "sum").tolist() == [2.0] * 4
+
+    return take, client.close
+
+
+def main(port, rank, world, phase, fault, timeout_s, folder):
+    rank, comm = join(port, rank, world, timedelta(seconds=timeout_s))
+    if phase in SERVED:
+        take, close = served(comm, phase, timeout_s)
+    else:
+        take, close = trained(comm, phase, timeout_s, folder)
+    strike = Strike(phase, fault, close)
+    if phase == "server's round":
+        # settings, a push and a pull of each round, a push: both workers are in step 3 then
+        strike.after = (world - 1) * (2 + 2 * STEP)
     for step in range(STEPS):
         strike.armed = step == STEP and rank == world - 1
         begun = time.monotonic()
         try:
-            model(torch.randn(4, 64)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if phase == "outer step":
-                state.step()
-            elif phase == "checkpoint":
-                checkpoints.save(step)
+            take(step)
         except (gradcomp.PeerLost, OSError) as error:  # OSError: a rank could not save
             took = f"{time.monotonic() - begun:.1f}"
             print(f"{type(error).__name__} step={step} seconds={took} {error}", flush=True)
+            if phase in SERVED:
+                close()
             raise
+    if phase in SERVED:
+        close()
     print("finished", flush=True)
 
 

@@ -16,7 +16,7 @@ import sys
 import time
 
 import pytest
-from _cells import FAULTS, PLACES
+from _cells import CLOSES, CLOSING, FAULTS, PLACES, SERVED
 from _ranks import mpi_environment, mpi_python, output_of
 from gradcomp.launch.ports import free_port
 from test_faults import HERE, TIMEOUT_S, started
@@ -27,6 +27,8 @@ from gradcomp.plan.links import Link
 LONG = pytest.mark.long
 pytestmark = pytest.mark.slow
 WORLD, LAST = 3, 2
+CELLS = [(phase, fault) for phase in PLACES for fault in FAULTS]
+CELLS += [(phase, CLOSES) for phase in CLOSING]
 # cells of CI; `make test-long` has the others
 SHORT = {
     ("decode", "frozen"),
@@ -42,20 +44,37 @@ SAID = {
     "exits": r"rank 2 (gave up because of SystemExit|{ended})",
     "interrupted": r"rank 2 (gave up because of KeyboardInterrupt|{ended})",
     "out of memory": r"rank 2 (gave up because of \w+Error.*memory|{ended})|{unsaved}",
+    CLOSES: r"rank 2 (\(pid \d+ on \S+\) )?closed its communicator",
 }
+SAID_OF_SERVER = dict.fromkeys(SAID, "server rank 2 is gone") | {
+    "frozen": "server rank 2 is silent"
+}
+SAID_OF_WORKER = dict.fromkeys(SAID, r"'x' cannot be completed: rank 2 is gone") | {
+    "frozen": r"no push from ranks \[2\]",
+    CLOSES: "'x' cannot be completed: rank 2 has closed its client",
+}
+BY_PHASE = {"server's round": SAID_OF_SERVER, "worker's push": SAID_OF_WORKER}
 
 
-def look_at(fault, out, errors):
+def look_at(phase, fault, out, errors):
     """Raise unless a survivor has said who was lost, soon; return the error's class and words."""
     found = re.search(r"(PeerLost|OSError) step=[34] seconds=([\d.]+) (.*)", out)
     assert found, out + errors
     kind, seconds, words = found.groups()
     assert float(seconds) < TIMEOUT_S + 5, out
-    said = SAID[fault].replace("{ended}", r"closed|\(pid \d+ on \S+\) has ended")
+    said = BY_PHASE.get(phase, SAID)[fault].replace(
+        "{ended}", r"closed|\(pid \d+ on \S+\) has ended"
+    )
     said = said.replace("{unsaved}", r"ranks \[2\] could not write their files of step 3")
     assert re.search(said, words), words
     assert not re.search(r"rank [01] (?!waits)", words), words
     return f"{kind}: {words}"
+
+
+def look_at_server(fault, out, errors):
+    """Raise unless a server knows the worker that was lost, and no other one."""
+    lost = {"frozen": r"no request from ranks \[2\]", CLOSES: r"served, lost \[\]"}
+    assert re.search(lost.get(fault, r"served, lost \[2\]"), out), out + errors
 
 
 def record(transport, phase, fault, said):
@@ -74,8 +93,7 @@ def record(transport, phase, fault, said):
     ("phase", "fault"),
     [
         pytest.param(phase, fault, marks=[LONG] * ((phase, fault) not in SHORT))
-        for phase in PLACES
-        for fault in FAULTS
+        for phase, fault in CELLS
     ],
 )
 def test_over_gloo(tmp_path, phase, fault):
@@ -86,7 +104,11 @@ def test_over_gloo(tmp_path, phase, fault):
                 out, errors = ranks[rank].communicate(timeout=60)
             except subprocess.TimeoutExpired:
                 pytest.fail(f"rank {rank} hangs")
-            said.append(look_at(fault, out, errors))
+            if SERVED.get(phase) == rank:
+                look_at_server(fault, out, errors)
+                assert ranks[rank].returncode == (fault == "frozen"), errors
+                continue
+            said.append(look_at(phase, fault, out, errors))
             assert ranks[rank].returncode == 1, errors
     record("gloo", phase, fault, said)
 
@@ -105,21 +127,21 @@ LAST_LINE = {
 @LONG
 @pytest.mark.every_row
 @pytest.mark.parametrize("flavour", ["mpich", "openmpi"])
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("phase", PLACES)
+@pytest.mark.parametrize(("phase", "fault"), CELLS)
 def test_over_mpi(tmp_path, phase, fault, flavour):
     command = [mpi_python(flavour), "-m", "gradcomp.launch", "-n", WORLD, "--grace", 20]
     program = [HERE / "_cells.py", free_port(), "mpi", WORLD, phase, fault, TIMEOUT_S]
     done = output_of(*command, *program, tmp_path / "saved", env=mpi_environment())
     assert done.returncode not in (0, 124), done
-    last = fault != "frozen" and re.search(FIRST + LAST_LINE[fault], done.stderr)
+    last = fault in LAST_LINE and re.search(FIRST + LAST_LINE[fault], done.stderr)
     if last:
         record(flavour, phase, fault, [last[0].replace("gradcomp.launch", "launcher")])
         return  # in a checkpoint, where ranks meet over gloo, survivors may be the first to say it
     said = [line for line in done.stdout.splitlines() if line.startswith(("PeerLost", "OSError"))]
-    said = [line for line in said if ": no answer from a peer" not in line]  # of the one that woke
+    woken = ": no answer from a peer|rank 1 has closed its client"  # what the one that woke says
+    said = [line for line in said if not re.search(woken, line)]
     assert said, done
-    record(flavour, phase, fault, [look_at(fault, line, done.stderr) for line in said])
+    record(flavour, phase, fault, [look_at(phase, fault, line, done.stderr) for line in said])
 
 
 @contextlib.contextmanager
@@ -173,7 +195,7 @@ def test_a_host_whose_link_is_cut(tmp_path, phase):
 def test_the_page_has_every_cell():
     page = HERE.parents[2] / "docs/explanation/reliability.md"
     text = " ".join(page.read_text(encoding="utf-8").split())
-    cells = len(PLACES) * len(FAULTS)
+    cells = len(CELLS)
     assert f"({cells} cells over gloo, {2 * cells} over MPICH and Open MPI," in text
     assert all(phase in text for phase in PLACES)
 
