@@ -18,14 +18,9 @@ from gradcomp.engine.buckets import Source
 from gradcomp.engine.options import Options, check_rotation
 from gradcomp.errors import GradcompError, UnsupportedTensor
 from gradcomp.exchange.agree import Shown, codec_fields
+from gradcomp.exchange.bucket import Exchange, ExchangeOptions
 from gradcomp.exchange.quality import Probe
-from gradcomp.exchange.routes import (
-    Exchange,
-    ExchangeOptions,
-    Route,
-    SingleRankExchange,
-    make_route,
-)
+from gradcomp.exchange.routes import Route, make_route
 from gradcomp.exchange.second import owners_feed_back
 from gradcomp.exchange.sizing import Strategy, replaced
 from gradcomp.exchange.staged import beside
@@ -220,8 +215,7 @@ class Layouts:
             device=self._device,
         )
         exchange = self.route.exchange(slots, codec, options)
-        idle = isinstance(exchange, SingleRankExchange) and exchange.is_idle
-        if not idle:
+        if not exchange.is_idle:
             exchange = beside(exchange, buffer, self._device)
         self._exchanges[kind] = exchange
         return exchange, self._compared(slots, buffer, step, bucket)

@@ -31,8 +31,8 @@ from gradcomp.engine.replicas import Replicas
 from gradcomp.engine.watch import Growth
 from gradcomp.errors import GradcompError, PeerMismatch, peers_answer
 from gradcomp.exchange.averages import Averages
+from gradcomp.exchange.bucket import Exchange
 from gradcomp.exchange.pipeline import InlinePipeline, Pipeline, Task
-from gradcomp.exchange.routes import Exchange
 from gradcomp.exchange.stats import Stats
 from gradcomp.exchange.telemetry import Telemetry
 from gradcomp.kernels.staging import join, on_stream

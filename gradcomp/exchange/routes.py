@@ -8,89 +8,23 @@ of each bucket layout.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from gradcomp.codecs import Codec, Identity
 from gradcomp.comm.base import Communicator
-from gradcomp.exchange.averages import Averages
-from gradcomp.exchange.bucket import BucketExchange
+from gradcomp.exchange.bucket import BucketExchange, Exchange, ExchangeOptions, Steps
 from gradcomp.exchange.nodes import HierarchicalExchange, find_nodes, join_nodes
-from gradcomp.exchange.quality import Probe
 from gradcomp.exchange.sizing import BucketPlan, Strategy, choose, replaced
 from gradcomp.exchange.slices import WHOLE, Slicing
 from gradcomp.exchange.stages import AddResiduals, Job, LocalTransform, Stage
-from gradcomp.exchange.stats import Stats
-from gradcomp.kernels import CPU
 from gradcomp.memory.planes import Planes
 from gradcomp.memory.store import StateStore
 from gradcomp.memory.transform import Transform
 from gradcomp.payload.pieces import ByElements, Slot
-
-
-class Exchange(Protocol):
-    """The exchange of one bucket layout. In each training step call `begin`, then all steps of
-    every slice in order, then `commit` unless `flagged`.
-
-    After that the averages are in the bucket, or in `averages` until the next `begin` or `unpack`.
-    """
-
-    @property
-    def flagged(self) -> bool:
-        """Whether a rank's bucket or the average is not finite; final after the last step of the
-        last slice.
-        """
-
-    @property
-    def averages(self) -> Averages | None:
-        """The averages if they are kept packed, otherwise None. They refer to buffers of the
-        exchange, which are valid until the next `begin`.
-        """
-
-    @property
-    def slices(self) -> tuple[tuple[Callable[[], None], ...], ...]:
-        """The steps of every slice; all slices have the same number. A step must run after the
-        previous step of its slice, and after the same step of the previous slice. It waits for at
-        most one collective and starts at most one, on a channel of its own.
-
-        Each step may raise PeerLost, PeerMismatch or CorruptPayload.
-        """
-
-    def begin(self, buffer: Tensor, step: int, bucket: int) -> None:
-        """Set the bucket to average in this step.
-
-        Args:
-            buffer: ``(numel,)`` of the exchange's dtype and device, contiguous; overwritten by the
-                average (NaN if flagged).
-            step: training step, for random numbers and headers.
-            bucket: number of the bucket, for error messages.
-        """
-
-    def unpack(self) -> None:
-        """Decode packed averages into the bucket, if there are any."""
-
-    def commit(self) -> None:
-        """Commit the residuals and states of this step. Not for a flagged bucket."""
-
-
-@dataclass(frozen=True)
-class ExchangeOptions:
-    """Arguments of `BucketExchange` besides plan and communicator."""
-
-    dtype: torch.dtype
-    stats: Stats
-    state: StateStore
-    seed: int = 0
-    draw_rank: int | None = None
-    timeout_s: float = 300.0
-    keeps_packed: bool = False
-    observes: bool = True
-    probe: Probe | None = None
-    device: torch.device = CPU
 
 
 class Route(ABC):
@@ -255,7 +189,7 @@ class FlatRoute(Route):
             state = StateStore(transform=options.state.transform, moments=options.state.moments)
             options = replace(options, state=state)
         plan = self.plan(slots, codec, options.state.owner_residuals)
-        return BucketExchange(plan, self._comm, **vars(options))
+        return BucketExchange(plan, self._comm, options)
 
     def abort(self, reason: str = "") -> None:
         self._comm.abort(reason)
@@ -289,15 +223,10 @@ class SingleRankRoute(Route):
         return SingleRankExchange(slots, options)
 
 
-class SingleRankExchange:
+class SingleRankExchange(Exchange):
     """The exchange of a single rank: applies the transform, and adds residuals that were loaded
     from a run of several ranks.
-
-    Attributes:
-        is_idle: whether buckets stay unchanged.
     """
-
-    averages: Averages | None = None
 
     def __init__(self, slots: list[Slot], options: ExchangeOptions) -> None:
         self._stats, transform = options.stats, options.state.transform
@@ -309,27 +238,25 @@ class SingleRankExchange:
         # residuals belong after a local transform, but before an owner's transform of the mean
         if transform is not None and transform.transform.place == "owner":
             self._stages.reverse()
-        self.flagged, self.is_idle = False, not self._stages
+        self.is_idle = not self._stages
 
     @property
-    def slices(self) -> tuple[tuple[Callable[[], None], ...], ...]:
-        """One slice of one step."""
+    def flagged(self) -> bool:
+        return self._job.unencodable
+
+    @property
+    def slices(self) -> tuple[Steps, ...]:
         return ((self._apply,),)
 
     def begin(self, buffer: Tensor, step: int, bucket: int) -> None:
-        """Set the bucket of this step; see `Exchange.begin`."""
         self._job = Job(buffer, step, bucket, None, buffer, buffer)
 
-    def unpack(self) -> None:
-        """Do nothing: averages are never packed."""
-
     def commit(self) -> None:
-        """Commit the residuals and states of this step."""
         self._job.commit()
 
     def _apply(self) -> None:
         bad = [stage.before_encode(self._job) for stage in self._stages]
-        self.flagged = any(bad)
+        self._job.unencodable = any(bad)
         if self.flagged:
             self._job.bucket.fill_(float("nan"))
             self._stats.nonfinite_buckets += 1

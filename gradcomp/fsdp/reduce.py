@@ -16,7 +16,7 @@ from gradcomp.codecs import Codec
 from gradcomp.comm import torch_private
 from gradcomp.comm.torchdist import TorchCommunicator, group_rank
 from gradcomp.errors import GradcompError, peers_answer
-from gradcomp.exchange.bucket import BucketExchange
+from gradcomp.exchange.bucket import BucketExchange, ExchangeOptions
 from gradcomp.exchange.pipeline import Task
 from gradcomp.exchange.quality import Probe
 from gradcomp.exchange.sizing import BucketPlan, Strategy
@@ -196,19 +196,18 @@ class ReduceScatter:
                 ownership=BySlots(world),
                 stays=True,
             )
-            self._exchanges[kind] = BucketExchange(
-                plan,
-                self._comm,
+            options = ExchangeOptions(
                 dtype,
                 self._stats,
+                StateStore(self._residuals if codec.error_feedback else None),
                 seed=codec.seed,
+                draw_rank=group_rank(),  # replicas of a shard need different random numbers
                 timeout_s=self._comm.timeout_s,
+                probe=self._probe if self.steps >= self._warmup_steps else None,
                 device=encoding_device(device),
                 module=number_of(self.parts),
-                draw_rank=group_rank(),  # replicas of a shard need different random numbers
-                state=StateStore(self._residuals if codec.error_feedback else None),
-                probe=self._probe if self.steps >= self._warmup_steps else None,
             )
+            self._exchanges[kind] = BucketExchange(plan, self._comm, options)
         return self._exchanges[kind]
 
 
