@@ -494,7 +494,7 @@ class Engine:
         if self.guard is not None:
             self.guard.load(accepted.guard, self.step)
             self._correct_rate()
-        self.replicas.compare_next()
+        self.replicas.is_due = True
         if self.options.grad_scaler is None and accepted.loss_scale != 1.0:
             self.store.change_loss_scale(1.0)  # saved under a loss scaler, resumed without one
 

@@ -25,12 +25,10 @@ from gradcomp.exchange.averages import Averages
 from gradcomp.exchange.buffers import Buffers, SliceBuffers
 from gradcomp.exchange.phase import Phase
 from gradcomp.exchange.quality import Probe
-from gradcomp.exchange.rotation import Rotation
 from gradcomp.exchange.second import Owned
 from gradcomp.exchange.sizing import BucketPlan
-from gradcomp.exchange.stages import Job, LocalTransform, OwnerTransform, Stage
+from gradcomp.exchange.stages import Job, LocalTransform, OwnerTransform, Rotation, Stage, Units
 from gradcomp.exchange.stats import Stats
-from gradcomp.exchange.units import Units
 from gradcomp.kernels import CPU, NO_RESIDUALS, Kernels, Residuals, host
 from gradcomp.kernels.tables import DTYPES
 from gradcomp.memory.store import StateStore

@@ -41,6 +41,7 @@ class Route(ABC):
     stage_count = 4
     nodes: tuple[tuple[int, ...], ...] = ()
     packs = True
+    _comms: tuple[Communicator, ...] = ()
 
     def residual_numel(self, numel: int) -> int:
         """Return how many residuals this rank has of a tensor of `numel` elements."""
@@ -68,6 +69,8 @@ class Route(ABC):
 
     def abort(self, reason: str = "") -> None:
         """Notify the other ranks that this rank has stopped, with the reason."""
+        for comm in self._comms:
+            comm.abort(reason)
 
     def close(self) -> None:
         """Close the communicators that the route has created."""
@@ -150,7 +153,7 @@ class FlatRoute(Route):
         *,
         packs: bool = True,
     ) -> None:
-        self._comm, self._codec, self._slicing = comm, codec, slicing
+        self._comm, self._comms, self._codec, self._slicing = comm, (comm,), codec, slicing
         self.strategy, self.packs = strategy, packs
 
     def owner_numel(self, residual_numel: int) -> int:
@@ -190,9 +193,6 @@ class FlatRoute(Route):
             options = replace(options, state=state)
         plan = self.plan(slots, codec, options.state.owner_residuals)
         return BucketExchange(plan, self._comm, options)
-
-    def abort(self, reason: str = "") -> None:
-        self._comm.abort(reason)
 
 
 def _fp32_route(comm: Communicator, slicing: Slicing) -> FlatRoute:
@@ -290,7 +290,7 @@ class HierarchicalRoute(Route):
         across: Communicator,
         slicing: Slicing,
     ) -> None:
-        self._comm, self._node_comms, self.nodes = comm, (inside, across), nodes
+        self._comms, self.nodes = (comm, inside, across), nodes
         self._inside = _fp32_route(inside, WHOLE)
         strategy = choose(codec, across.world_size)
         self._across = FlatRoute(across, codec, strategy, slicing)
@@ -315,18 +315,14 @@ class HierarchicalRoute(Route):
             options,
             dtype=torch.float32,
             keeps_packed=False,
-            draw_rank=self._comm.rank,
+            draw_rank=self._comms[0].rank,
             observes=False,
         )
         across = self._across.exchange(_shards(inside.plan), codec, options)
         return HierarchicalExchange(inside, across)
 
-    def abort(self, reason: str = "") -> None:
-        for comm in (self._comm, *self._node_comms):
-            comm.abort(reason)
-
     def close(self) -> None:
-        for comm in self._node_comms:
+        for comm in self._comms[1:]:
             comm.close()
 
 

@@ -10,6 +10,15 @@ from dataclasses import dataclass, field
 from gradcomp.comm.torch_private import stage_range
 
 WORK_PHASES = ("statistics", "encode", "owner", "decode")
+COUNTERS = (
+    "steps",
+    "bytes_sent",
+    "bytes_received",
+    "baseline_bytes",
+    "setup_bytes",
+    "nonfinite_buckets",
+    "dropped_residual",
+)
 OVERLAP = ("hidden", "exposed")
 PHASES = ("statistics", "scale_round", "encode", "first_phase", "owner", "second_phase", "decode")
 
@@ -115,15 +124,7 @@ class Stats:
         """Return a new `Stats` with the sums of several."""
         out = Stats()
         for part in parts:
-            for name in (
-                "steps",
-                "bytes_sent",
-                "bytes_received",
-                "baseline_bytes",
-                "setup_bytes",
-                "nonfinite_buckets",
-                "dropped_residual",
-            ):
+            for name in COUNTERS:
                 setattr(out, name, getattr(out, name) + getattr(part, name))
             for phase, seconds in part.seconds.items():
                 out.seconds[phase] += seconds
@@ -134,10 +135,8 @@ class Stats:
     def reset(self) -> None:
         """Set all counters to zero."""
         with self._lock:
-            self.steps = self.bytes_sent = self.bytes_received = 0
-            self.baseline_bytes = self.setup_bytes = self.nonfinite_buckets = 0
-            self.dropped_residual = 0.0
-            for phase in self.seconds:
-                self.seconds[phase] = 0.0
+            for name in COUNTERS:
+                setattr(self, name, type(getattr(self, name))(0))
+            self.seconds.update(dict.fromkeys(self.seconds, 0.0))
         if self._inside_nodes is not None:
             self._inside_nodes.reset()

@@ -150,7 +150,7 @@ class Fragment:
         self.syncs += 1
         # after 1, 2, 4, ... syncs compare anchors: options that are not compared show up there
         if self.syncs & (self.syncs - 1) == 0:
-            self.averager._engine.replicas.compare_next()
+            self.averager._engine.replicas.is_due = True
         self.restore(alpha)
 
     def is_finite(self) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradcomp.arguments import check_integer
 from gradcomp.engine.optimizers import check_optimizers, listed
 from gradcomp.engine.watch import Mine, before_any_step
 from gradcomp.errors import GradcompError, UnsupportedTensor
@@ -258,8 +259,7 @@ class Turns:
     """
 
     def __init__(self, sync_every: SyncEvery, fragments: int) -> None:
-        if isinstance(fragments, bool) or not isinstance(fragments, int) or fragments < 1:
-            raise ValueError(f"fragments must be an integer of at least 1, got {fragments!r}")
+        check_integer("fragments", fragments, 1)
         self._sync_every, self.fragments = sync_every, fragments
         self.round = self.done = 0
         self.length(0)
