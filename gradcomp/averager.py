@@ -282,11 +282,8 @@ class GradientAverager(Controls):
         """
         # whatever fails in the first call, no rank compares in the next one, after `reset`
         compared, self._compared = self._compared, True
-        try:
+        with self._engine.failing():
             self._check_gradients()
-        except GradcompError as error:
-            self._engine.fail(error)  # notifies the peers
-            raise
         if not compared and self._engine.error is None:
             self._engine.compare_sources("average()")
 

@@ -6,10 +6,11 @@ the thread that waits for the step commits, after all buckets have succeeded.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -81,11 +82,8 @@ class Step:
         Raises:
             GradcompError, ValueError: as in `Layouts.exchange`; the step fails then.
         """
-        try:
+        with self._engine.failing(Exception):
             self._submit(buffer, members, done)
-        except Exception as error:
-            self._engine.fail(error)  # notifies the peers
-            raise
 
     def _submit(
         self, buffer: Tensor, members: Members, done: Callable[[Exception | None], None] | None
@@ -122,7 +120,7 @@ class Step:
                 if engine.error is None:
                     engine.fail(failure)
 
-        tasks = [Task(steps, _nothing) for steps in slices]
+        tasks = [Task(steps) for steps in slices]
         tasks[0].stages = (first, *slices[0][1:])
         tasks[-1].done = end
         engine.pipeline.submit(*tasks)
@@ -142,7 +140,7 @@ class Step:
             return
         self._sealed = True
         idle = [lambda: None] * (engine.layouts.route.stage_count - 1)
-        engine.pipeline.submit(Task((*idle, self._agree_on_outcome), _nothing))
+        engine.pipeline.submit(Task((*idle, self._agree_on_outcome)))
 
     def finish(self) -> None:
         """Wait for every bucket, commit their residuals and states, and count the step.
@@ -325,11 +323,8 @@ class Engine:
         """Let the guard, if there is one, check a finished step; no exchange may be in progress."""
         if self.guard is None:
             return
-        try:
+        with self.failing():
             reason = self.guard.look(step, self.comm, self.timeout_s)
-        except GradcompError as error:
-            self.fail(error)
-            raise
         if reason is None:
             return
         self._correct_rate()
@@ -377,6 +372,17 @@ class Engine:
         """Fail this step and all later steps with an error; only the first error is kept."""
         self.pipeline.fail(error)
 
+    @contextlib.contextmanager
+    def failing(self, kind: type[BaseException] = GradcompError) -> Iterator[None]:
+        """Context manager that calls `fail`, which notifies the other ranks, for an error of a kind
+        in its block.
+        """
+        try:
+            yield
+        except kind as error:
+            self.fail(error)
+            raise
+
     def wait(self) -> None:
         """Wait for every bucket that was submitted; raise `error`, if there is one."""
         self.pipeline.wait()
@@ -415,11 +421,8 @@ class Engine:
         self._leave(self.comm.duplicate(self.timeout_s))
         self.layouts.take(self.comm)
         self._start()
-        try:
+        with self.failing(BaseException):
             self.replicas.agree_on({"step": self.step})
-        except BaseException as error:
-            self.fail(error)
-            raise
 
     def move(self, comm: Communicator) -> None:
         """Resume with a communicator of other ranks, from the state before a failed step. Each rank
@@ -527,11 +530,8 @@ class Engine:
 
     def compare_sources(self, called: str) -> None:
         """Compare tensors as `Replicas.compare_sources` does; later calls raise the same error."""
-        try:
+        with self.failing():
             self.replicas.compare_sources(called)
-        except GradcompError as error:
-            self.fail(error)
-            raise
 
     def describe(self) -> str:
         """Return one line of text: exchange, choice of the codec, correction of learning rates."""
@@ -590,7 +590,3 @@ class Engine:
             if self.comm.world_size > 1
             else InlinePipeline()
         )
-
-
-def _nothing(error: BaseException | None) -> None:
-    """Do nothing when a slice ends that is not the last: the last one reports the bucket's end."""
