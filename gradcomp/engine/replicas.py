@@ -56,11 +56,7 @@ class Replicas:
             return {}, ()
         named = self._named() if self.is_due else []
         text = f"{'a' if self.is_due else 'no'} state loaded since the last exchange"
-        values = {
-            "step": step,
-            "loaded": Shown(int(self.is_due), text),
-            "state": digests(named),
-        }
+        values = {"step": step, "loaded": Shown(int(self.is_due), text), "state": digests(named)}
         return values, named
 
     def agree(self, values: dict[str, object], named: Named, bucket: int) -> None:

@@ -344,18 +344,7 @@ class BucketExchange(Exchange):
             for stage in self._stages:
                 stage.after_encode(residuals.new)
         if self._probe is not None and self._probe.due(job.step) and not job.unencodable:
-            self._probe.take(
-                self._kernels,
-                self.plan.codec,
-                self.plan.slots,
-                self.plan.local,
-                local,
-                job.step,
-                encoded=job.values,
-                gradient=job.target,
-                units=job.units,
-                residual=residuals.new,
-            )
+            self._probe.take(self._kernels, self.plan, local, job, residuals.new)
 
     def _receive(self, number: int) -> SliceBuffers:
         """Wait for a slice's first phase, check its payloads and return its buffers."""

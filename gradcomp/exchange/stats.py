@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from gradcomp.comm.torch_private import stage_range
@@ -21,26 +22,6 @@ COUNTERS = (
 )
 OVERLAP = ("hidden", "exposed")
 PHASES = ("statistics", "scale_round", "encode", "first_phase", "owner", "second_phase", "decode")
-
-
-class Stopwatch:
-    """Context manager that adds its block's seconds to one phase and marks the block in a profile
-    of its thread.
-    """
-
-    __slots__ = ("_begun", "_phase", "_range", "_stats")
-
-    def __init__(self, stats: Stats, phase: str) -> None:
-        self._stats, self._phase = stats, phase
-        self._range = stage_range(f"gradcomp::{phase}")
-
-    def __enter__(self) -> None:
-        self._range.__enter__()
-        self._begun = time.perf_counter()
-
-    def __exit__(self, *exception: object) -> None:
-        self._stats.add_seconds(self._phase, time.perf_counter() - self._begun)
-        self._range.__exit__(*exception)
 
 
 @dataclass
@@ -115,9 +96,17 @@ class Stats:
         with self._lock:
             self.dropped_residual += magnitude
 
-    def timed(self, phase: str) -> Stopwatch:
-        """Return a context manager that adds its block's seconds to one phase."""
-        return Stopwatch(self, phase)
+    @contextlib.contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Context manager that adds its block's seconds to one phase and marks the block in a
+        profile of its thread.
+        """
+        with stage_range(f"gradcomp::{phase}"):
+            begun = time.perf_counter()
+            try:
+                yield
+            finally:
+                self.add_seconds(phase, time.perf_counter() - begun)
 
     @staticmethod
     def total(parts: Iterable[Stats]) -> Stats:
