@@ -301,7 +301,9 @@ class GradientAverager(Controls):
 
     def _expected_ranks(self, comm: Communicator | None) -> int:
         """Return the number of ranks for which "auto" chooses a codec."""
-        return _world_size(comm)
+        from gradcomp.comm.torchdist import group_size
+
+        return comm.world_size if comm is not None else group_size()
 
     def _warn_if_alone(self) -> None:
         """Warn if the communicator has one rank but torch.distributed has several: usually the
@@ -367,14 +369,6 @@ class GradientAverager(Controls):
                 )
             if parameter.grad is not None and parameter.requires_grad:
                 check_gradient(name, parameter)
-
-
-def _world_size(comm: Communicator | None) -> int:
-    if comm is not None:
-        return comm.world_size
-    from gradcomp.comm.torchdist import group_size
-
-    return group_size()
 
 
 def torch_communicator(timeout_s: float | None) -> Communicator:

@@ -29,7 +29,7 @@ from gradcomp.kernels import CPU, device_of
 from gradcomp.memory.moments import Precondition, SecondMoments
 from gradcomp.memory.planes import Planes
 from gradcomp.memory.store import StateStore, fold_owned
-from gradcomp.memory.transform import keep_states
+from gradcomp.memory.transform import Transforming
 from gradcomp.payload.order import storage_order, storage_shape
 from gradcomp.payload.parameters import describe_parameters, warn_of_thin_groups
 from gradcomp.payload.pieces import Slot
@@ -107,8 +107,12 @@ class Layouts:
             {t.device.type for t in tensors.values() if t.device not in (self._device, CPU)}
         )
         try:
-            states = keep_states(options.advanced.transform, tensors, self.route.owner_numel)
-            moments = None
+            transform, states, moments = options.advanced.transform, None, None
+            if transform is not None:
+                numels = {i: t.numel() for i, t in tensors.items()}
+                if transform.place == "owner":
+                    numels = {i: self.route.owner_numel(numel) for i, numel in numels.items()}
+                states = Transforming(transform, numels, self._device)
             if isinstance(options.precondition, Precondition):
                 moments = SecondMoments(options.precondition, self._packed, self._device)
             residuals = self._make_residuals()

@@ -402,22 +402,11 @@ class Engine:
             self.store.begin_step()
 
     def discard_step(self) -> None:
-        """Roll back residuals and states to before the last step, for callers that discard the
-        step's gradients.
-        """
+        """Roll back residuals and states to before the last step."""
         self.store.discard()
 
     def reset(self) -> None:
-        """Resume after a failure, from the state before the failed step. Collective: every rank
-        must call it, even if its own step succeeded.
-
-        The communicator is closed and replaced by a duplicate.
-
-        Raises:
-            PeerLost: a rank did not call this.
-            PeerMismatch: "step"; ranks are at different steps after the failure (see `Engine`).
-                Load a checkpoint on all of them, then call this again.
-        """
+        """See `Controls.reset`. Every rank must call it, even if its own step succeeded."""
         self._leave(self.comm.duplicate(self.timeout_s))
         self.layouts.take(self.comm)
         self._start()
@@ -462,25 +451,13 @@ class Engine:
     # ---- checkpoints, checks ---------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that this rank needs to resume bit for bit: tensors, numbers and strings
-        only.
-
-        After a failure (a lost peer), the state is the one before the failed step.
-        """
+        """See `Controls.state_dict`; the state has tensors, numbers and strings only."""
         self.drain()
         guard = {} if self.guard is None else {"guard": self.guard.state()}
         return state.write(self.layouts, self.origin, self.step, **guard)
 
     def load_state_dict(self, given: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
-        """Resume from a `state_dict` of the same rank, world size, codec and transform.
-
-        The states of all ranks of a run can also be loaded with another world size: see
-        `gradcomp.memory.saved.reshard`.
-
-        Raises:
-            ValueError: the state has another format, rank, world size, codec or model; nothing is
-                changed then.
-        """
+        """See `Controls.load_state_dict`; after an error nothing is changed."""
         self.take(self.accept(given))
 
     def accept(self, given: dict[str, Any] | Sequence[dict[str, Any]]) -> state.Accepted:

@@ -87,6 +87,18 @@ def before_any_step(mine: Mine, call: Callable[..., None]) -> RemovableHandle:
     return handle
 
 
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook that calls a bound method as long as its object is alive."""
+    weak = weakref.WeakMethod(method)
+
+    def hook(*args: Any) -> None:
+        bound = weak()
+        if bound is not None:
+            bound(*args)
+
+    return hook
+
+
 def remove(hooks: list[Any]) -> None:
     """Remove all hooks of a list, and empty the list."""
     while hooks:

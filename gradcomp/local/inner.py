@@ -5,7 +5,6 @@ schedule of fragments.
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradcomp.arguments import check_integer
 from gradcomp.engine.optimizers import check_optimizers, listed
-from gradcomp.engine.watch import Mine, before_any_step
+from gradcomp.engine.watch import Mine, before_any_step, weakly
 from gradcomp.errors import GradcompError, UnsupportedTensor
 
 COUNTED = 16  # the count of inner steps is checked after so many calls of DiLoCo.step
@@ -108,13 +107,7 @@ class Inner:
         """Call `call`, a bound method, with the step's arguments before every step of each
         optimizer, as long as its object is alive; return the hook handles.
         """
-        method = weakref.WeakMethod(call)
-
-        def hook(*args: Any) -> None:
-            if (alive := method()) is not None:
-                alive(*args)
-
-        return [one.register_step_pre_hook(hook) for one in self._hooked]
+        return [one.register_step_pre_hook(weakly(call)) for one in self._hooked]
 
     def watch(self) -> list[Any]:
         """Count steps, and raise before a step of any other optimizer on these parameters. Returns
