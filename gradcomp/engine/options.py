@@ -92,14 +92,19 @@ class Advanced:
             raise ValueError(f"scale_lr must be None, True or False, got {self.scale_lr!r}")
 
 
-class _Options(TypedDict, total=False):
-    """The common options of FSDP2, local steps and DDP."""
+class _Basic(TypedDict, total=False):
+    """The options of all entry points."""
 
     min_numel: int | None
     exclude: Exempts | Sequence[Exempts]
+    timeout_s: float | None
+
+
+class _Options(_Basic, total=False):
+    """The common options of FSDP2, local steps and DDP."""
+
     warmup_steps: int
     warmup_codec: Codec | str | None
-    timeout_s: float | None
 
 
 class ShardedOptions(_Options, total=False):
@@ -115,14 +120,11 @@ class LocalOptions(_Options, total=False):
     precondition: Precondition | bool | None
 
 
-class SiteOptions(TypedDict, total=False):
+class SiteOptions(_Basic, total=False):
     """The common options of `gradcomp.local.ElasticDiLoCo`."""
 
-    min_numel: int | None
-    exclude: Exempts | Sequence[Exempts]
     exchange: str
     precondition: Precondition | bool | None
-    timeout_s: float | None
 
 
 class DelayedOptions(LocalOptions, total=False):
