@@ -57,11 +57,8 @@ def gains(codec: Codec) -> bool:
 
 
 def shortening(codec: Codec, strategy: Strategy) -> float:
-    """Return the factor by which an exchange shortens steps, rounded to four digits.
-
-    Args:
-        codec: codec of the gradients.
-        strategy: strategy of the exchange.
+    """Return the factor by which an exchange of gradients shortens steps, rounded to four
+    digits.
     """
     phases = [codec]
     if strategy.second_phase and strategy.second_phase != "exact":

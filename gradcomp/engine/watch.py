@@ -238,11 +238,8 @@ class Growth:
         self._weights, self._first, self._begun = weights, 0.0, -1
 
     def look(self, step: int) -> None:
-        """Compare the norm of the weights with the norm at the first call.
-
-        Args:
-            step: number of steps so far. Every `GROWTH_EVERY`-th is checked, up to `GROWTH_STEPS`
-                after the first.
+        """Compare the norm of the weights with the norm at the first call, every `GROWTH_EVERY`
+        steps, up to `GROWTH_STEPS` after the first.
         """
         if not self._weights or step % GROWTH_EVERY:
             return

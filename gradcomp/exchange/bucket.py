@@ -262,10 +262,7 @@ class BucketExchange(Exchange):
 
     def publish_shard(self, *, flagged: bool) -> None:
         """Encode the values in `shard` and start the second phase, unless the first phase was
-        flagged.
-
-        Args:
-            flagged: flag the second payload as non-finite.
+        flagged. With `flagged` the second payload is flagged as non-finite.
         """
         buffers = self._buffers.slices[0]
         if buffers.flagged or buffers.owned is None or buffers.second is None:

@@ -26,11 +26,8 @@ class BufferPool:
         self._free: list[Tensor] = []
 
     def take(self, nbytes: int, allocate: Callable[[int], Tensor] = host.empty) -> Tensor:
-        """Return the smallest free buffer of at least `nbytes` bytes, ``(n,)`` uint8.
-
-        Args:
-            nbytes: bytes needed.
-            allocate: allocates a buffer if none is large enough; by default in host memory.
+        """Return the smallest free buffer of at least `nbytes` bytes, ``(n,)`` uint8, or one of
+        `allocate` if none is large enough.
         """
         self._free.sort(key=Tensor.numel)
         for n, buffer in enumerate(self._free):

@@ -282,12 +282,8 @@ class Sums:
         self.numel += g.numel()
 
     def measured(self, name: str, step: int, *, keeps: bool, clips: bool) -> Sample:
-        """Return the sample of a parameter.
-
-        Args:
-            name, step: see `Sample`.
-            keeps: whether the codec has residuals.
-            clips: whether the codec has an outermost level.
+        """Return the sample of a parameter, of a codec that has residuals (`keeps`) and an
+        outermost level (`clips`).
         """
         sizes = math.sqrt(self.gradient) * math.sqrt(self.decoded)
         unknown = math.nan if keeps else 0.0

@@ -165,13 +165,7 @@ class FlatRoute(Route):
     def plan(
         self, slots: list[Slot], codec: Codec, owner_residuals: Planes | None = None
     ) -> BucketPlan:
-        """Return the plan of a bucket.
-
-        Args:
-            slots: slots of the bucket's parameters.
-            codec: codec of the route, or of the warm-up.
-            owner_residuals: residual planes of the owner, for their offsets.
-        """
+        """Return the plan of a bucket; see `exchange`. `owner_residuals` are for their offsets."""
         world_size, strategy, slicing = self._comm.world_size, self.strategy, self._slicing
         if not self.packs:
             codec = self._codec

@@ -64,12 +64,8 @@ class SecondPhase(ABC):
     error_feedback = False
 
     def shard(self, pieces: Sequence[Piece], residuals: Sequence[int]) -> Shard:
-        """Return the owned pieces with their offsets in the shard and in the owner's residual
-        planes.
-
-        Args:
-            pieces: owned pieces of the bucket.
-            residuals: for each piece the offset of its parameter in the owner's planes.
+        """Return the owned pieces of a bucket with their offsets in the shard and in the owner's
+        residual planes. `residuals`: the offset of each piece's parameter in these planes.
         """
         return shard_pieces(pieces, residuals)
 
@@ -155,11 +151,8 @@ _CODECS: dict[str, Callable[[Codec], Codec]] = {
 
 
 def codec_of(name: str, codec: Codec) -> Codec:
-    """Return the codec of means in a second phase, by its name (except "exact").
-
-    Args:
-        name: name of the second phase.
-        codec: codec of the first phase.
+    """Return the codec of means in a second phase with this name, except "exact". `codec` is that
+    of the first phase.
     """
     return _CODECS[name](codec)
 

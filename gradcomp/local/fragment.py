@@ -217,12 +217,8 @@ class Fragment:
 
     @torch.no_grad()
     def take_shared(self, state: Any, *, keeps_change: bool) -> None:
-        """Load another rank's `shared_state`, and set the parameters to the new anchors.
-
-        Residuals of this rank stay.
-
-        Args:
-            keeps_change: add this rank's change since its last sync to the new anchors.
+        """Load another rank's `shared_state`, and set the parameters to the new anchors, plus this
+        rank's change since its last sync if `keeps_change`. Residuals of this rank stay.
 
         Raises:
             ValueError: the state does not fit.

@@ -47,10 +47,8 @@ def trained_parameters(model: nn.Module) -> Named:
 
 
 def check_trained(model: nn.Module, named: Named, called: str) -> None:
-    """Raise ValueError if the model trains parameters that are not in `named`.
-
-    Args:
-        called: name of the class that syncs, for the message.
+    """Raise ValueError if the model trains parameters that are not in `named`; `called` is the name
+    of the class that syncs.
     """
     known = dict(named)
     for name, p in _trained(model):
