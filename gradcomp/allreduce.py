@@ -17,7 +17,7 @@ from gradcomp.exchange.routes import run_stages
 from gradcomp.exchange.second import owners_feed_back
 from gradcomp.exchange.sizing import EXCHANGES, BucketPlan, Strategy, choose
 from gradcomp.exchange.slices import Slicing
-from gradcomp.exchange.staged import beside
+from gradcomp.exchange.staged import for_device
 from gradcomp.exchange.stats import Stats
 from gradcomp.kernels import encoding_device
 from gradcomp.kernels.staging import join
@@ -159,7 +159,7 @@ def all_reduce(
         plain = tensor.detach()
         flat = plain.as_strided((tensor.numel(),), (1,)) if order else plain.view(-1)
         try:
-            run_stages(beside(bucket_exchange, flat, where), flat, now)
+            run_stages(for_device(bucket_exchange, flat, where), flat, now)
             join(flat.device)
         except BaseException as error:
             # other slices may still be in progress and write to the buffers: do not reuse them

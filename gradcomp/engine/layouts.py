@@ -23,7 +23,7 @@ from gradcomp.exchange.quality import Probe
 from gradcomp.exchange.routes import Route, make_route
 from gradcomp.exchange.second import owners_feed_back
 from gradcomp.exchange.sizing import Strategy, replaced
-from gradcomp.exchange.staged import beside
+from gradcomp.exchange.staged import for_device
 from gradcomp.exchange.stats import Stats
 from gradcomp.kernels import CPU, device_of
 from gradcomp.memory.moments import Precondition, SecondMoments
@@ -220,7 +220,7 @@ class Layouts:
         )
         exchange = self.route.exchange(slots, codec, options)
         if not exchange.is_idle:
-            exchange = beside(exchange, buffer, self._device)
+            exchange = for_device(exchange, buffer, self._device)
         self._exchanges[kind] = exchange
         return exchange, self._compared(slots, buffer, step, bucket)
 

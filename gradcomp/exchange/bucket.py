@@ -180,7 +180,7 @@ class BucketExchange(Exchange):
         """See `Exchange.begin`; `flagged`: treat the values as non-finite, and flag them to all
         ranks.
         """
-        self._job = Job(buffer, step % 2**32, bucket, None, buffer, buffer, unencodable=flagged)
+        self._job = Job(buffer, step % 2**32, bucket, unencodable=flagged)
         self._packed = None
         self.stats.add_bytes(self.plan.sent_nbytes, self.plan.received_nbytes)
 

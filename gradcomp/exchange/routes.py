@@ -243,7 +243,7 @@ class SingleRankExchange(Exchange):
         return ((self._apply,),)
 
     def begin(self, buffer: Tensor, step: int, bucket: int) -> None:
-        self._job = Job(buffer, step, bucket, None, buffer, buffer)
+        self._job = Job(buffer, step, bucket)
 
     def commit(self) -> None:
         self._job.commit()

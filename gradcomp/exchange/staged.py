@@ -12,7 +12,7 @@ from gradcomp.exchange.bucket import Exchange, Steps
 from gradcomp.kernels.staging import Staged, on_stream, refuse_graphs, stream_of
 
 
-def beside(exchange: Exchange, like: Tensor, encodes_on: torch.device) -> Exchange:
+def for_device(exchange: Exchange, like: Tensor, encodes_on: torch.device) -> Exchange:
     """Return an exchange for buckets like `like`, made from an exchange on the device `encodes_on`.
     Work on an accelerator runs on its copy stream; `gradcomp.kernels.staging.join` waits for it.
     """

@@ -30,12 +30,12 @@ class Job:
         bucket: ``(n,)`` of the exchange's dtype: gradients, replaced by averages.
         step: training step, modulo 2**32.
         number: number of the bucket, for errors.
-        residuals, owner_residuals: float32 planes to read and to write; None without residuals.
+        unencodable: a value of this rank, in what it has encoded so far, is not finite.
         values: ``(n,)`` values to encode: the bucket, or a float32 buffer of a stage.
         target: ``(n,)`` values that decoded values times `units` should equal, for the probe.
         units: ``(n,)`` float32 units of the encoded values; None: 1.
+        residuals, owner_residuals: float32 planes to read and to write; None without residuals.
         scale_round: the collective that finds the largest scales.
-        unencodable: a value of this rank, in what it has encoded so far, is not finite.
         arrived_bad: a value of any rank, in the slices received so far, is not finite.
         owned_bad: an average that this rank owns, or its encoding, is not finite.
         averages_bad: any rank's value or average, in the slices decoded so far, is not finite.
@@ -45,17 +45,20 @@ class Job:
     bucket: Tensor
     step: int
     number: int
-    residuals: tuple[Tensor, Tensor] | None
-    values: Tensor
-    target: Tensor
-    owner_residuals: tuple[Tensor, Tensor] | None = None
-    units: Tensor | None = None
-    scale_round: Work | None = None
     unencodable: bool = False
+    values: Tensor = field(init=False)
+    target: Tensor = field(init=False)
+    units: Tensor | None = None
+    residuals: tuple[Tensor, Tensor] | None = None
+    owner_residuals: tuple[Tensor, Tensor] | None = None
+    scale_round: Work | None = None
     arrived_bad: bool = False
     owned_bad: bool = False
     averages_bad: bool = False
     written: dict[Planes, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.values = self.target = self.bucket
 
     def commit(self) -> None:
         """Commit the values that this step has written to planes."""
