@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gradcomp.codecs import Codec, resolve
@@ -13,16 +12,15 @@ from gradcomp.codecs.checks import check_tensor
 from gradcomp.comm.base import Communicator
 from gradcomp.engine.options import takes
 from gradcomp.exchange.agree import EXCHANGE_FIELDS, Shown, agree, codec_fields
-from gradcomp.exchange.bucket import BucketExchange
+from gradcomp.exchange.bucket import BucketExchange, ExchangeOptions
 from gradcomp.exchange.routes import run_stages
 from gradcomp.exchange.second import owners_feed_back
 from gradcomp.exchange.sizing import EXCHANGES, BucketPlan, Strategy, choose
 from gradcomp.exchange.slices import Slicing
-from gradcomp.exchange.staged import beside
+from gradcomp.exchange.staged import for_device
 from gradcomp.exchange.stats import Stats
 from gradcomp.kernels import encoding_device
 from gradcomp.kernels.staging import join
-from gradcomp.memory.planes import Planes
 from gradcomp.memory.saved import STEPS
 from gradcomp.memory.store import Feedback, StateStore
 from gradcomp.payload.order import storage_order, storage_shape
@@ -47,12 +45,6 @@ class _Call:
         self.lease = comm.lease(f"all_reduce(key={key})")
         self.step = 0
         self.exchanges: OrderedDict[Any, BucketExchange] = OrderedDict()
-
-    def forget(self, exchange: BucketExchange) -> None:
-        """Drop the buffers of an exchange."""
-        self.exchanges = OrderedDict(
-            (kind, one) for kind, one in self.exchanges.items() if one is not exchange
-        )
 
 
 @takes()
@@ -136,8 +128,6 @@ def all_reduce(
         return tensor
     # with residuals in host memory the tensor is averaged there, too
     where = encoding_device(tensor.device) if feedback is None else feedback.device
-    memory = tensor.shape, order, tensor.dtype, tensor.device, where
-    what = (*memory, repr(codec), exchange, feedback is not None)
     with call.lease:
         call.step += step is None
         # at every call: gloo ends the process if ranks send messages of different lengths
@@ -148,19 +138,32 @@ def all_reduce(
             if owners_feed_back(strategy.second_phase, codec):
                 owned = feedback.owned(comm.rank, comm.world_size)
             feedback.begin_step()
-        bucket_exchange = _exchange(
-            call, what, strategy, tensor, where, codec, key, residuals, owned
-        )
+        offset = residuals.offset(key) if residuals is not None else 0
+        owned_offsets = {key: owned.offset(key)} if owned is not None else None
+        memory = tensor.shape, order, tensor.dtype, tensor.device, where
+        kind = (*memory, repr(codec), exchange, feedback is not None, offset, repr(owned_offsets))
+        bucket_exchange = call.exchanges.get(kind)
+        if bucket_exchange is None:
+            group = codec.group_numel(storage_shape(tensor))
+            slots = [Slot(key, tensor.numel(), group, True, 0, offset)]
+            plan = BucketPlan(
+                codec, slots, strategy, comm.world_size, comm.rank, owned_offsets, slicing=Slicing()
+            )
+            options = ExchangeOptions(tensor.dtype, Stats(), seed=codec.seed, device=where)
+            bucket_exchange = call.exchanges[kind] = BucketExchange(plan, call.lease, options)
+            if len(call.exchanges) > MOST_EXCHANGES:
+                call.exchanges.popitem(last=False)
+        call.exchanges.move_to_end(kind)
         bucket_exchange.timeout_s = timeout_s
         bucket_exchange.state = StateStore(residuals if codec.error_feedback else None, owned)
         plain = tensor.detach()
         flat = plain.as_strided((tensor.numel(),), (1,)) if order else plain.view(-1)
         try:
-            run_stages(beside(bucket_exchange, flat, where), flat, now)
+            run_stages(for_device(bucket_exchange, flat, where), flat, now)
             join(flat.device)
         except BaseException as error:
             # other slices may still be in progress and write to the buffers: do not reuse them
-            call.forget(bucket_exchange)
+            call.exchanges.pop(kind, None)
             if isinstance(error, Exception):  # the other ranks wait for this one
                 comm.abort(f"{type(error).__name__}: {error}")
             raise
@@ -186,39 +189,6 @@ def forget_buffers(comm: Communicator | None = None) -> None:
     for kind, call in comm.kept.items() if comm is not None else ():
         if isinstance(kind, tuple) and kind[0] == "all_reduce":
             call.exchanges.clear()
-
-
-def _exchange(
-    call: _Call,
-    what: tuple[Any, ...],
-    strategy: Strategy,
-    tensor: Tensor,
-    where: torch.device,
-    codec: Codec,
-    key: int,
-    residuals: Planes | None,
-    owner_residuals: Planes | None,
-) -> BucketExchange:
-    """Return the exchange for tensors like this one, a kept one if possible. Residuals are not part
-    of it; the caller sets them for each call.
-    """
-    offset = residuals.offset(key) if residuals is not None else 0
-    owned = {key: owner_residuals.offset(key)} if owner_residuals is not None else None
-    kind = (*what, offset, None if owned is None else owned[key])
-    bucket_exchange = call.exchanges.get(kind)
-    if bucket_exchange is None:
-        slot = Slot(key, tensor.numel(), codec.group_numel(storage_shape(tensor)), True, 0, offset)
-        comm = call.lease
-        plan = BucketPlan(
-            codec, [slot], strategy, comm.world_size, comm.rank, owned, slicing=Slicing()
-        )
-        bucket_exchange = call.exchanges[kind] = BucketExchange(
-            plan, comm, tensor.dtype, Stats(), seed=codec.seed, device=where
-        )
-        if len(call.exchanges) > MOST_EXCHANGES:
-            call.exchanges.popitem(last=False)
-    call.exchanges.move_to_end(kind)
-    return bucket_exchange
 
 
 def _agree(

@@ -137,18 +137,6 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"formatter_class": _Help} | settings)
 
-    def add_value(self, name: str, kind: Callable[[str], Any], default: Any, text: str) -> None:
-        """Add the option ``--name`` that takes a value.
-
-        Args:
-            name: without hyphens.
-            kind: `type` of argparse, which also reads a default that is a text.
-            default: shown at the end of the help.
-            text: the help.
-        """
-        help_text = f"{text} (default: %(default)s)"
-        self.add_argument(f"--{name}", type=kind, default=default, help=help_text)
-
     def add_groups(self, text: str, types: Mapping[str, Callable[[str], Any]]) -> None:
         """Add groups of options from a text. The default of every option is None, unless
         `set_defaults` changes it.

@@ -1,12 +1,18 @@
-"""`GradientAverager`: average the gradients of a model without DistributedDataParallel."""
+"""`GradientAverager`: average the gradients of a model without DistributedDataParallel.
+
+References:
+    Seide et al. 2014, "1-bit stochastic gradient descent" (double buffering, `average_delayed`).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import time
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,9 +20,8 @@ from torch import nn
 
 from gradcomp.codecs import Codec
 from gradcomp.comm.base import Communicator
-from gradcomp.engine.buckets import Gradient, check_gradient, check_layers, fuse, poison
+from gradcomp.engine.buckets import Bucket, Gradient, check_gradient, check_layers, fuse, poison
 from gradcomp.engine.controls import Controls
-from gradcomp.engine.delayed import DelayedAverages, DelayedSeconds
 from gradcomp.engine.optimizers import check_optimizers, listed
 from gradcomp.engine.options import Advanced, CommonOptions, takes
 from gradcomp.engine.state import Accepted
@@ -28,6 +33,25 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 logger = logging.getLogger("gradcomp")
+
+
+@dataclass
+class DelayedSeconds:
+    """Time spent in delayed exchanges so far, in seconds.
+
+    Attributes:
+        exchanges: number of finished exchanges.
+        exchange_s: time from the start of the first bucket to the end of the last.
+        waited_s: time that callers were blocked.
+        codec_s: time spent in codecs.
+        copy_s: time to copy gradients to buckets and averages back.
+    """
+
+    exchanges: int = 0
+    exchange_s: float = 0.0
+    waited_s: float = 0.0
+    codec_s: float = 0.0
+    copy_s: float = 0.0
 
 
 class GradientAverager(Controls):
@@ -54,6 +78,9 @@ class GradientAverager(Controls):
         comm: communicator; torch.distributed's default group when None. Closed with the averager.
         bucket_cap_mb: size in MiB at which a bucket is closed, as in DDP.
         common, advanced: see `gradcomp.ddp.register`.
+
+    Attributes:
+        delayed: seconds of the exchanges of `average_delayed`; None before its first call.
 
     Raises:
         ValueError, UnsupportedTensor: see `gradcomp.ddp.register`.
@@ -107,7 +134,12 @@ class GradientAverager(Controls):
         self._watch_steps(p for _, p in self._named)
         self._bucket_cap_mb = bucket_cap_mb
         self._buckets = fuse(self._sources, bucket_cap_mb)
-        self._delayed: DelayedAverages | None = None
+        self.delayed: DelayedSeconds | None = None
+        # the step of `average_delayed` whose averages were not returned yet, buckets for the next
+        # one, and the engine's codec seconds when the step began
+        self._pending: Step | None = None
+        self._spare: list[Bucket] = []
+        self._codec_s = 0.0
         # whether parameters were compared over the ranks
         self._compared = self._engine.comm.world_size == 1
 
@@ -172,11 +204,26 @@ class GradientAverager(Controls):
             )
         with self._poisoned_on_failure():
             self._prepare()
-            if self._delayed is None:
-                self._delayed = DelayedAverages(
-                    self._engine, self._buckets, fuse(self._sources, self._bucket_cap_mb)
-                )
-            return self._delayed.average()
+            if self.delayed is None:
+                self._spare = fuse(self._sources, self._bucket_cap_mb)
+                self.delayed = DelayedSeconds()
+            has_averages = self._finish_pending()
+            step = self._engine.begin()
+            begun = time.perf_counter()
+            for bucket in self._spare:
+                bucket.load()
+            for bucket in self._buckets:
+                if has_averages:
+                    bucket.store()
+                else:  # leave no local gradients for an optimizer step
+                    bucket.clear()
+            self._buckets, self._spare = self._spare, self._buckets
+            self.delayed.copy_s += time.perf_counter() - begun
+            self._pending, self._codec_s = step, self._engine.stats.codec_seconds
+            for bucket in self._buckets:
+                step.submit(bucket.flat, bucket.members)
+            step.seal()
+            return has_averages
 
     def flush(self) -> bool:
         """Wait for an exchange of `average_delayed` and put the averages into ``p.grad``; return
@@ -188,12 +235,32 @@ class GradientAverager(Controls):
             PeerMismatch, PeerLost, CorruptPayload: see `average_delayed`.
         """
         with self._poisoned_on_failure():
-            return self._delayed is not None and self._delayed.flush()
+            has_averages = self._finish_pending()
+            if has_averages and self.delayed is not None:
+                begun = time.perf_counter()
+                for bucket in self._buckets:
+                    bucket.store()
+                self.delayed.copy_s += time.perf_counter() - begun
+            return has_averages
 
-    @property
-    def delayed(self) -> DelayedSeconds | None:
-        """Seconds of the exchanges of `average_delayed`; None before its first call."""
-        return None if self._delayed is None else self._delayed.seconds
+    def _finish_pending(self) -> bool:
+        """Wait for an exchange of `average_delayed`; return whether there was one."""
+        step, seconds, begun = self._pending, self.delayed, time.perf_counter()
+        if step is None or seconds is None:
+            return False
+        try:
+            step.finish()
+        except Exception:
+            self._pending = None
+            raise
+        self._pending = None
+        seconds.exchanges += 1
+        if self._engine.comm.world_size > 1:
+            seconds.waited_s += time.perf_counter() - begun
+            seconds.exchange_s += step.ended - step.started
+            # codec_seconds may be smaller than before if the statistics were reset
+            seconds.codec_s += max(0.0, self._engine.stats.codec_seconds - self._codec_s)
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         """See `Controls.state_dict`; raises GradcompError while an exchange of `average_delayed` is
@@ -208,13 +275,14 @@ class GradientAverager(Controls):
 
     def _take(self, accepted: Accepted) -> None:
         """Load a state that the engine has accepted."""
-        if self._delayed is not None:
-            self._delayed.drop()
+        step, self._pending = self._pending, None
+        if step is not None and self._engine.error is None:
+            step.finish()
         self._engine.take(accepted)
 
     def reset(self) -> None:
         """See `Controls.reset`; averages of `average_delayed` are dropped."""
-        self._delayed = None
+        self._pending, self._spare, self.delayed = None, [], None
         super().reset()
 
     def discard_step(self) -> None:
@@ -225,7 +293,7 @@ class GradientAverager(Controls):
         super().discard_step()
 
     def _refuse_pending(self, what: str) -> None:
-        if self._delayed is not None and self._delayed.step is not None:
+        if self._pending is not None:
             raise GradcompError(
                 f"{what} while an exchange that average_delayed() began is under way: call flush()"
                 " first"
@@ -233,7 +301,9 @@ class GradientAverager(Controls):
 
     def _expected_ranks(self, comm: Communicator | None) -> int:
         """Return the number of ranks for which "auto" chooses a codec."""
-        return _world_size(comm)
+        from gradcomp.comm.torchdist import group_size
+
+        return comm.world_size if comm is not None else group_size()
 
     def _warn_if_alone(self) -> None:
         """Warn if the communicator has one rank but torch.distributed has several: usually the
@@ -282,11 +352,8 @@ class GradientAverager(Controls):
         """
         # whatever fails in the first call, no rank compares in the next one, after `reset`
         compared, self._compared = self._compared, True
-        try:
+        with self._engine.failing():
             self._check_gradients()
-        except GradcompError as error:
-            self._engine.fail(error)  # notifies the peers
-            raise
         if not compared and self._engine.error is None:
             self._engine.compare_sources("average()")
 
@@ -302,14 +369,6 @@ class GradientAverager(Controls):
                 )
             if parameter.grad is not None and parameter.requires_grad:
                 check_gradient(name, parameter)
-
-
-def _world_size(comm: Communicator | None) -> int:
-    if comm is not None:
-        return comm.world_size
-    from gradcomp.comm.torchdist import group_size
-
-    return group_size()
 
 
 def torch_communicator(timeout_s: float | None) -> Communicator:

@@ -5,12 +5,21 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 from gradcomp.waits import waiting
 
 
 class GradcompError(Exception):
     """Base class of gradcomp's exceptions."""
+
+    _arguments: tuple[str, ...] = ()  # of a constructor that makes the message; attributes, too
+
+    def __reduce__(self) -> Any:
+        """Return what pickle and copy need: the constructor's arguments instead of the message."""
+        if not self._arguments:
+            return super().__reduce__()
+        return type(self), tuple(getattr(self, name) for name in self._arguments)
 
 
 def without_traceback(error: BaseException) -> BaseException:
@@ -34,13 +43,12 @@ class CorruptPayload(GradcompError, ValueError):
         detail: the wrong value and its place.
     """
 
+    _arguments = ("check", "detail")
+
     def __init__(self, check: str, detail: str) -> None:
         super().__init__(f"corrupt payload ({check}): {detail}")
         self.check = check
         self.detail = detail
-
-    def __reduce__(self) -> tuple[type[CorruptPayload], tuple[str, str]]:
-        return type(self), (self.check, self.detail)
 
 
 class NotFinite(GradcompError, ArithmeticError):
@@ -50,6 +58,8 @@ class NotFinite(GradcompError, ArithmeticError):
     Attributes:
         names: names of this rank's non-finite parameters; empty if only other ranks have some.
     """
+
+    _arguments = ("names",)
 
     def __init__(self, names: list[str]) -> None:
         whose = (
@@ -63,9 +73,6 @@ class NotFinite(GradcompError, ArithmeticError):
         )
         self.names = names
 
-    def __reduce__(self) -> tuple[type[NotFinite], tuple[list[str]]]:
-        return type(self), (self.names,)
-
 
 class PeerMismatch(GradcompError):
     """Different settings, models or steps on two ranks.
@@ -77,6 +84,8 @@ class PeerMismatch(GradcompError):
         got: the value on ``rank``.
         first: rank 0, or this rank for a payload header; None: this rank, whatever its number.
     """
+
+    _arguments = ("field", "rank", "expected", "got", "first")
 
     def __init__(
         self, field: str, rank: int, expected: object, got: object, first: int | None = 0
@@ -92,9 +101,6 @@ class PeerMismatch(GradcompError):
         self.got = got
         self.first = first
 
-    def __reduce__(self) -> tuple[type[PeerMismatch], tuple[str, int, object, object, int | None]]:
-        return type(self), (self.field, self.rank, self.expected, self.got, self.first)
-
 
 class PeerLost(GradcompError):
     """A rank that died or stayed silent longer than ``timeout_s``.
@@ -109,13 +115,10 @@ class PeerLost(GradcompError):
             because of a third rank, if nothing else is known.
     """
 
+    _arguments = ("phase", "bucket", "waited_s", "detail", "rank")
+
     def __init__(
-        self,
-        phase: str,
-        bucket: int,
-        waited_s: float,
-        detail: str = "",
-        rank: int | None = None,
+        self, phase: str, bucket: int, waited_s: float, detail: str = "", rank: int | None = None
     ) -> None:
         text = f"lost a peer in {_place(phase, bucket)} after {waited_s:.1f} s"
         super().__init__(f"{text}: {detail}" if detail else text)
@@ -124,9 +127,6 @@ class PeerLost(GradcompError):
         self.waited_s = waited_s
         self.detail = detail
         self.rank = rank
-
-    def __reduce__(self) -> tuple[type[PeerLost], tuple[str, int, float, str, int | None]]:
-        return type(self), (self.phase, self.bucket, self.waited_s, self.detail, self.rank)
 
 
 def _place(phase: str, bucket: int) -> str:
@@ -167,10 +167,9 @@ class NativeError(GradcompError, RuntimeError):
         function: name of the C function.
     """
 
+    _arguments = ("status", "function")
+
     def __init__(self, status: str, function: str) -> None:
         super().__init__(f"{function} returned {status}")
         self.status = status
         self.function = function
-
-    def __reduce__(self) -> tuple[type[NativeError], tuple[str, str]]:
-        return type(self), (self.status, self.function)

@@ -75,10 +75,8 @@ def refuse_sparse(gradient: Tensor, name: str) -> None:
 
 
 def check_layers(model: nn.Module, ignored: Collection[str] = ()) -> None:
-    """Raise UnsupportedTensor if a layer of the model will produce sparse gradients.
-
-    Args:
-        ignored: names of parameters whose gradients are not averaged.
+    """Raise UnsupportedTensor if a layer of the model will produce sparse gradients, unless the
+    name of its parameter is `ignored`.
     """
     for layer, module in model.named_modules():
         if (
@@ -220,10 +218,8 @@ def fuse(sources: Sequence[Source], bucket_cap_mb: float) -> list[Bucket]:
     """Return buckets of about `bucket_cap_mb` MiB of the trained tensors, each of one dtype and
     device. The last tensors come first: backward computes their gradients first.
     """
-    buckets, trained = (
-        [],
-        [(i, source, source.like) for i, source in enumerate(sources) if source.trained],
-    )
+    buckets = []
+    trained = [(i, source, source.like) for i, source in enumerate(sources) if source.trained]
     for kind in dict.fromkeys((like.dtype, like.device) for _, _, like in trained):
         alike = [entry for entry in trained if (entry[2].dtype, entry[2].device) == kind]
         sizes = [like.numel() * like.element_size() for _, _, like in alike]

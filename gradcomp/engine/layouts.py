@@ -18,23 +18,18 @@ from gradcomp.engine.buckets import Source
 from gradcomp.engine.options import Options, check_rotation
 from gradcomp.errors import GradcompError, UnsupportedTensor
 from gradcomp.exchange.agree import Shown, codec_fields
+from gradcomp.exchange.bucket import Exchange, ExchangeOptions
 from gradcomp.exchange.quality import Probe
-from gradcomp.exchange.routes import (
-    Exchange,
-    ExchangeOptions,
-    Route,
-    SingleRankExchange,
-    make_route,
-)
+from gradcomp.exchange.routes import Route, make_route
 from gradcomp.exchange.second import owners_feed_back
 from gradcomp.exchange.sizing import Strategy, replaced
-from gradcomp.exchange.staged import beside
+from gradcomp.exchange.staged import for_device
 from gradcomp.exchange.stats import Stats
 from gradcomp.kernels import CPU, device_of
 from gradcomp.memory.moments import Precondition, SecondMoments
 from gradcomp.memory.planes import Planes
 from gradcomp.memory.store import StateStore, fold_owned
-from gradcomp.memory.transform import keep_states
+from gradcomp.memory.transform import Transforming
 from gradcomp.payload.order import storage_order, storage_shape
 from gradcomp.payload.parameters import describe_parameters, warn_of_thin_groups
 from gradcomp.payload.pieces import Slot
@@ -112,8 +107,12 @@ class Layouts:
             {t.device.type for t in tensors.values() if t.device not in (self._device, CPU)}
         )
         try:
-            states = keep_states(options.advanced.transform, tensors, self.route.owner_numel)
-            moments = None
+            transform, states, moments = options.advanced.transform, None, None
+            if transform is not None:
+                numels = {i: t.numel() for i, t in tensors.items()}
+                if transform.place == "owner":
+                    numels = {i: self.route.owner_numel(numel) for i, numel in numels.items()}
+                states = Transforming(transform, numels, self._device)
             if isinstance(options.precondition, Precondition):
                 moments = SecondMoments(options.precondition, self._packed, self._device)
             residuals = self._make_residuals()
@@ -220,9 +219,8 @@ class Layouts:
             device=self._device,
         )
         exchange = self.route.exchange(slots, codec, options)
-        idle = isinstance(exchange, SingleRankExchange) and exchange.is_idle
-        if not idle:
-            exchange = beside(exchange, buffer, self._device)
+        if not exchange.is_idle:
+            exchange = for_device(exchange, buffer, self._device)
         self._exchanges[kind] = exchange
         return exchange, self._compared(slots, buffer, step, bucket)
 

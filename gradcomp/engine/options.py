@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict, TypeVar
 
+from gradcomp.arguments import check_integer
 from gradcomp.codecs import Codec, resolve
 from gradcomp.errors import GradcompError
 from gradcomp.exchange.agree import UNSET
@@ -30,12 +31,6 @@ RENAMED = {
     "alpha": "fragment_update_alpha",
 }
 _F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def _check_count(name: str, value: object) -> None:
-    """Raise ValueError unless the value of option `name` is an integer of at least 0."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{name} must be an integer of at least 0, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +73,7 @@ class Advanced:
     scale_lr: bool | None = None
 
     def __post_init__(self) -> None:
-        _check_count("quality_every", self.quality_every)
+        check_integer("quality_every", self.quality_every, 0)
         if self.slice_numel is not None and (
             isinstance(self.slice_numel, bool)
             or not isinstance(self.slice_numel, int)
@@ -97,14 +92,19 @@ class Advanced:
             raise ValueError(f"scale_lr must be None, True or False, got {self.scale_lr!r}")
 
 
-class _Options(TypedDict, total=False):
-    """The common options of FSDP2, local steps and DDP."""
+class _Basic(TypedDict, total=False):
+    """The options of all entry points."""
 
     min_numel: int | None
     exclude: Exempts | Sequence[Exempts]
+    timeout_s: float | None
+
+
+class _Options(_Basic, total=False):
+    """The common options of FSDP2, local steps and DDP."""
+
     warmup_steps: int
     warmup_codec: Codec | str | None
-    timeout_s: float | None
 
 
 class ShardedOptions(_Options, total=False):
@@ -120,14 +120,11 @@ class LocalOptions(_Options, total=False):
     precondition: Precondition | bool | None
 
 
-class SiteOptions(TypedDict, total=False):
+class SiteOptions(_Basic, total=False):
     """The common options of `gradcomp.local.ElasticDiLoCo`."""
 
-    min_numel: int | None
-    exclude: Exempts | Sequence[Exempts]
     exchange: str
     precondition: Precondition | bool | None
-    timeout_s: float | None
 
 
 class DelayedOptions(LocalOptions, total=False):
@@ -172,9 +169,9 @@ class Options:
                 f"advanced must be a gradcomp.Advanced, got {type(self.advanced).__name__}"
             )
         object.__setattr__(self, "exclude", _entries(self.exclude))
-        _check_count("warmup_steps", self.warmup_steps)
+        check_integer("warmup_steps", self.warmup_steps, 0)
         if self.min_numel is not None:
-            _check_count("min_numel", self.min_numel)
+            check_integer("min_numel", self.min_numel, 0)
         if self.warmup_codec is not None:
             object.__setattr__(self, "warmup_codec", resolve(self.warmup_codec))
             if not self.warmup_steps:
@@ -234,7 +231,7 @@ class Options:
     @property
     def exempts(self) -> tuple[Exempts, ...]:
         """`exclude` as a tuple."""
-        return _entries(self.exclude)
+        return self.exclude  # type: ignore[return-value] # __post_init__ makes a tuple of it
 
     def is_plain(self, step: int) -> bool:
         """Return whether a step is in the warm-up, which uses fp32 or `warmup_codec`."""

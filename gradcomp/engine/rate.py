@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from gradcomp.codecs import Codec, OneBit
 from gradcomp.engine.optimizers import name_of, unwrapped
+from gradcomp.engine.watch import remove, weakly
 from gradcomp.exchange.second import codec_of
 from gradcomp.exchange.sizing import Strategy
 from gradcomp.payload.rng import RngKey
@@ -56,11 +57,8 @@ def gains(codec: Codec) -> bool:
 
 
 def shortening(codec: Codec, strategy: Strategy) -> float:
-    """Return the factor by which an exchange shortens steps, rounded to four digits.
-
-    Args:
-        codec: codec of the gradients.
-        strategy: strategy of the exchange.
+    """Return the factor by which an exchange of gradients shortens steps, rounded to four
+    digits.
     """
     phases = [codec]
     if strategy.second_phase and strategy.second_phase != "exact":
@@ -125,20 +123,10 @@ class LongerSteps:
         self.coded, self._begun, self.steps = factor, begun, 0
         self._name = name_of(optimizers)
         self._originals: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        before, after = weakref.WeakMethod(self._before), weakref.WeakMethod(self._after)
-
-        def call(method: weakref.WeakMethod[Any]) -> Any:
-            def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-                bound = method()
-                if bound is not None:
-                    bound(optimizer)
-
-            return hook
-
         self._hooks: list[Any] = []
         for optimizer in map(unwrapped, optimizers):
-            self._hooks.append(optimizer.register_step_pre_hook(call(before)))
-            self._hooks.append(optimizer.register_step_post_hook(call(after)))
+            self._hooks.append(optimizer.register_step_pre_hook(weakly(self._before)))
+            self._hooks.append(optimizer.register_step_post_hook(weakly(self._after)))
             _BY_OPTIMIZER.setdefault(optimizer, []).append(weakref.ref(self))
 
     def factor(self, group: Mapping[str, Any]) -> float:
@@ -160,12 +148,11 @@ class LongerSteps:
 
     def close(self) -> None:
         """Remove the hooks."""
-        while self._hooks:
-            self._hooks.pop().remove()
+        remove(self._hooks)
         for refs in _BY_OPTIMIZER.values():
             refs[:] = [ref for ref in refs if ref() not in (None, self)]
 
-    def _before(self, optimizer: Optimizer) -> None:
+    def _before(self, optimizer: Optimizer, *_: Any) -> None:
         self._after(optimizer)  # restore rates that a step has changed before it raised
         refs = reversed(_BY_OPTIMIZER[optimizer])
         if next(alive for ref in refs if (alive := ref()) is not None) is not self:
@@ -178,7 +165,7 @@ class LongerSteps:
             self._originals.append((group, {key: group[key] for key in changed}))
             group.update(changed)
 
-    def _after(self, optimizer: Optimizer) -> None:
+    def _after(self, optimizer: Optimizer, *_: Any) -> None:
         while self._originals:
             group, originals = self._originals.pop()
             group.update(originals)

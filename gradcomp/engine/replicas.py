@@ -33,8 +33,9 @@ class Replicas:
     Attributes:
         more: function that returns (name, value) pairs of the entry point that must also be equal
             on every rank.
-        watched: whether the first bucket of every step compares if a state was loaded, and after a
-            load also a digest of the replicated state.
+        watched: whether the first bucket of every step compares `is_due`, and if it is set also a
+            digest of the replicated state.
+        is_due: whether the next exchange compares the replicated state; set it after a load.
     """
 
     def __init__(
@@ -43,35 +44,19 @@ class Replicas:
         self._sources, self._layouts = sources, layouts
         self._timeout_s, self._stats = timeout_s, stats
         self.more: Callable[[], Named] = list
-        self.watched, self._loaded = layouts.store.moments is not None, False
-
-    def compare_next(self, *, wanted: bool = True) -> None:
-        """Make the next exchange compare a digest of the replicated state, if `watched`; with
-        `wanted` False, cancel that.
-        """
-        self._loaded = wanted
-
-    @property
-    def is_due(self) -> bool:
-        """Whether the next exchange compares a digest of the replicated state."""
-        return self._loaded
+        self.watched, self.is_due = layouts.store.moments is not None, False
 
     def first_bucket(self, step: int) -> tuple[dict[str, object], Named]:
         """Return the fields that the first bucket of a step compares, and the replicated state that
         field "state" is a digest of.
 
-        The state is empty unless `compare_next` was called since the last exchange: hashing it at
-        every step would take too long.
+        The state is empty unless `is_due`: hashing it at every step would take too long.
         """
         if not self.watched or self._layouts.comm.world_size == 1:
             return {}, ()
-        named = self._named() if self._loaded else []
-        text = f"{'a' if self._loaded else 'no'} state loaded since the last exchange"
-        values = {
-            "step": step,
-            "loaded": Shown(int(self._loaded), text),
-            "state": digests(named),
-        }
+        named = self._named() if self.is_due else []
+        text = f"{'a' if self.is_due else 'no'} state loaded since the last exchange"
+        values = {"step": step, "loaded": Shown(int(self.is_due), text), "state": digests(named)}
         return values, named
 
     def agree(self, values: dict[str, object], named: Named, bucket: int) -> None:
@@ -99,7 +84,7 @@ class Replicas:
                 self._compare(named, "fingerprint", Channel.SCALE)
             raise mismatch
         if "loaded" in values:
-            self._loaded = False
+            self.is_due = False
 
     def agree_on(self, values: dict[str, object], named: Named = ()) -> None:
         """Compare fields and `named` as `agree` does, between steps. Collective."""

@@ -12,11 +12,8 @@ from gradcomp.memory.saved import write as write_parts
 
 
 def origin(layouts: Layouts, entry: Mapping[str, object]) -> dict[str, object]:
-    """Return the settings that must be the same when a state is saved and when it is loaded.
-
-    Args:
-        layouts: the exchanges of the model.
-        entry: settings of the entry point, e.g. its kind.
+    """Return the settings that must be the same when a state is saved and when it is loaded;
+    `entry` are those of the entry point, such as its kind.
     """
     return {
         **entry,

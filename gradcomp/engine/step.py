@@ -6,10 +6,11 @@ the thread that waits for the step commits, after all buckets have succeeded.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -31,8 +32,8 @@ from gradcomp.engine.replicas import Replicas
 from gradcomp.engine.watch import Growth
 from gradcomp.errors import GradcompError, PeerMismatch, peers_answer
 from gradcomp.exchange.averages import Averages
+from gradcomp.exchange.bucket import Exchange
 from gradcomp.exchange.pipeline import InlinePipeline, Pipeline, Task
-from gradcomp.exchange.routes import Exchange
 from gradcomp.exchange.stats import Stats
 from gradcomp.exchange.telemetry import Telemetry
 from gradcomp.kernels.staging import join, on_stream
@@ -81,11 +82,8 @@ class Step:
         Raises:
             GradcompError, ValueError: as in `Layouts.exchange`; the step fails then.
         """
-        try:
+        with self._engine.failing(Exception):
             self._submit(buffer, members, done)
-        except Exception as error:
-            self._engine.fail(error)  # notifies the peers
-            raise
 
     def _submit(
         self, buffer: Tensor, members: Members, done: Callable[[Exception | None], None] | None
@@ -122,7 +120,7 @@ class Step:
                 if engine.error is None:
                     engine.fail(failure)
 
-        tasks = [Task(steps, _nothing) for steps in slices]
+        tasks = [Task(steps) for steps in slices]
         tasks[0].stages = (first, *slices[0][1:])
         tasks[-1].done = end
         engine.pipeline.submit(*tasks)
@@ -142,7 +140,7 @@ class Step:
             return
         self._sealed = True
         idle = [lambda: None] * (engine.layouts.route.stage_count - 1)
-        engine.pipeline.submit(Task((*idle, self._agree_on_outcome), _nothing))
+        engine.pipeline.submit(Task((*idle, self._agree_on_outcome)))
 
     def finish(self) -> None:
         """Wait for every bucket, commit their residuals and states, and count the step.
@@ -325,11 +323,8 @@ class Engine:
         """Let the guard, if there is one, check a finished step; no exchange may be in progress."""
         if self.guard is None:
             return
-        try:
+        with self.failing():
             reason = self.guard.look(step, self.comm, self.timeout_s)
-        except GradcompError as error:
-            self.fail(error)
-            raise
         if reason is None:
             return
         self._correct_rate()
@@ -377,6 +372,17 @@ class Engine:
         """Fail this step and all later steps with an error; only the first error is kept."""
         self.pipeline.fail(error)
 
+    @contextlib.contextmanager
+    def failing(self, kind: type[BaseException] = GradcompError) -> Iterator[None]:
+        """Context manager that calls `fail`, which notifies the other ranks, for an error of a kind
+        in its block.
+        """
+        try:
+            yield
+        except kind as error:
+            self.fail(error)
+            raise
+
     def wait(self) -> None:
         """Wait for every bucket that was submitted; raise `error`, if there is one."""
         self.pipeline.wait()
@@ -396,30 +402,16 @@ class Engine:
             self.store.begin_step()
 
     def discard_step(self) -> None:
-        """Roll back residuals and states to before the last step, for callers that discard the
-        step's gradients.
-        """
+        """Roll back residuals and states to before the last step."""
         self.store.discard()
 
     def reset(self) -> None:
-        """Resume after a failure, from the state before the failed step. Collective: every rank
-        must call it, even if its own step succeeded.
-
-        The communicator is closed and replaced by a duplicate.
-
-        Raises:
-            PeerLost: a rank did not call this.
-            PeerMismatch: "step"; ranks are at different steps after the failure (see `Engine`).
-                Load a checkpoint on all of them, then call this again.
-        """
+        """See `Controls.reset`. Every rank must call it, even if its own step succeeded."""
         self._leave(self.comm.duplicate(self.timeout_s))
         self.layouts.take(self.comm)
         self._start()
-        try:
+        with self.failing(BaseException):
             self.replicas.agree_on({"step": self.step})
-        except BaseException as error:
-            self.fail(error)
-            raise
 
     def move(self, comm: Communicator) -> None:
         """Resume with a communicator of other ranks, from the state before a failed step. Each rank
@@ -459,25 +451,13 @@ class Engine:
     # ---- checkpoints, checks ---------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that this rank needs to resume bit for bit: tensors, numbers and strings
-        only.
-
-        After a failure (a lost peer), the state is the one before the failed step.
-        """
+        """See `Controls.state_dict`; the state has tensors, numbers and strings only."""
         self.drain()
         guard = {} if self.guard is None else {"guard": self.guard.state()}
         return state.write(self.layouts, self.origin, self.step, **guard)
 
     def load_state_dict(self, given: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
-        """Resume from a `state_dict` of the same rank, world size, codec and transform.
-
-        The states of all ranks of a run can also be loaded with another world size: see
-        `gradcomp.memory.saved.reshard`.
-
-        Raises:
-            ValueError: the state has another format, rank, world size, codec or model; nothing is
-                changed then.
-        """
+        """See `Controls.load_state_dict`; after an error nothing is changed."""
         self.take(self.accept(given))
 
     def accept(self, given: dict[str, Any] | Sequence[dict[str, Any]]) -> state.Accepted:
@@ -494,7 +474,7 @@ class Engine:
         if self.guard is not None:
             self.guard.load(accepted.guard, self.step)
             self._correct_rate()
-        self.replicas.compare_next()
+        self.replicas.is_due = True
         if self.options.grad_scaler is None and accepted.loss_scale != 1.0:
             self.store.change_loss_scale(1.0)  # saved under a loss scaler, resumed without one
 
@@ -527,11 +507,8 @@ class Engine:
 
     def compare_sources(self, called: str) -> None:
         """Compare tensors as `Replicas.compare_sources` does; later calls raise the same error."""
-        try:
+        with self.failing():
             self.replicas.compare_sources(called)
-        except GradcompError as error:
-            self.fail(error)
-            raise
 
     def describe(self) -> str:
         """Return one line of text: exchange, choice of the codec, correction of learning rates."""
@@ -590,7 +567,3 @@ class Engine:
             if self.comm.world_size > 1
             else InlinePipeline()
         )
-
-
-def _nothing(error: BaseException | None) -> None:
-    """Do nothing when a slice ends that is not the last: the last one reports the bucket's end."""

@@ -8,6 +8,7 @@ import itertools
 import logging
 import math
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from gradcomp.errors import GradcompError
 
@@ -49,43 +51,18 @@ class Mine:
         return (p for group in optimizer.param_groups for p in group["params"] if p in self)
 
 
-class Watcher:
-    """Calls a method before each step of an optimizer that updates some of `mine`.
-
-    Both are weak references. The watcher is removed when the method's object is garbage-collected.
-    """
-
-    def __init__(self, mine: Mine, call: Callable[..., None]) -> None:
-        self._mine = weakref.ref(mine)
-        self._method = weakref.WeakMethod(call, lambda _: self.remove())
-
-    def before(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Call the method if the optimizer updates any of the parameters."""
-        method, mine = self._method(), self._mine()
-        if method is not None and mine is not None and any(True for _ in mine.of(optimizer)):
-            method(optimizer, args, kwargs)
-
-    def remove(self) -> None:
-        """Remove this watcher. Calling it twice has no effect."""
-        _watchers.pop(id(self), None)
-
-
-_watchers: dict[int, Watcher] = {}
-_hook_handles: list[Any] = []
+_watchers: OrderedDict[int, Callable[..., None]] = OrderedDict()
 # the handle of the one hook of this process: torch iterates over its own list of hooks, which must
 # not change meanwhile
+_hook_handles: list[Any] = []
 
 
-def _before(
-    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def _before(*step: Any) -> None:
     for watcher in tuple(_watchers.values()):
-        watcher.before(optimizer, args, kwargs)
+        watcher(*step)
 
 
-def before_any_step(mine: Mine, call: Callable[..., None]) -> Watcher:
+def before_any_step(mine: Mine, call: Callable[..., None]) -> RemovableHandle:
     """Call ``call(optimizer, args, kwargs)`` before each step of any optimizer that updates some of
     these parameters.
 
@@ -98,9 +75,28 @@ def before_any_step(mine: Mine, call: Callable[..., None]) -> Watcher:
     """
     if not _hook_handles:
         _hook_handles.append(register_optimizer_step_pre_hook(_before))
-    watcher = Watcher(mine, call)
-    _watchers[id(watcher)] = watcher
-    return watcher
+    handle = RemovableHandle(_watchers)
+    known, method = weakref.ref(mine), weakref.WeakMethod(call, lambda _: handle.remove())
+
+    def watcher(optimizer: torch.optim.Optimizer, *step: Any) -> None:
+        bound, watched = method(), known()
+        if bound is not None and watched is not None and any(True for _ in watched.of(optimizer)):
+            bound(optimizer, *step)
+
+    _watchers[handle.id] = watcher
+    return handle
+
+
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook that calls a bound method as long as its object is alive."""
+    weak = weakref.WeakMethod(method)
+
+    def hook(*args: Any) -> None:
+        bound = weak()
+        if bound is not None:
+            bound(*args)
+
+    return hook
 
 
 def remove(hooks: list[Any]) -> None:
@@ -242,11 +238,8 @@ class Growth:
         self._weights, self._first, self._begun = weights, 0.0, -1
 
     def look(self, step: int) -> None:
-        """Compare the norm of the weights with the norm at the first call.
-
-        Args:
-            step: number of steps so far. Every `GROWTH_EVERY`-th is checked, up to `GROWTH_STEPS`
-                after the first.
+        """Compare the norm of the weights with the norm at the first call, every `GROWTH_EVERY`
+        steps, up to `GROWTH_STEPS` after the first.
         """
         if not self._weights or step % GROWTH_EVERY:
             return

@@ -80,11 +80,8 @@ class Averages:
                 self._kernels.update(table, targets, rules, payloads)
 
     def squares(self, targets: NDArray[Any], rules: NDArray[Any]) -> float:
-        """Return the sum of squares of the averages as rounded by `update`. It is bitwise equal on
-        all ranks.
-
-        Args:
-            targets, rules: see `Kernels.update`; rules of `Kind.SQUARES`.
+        """Return the sum of squares of the averages as rounded by `update`, bitwise equal on all
+        ranks. For the arguments see there; rules of `Kind.SQUARES`.
         """
         sums: list[float] = []
         for received in self._parts.values():

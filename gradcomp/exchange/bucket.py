@@ -9,8 +9,9 @@ earlier slices, since the same thread has computed them.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -24,25 +25,79 @@ from gradcomp.exchange.averages import Averages
 from gradcomp.exchange.buffers import Buffers, SliceBuffers
 from gradcomp.exchange.phase import Phase
 from gradcomp.exchange.quality import Probe
-from gradcomp.exchange.rotation import Rotation
 from gradcomp.exchange.second import Owned
 from gradcomp.exchange.sizing import BucketPlan
-from gradcomp.exchange.stages import Job, LocalTransform, OwnerTransform, Stage
+from gradcomp.exchange.stages import Job, LocalTransform, OwnerTransform, Rotation, Stage, Units
 from gradcomp.exchange.stats import Stats
-from gradcomp.exchange.units import Units
 from gradcomp.kernels import CPU, NO_RESIDUALS, Kernels, Residuals, host
 from gradcomp.kernels.tables import DTYPES
 from gradcomp.memory.store import StateStore
 from gradcomp.payload.layout import PayloadLayout, Rows
 from gradcomp.payload.rng import STREAM_FIRST, STREAM_SECOND, RngKey
 
+Steps = tuple[Callable[[], None], ...]  # of one slice
 
-class BucketExchange:
-    """The exchange of one bucket layout: its four steps, and buffers that every step reuses.
 
-    Args:
-        plan: layout of every payload.
-        comm: communicator.
+class Exchange(ABC):
+    """The exchange of one bucket layout. In each training step call `begin`, then all steps of
+    every slice in order, then `commit` unless `flagged`.
+
+    After that the averages are in the bucket, or in `averages` until the next `begin` or `unpack`.
+
+    Attributes:
+        is_idle: whether buckets stay unchanged.
+    """
+
+    is_idle = False
+
+    @property
+    @abstractmethod
+    def flagged(self) -> bool:
+        """Whether a rank's bucket or the average is not finite; final after the last step of the
+        last slice.
+        """
+
+    @property
+    def averages(self) -> Averages | None:
+        """The averages if they are kept packed, otherwise None. They refer to buffers of the
+        exchange, which are valid until the next `begin`.
+        """
+        return None
+
+    @property
+    @abstractmethod
+    def slices(self) -> tuple[Steps, ...]:
+        """The steps of every slice; all slices have the same number. A step must run after the
+        previous step of its slice, and after the same step of the previous slice. It waits for at
+        most one collective and starts at most one, on a channel of its own.
+
+        Each step may raise PeerLost, PeerMismatch or CorruptPayload.
+        """
+
+    @abstractmethod
+    def begin(self, buffer: Tensor, step: int, bucket: int) -> None:
+        """Set the bucket to average in this step.
+
+        Args:
+            buffer: ``(numel,)`` of the exchange's dtype and device, contiguous; overwritten by the
+                average (NaN if flagged).
+            step: training step, for random numbers and headers.
+            bucket: number of the bucket in the step, for error messages.
+        """
+
+    @abstractmethod
+    def commit(self) -> None:
+        """Commit the residuals and states of this step. Not for a flagged bucket."""
+
+    def unpack(self) -> None:
+        """Decode packed averages into the bucket, if there are any."""
+
+
+@dataclass(frozen=True)
+class ExchangeOptions:
+    """Options of an exchange that do not change its payloads' sizes.
+
+    Attributes:
         dtype: dtype of the bucket.
         stats: counts bytes and seconds.
         state: residuals, a transform and second moments, each None if not used. With fp32 payloads
@@ -57,32 +112,44 @@ class BucketExchange:
         module: number of the FSDP module in headers; 0 without FSDP.
     """
 
-    def __init__(
-        self,
-        plan: BucketPlan,
-        comm: Communicator,
-        dtype: torch.dtype,
-        stats: Stats,
-        *,
-        state: StateStore | None = None,
-        seed: int = 0,
-        draw_rank: int | None = None,
-        timeout_s: float = 300.0,
-        keeps_packed: bool = False,
-        observes: bool = True,
-        probe: Probe | None = None,
-        device: torch.device = CPU,
-        module: int = 0,
-    ) -> None:
-        self.plan, self.comm, self.stats, self.timeout_s = plan, comm, stats, timeout_s
-        self.state, self._probe = state or StateStore(), probe
-        self._draws = seed, plan.rank if draw_rank is None else draw_rank
-        self._kernels = kernels.of(device)
-        self._buffers = Buffers(plan, self._kernels, comm, stats, DTYPES[dtype], module)
-        self._stages = _stages(plan, self._kernels, dtype, seed, self.state, observes)
-        self._packs = keeps_packed and not any(stage.needs_averages for stage in self._stages)
-        # packed averages of the last step, None if they were decoded; `_arriving` is reused
-        self.averages: Averages | None = None
+    dtype: torch.dtype
+    stats: Stats
+    state: StateStore = field(default_factory=StateStore)
+    seed: int = 0
+    draw_rank: int | None = None
+    timeout_s: float = 300.0
+    keeps_packed: bool = False
+    observes: bool = True
+    probe: Probe | None = None
+    device: torch.device = CPU
+    module: int = 0
+
+
+class BucketExchange(Exchange):
+    """The exchange of one bucket over a communicator: its four steps, and buffers that every step
+    reuses.
+
+    Args:
+        plan: layout of every payload.
+        comm: communicator.
+        options: see `ExchangeOptions`.
+
+    Attributes:
+        plan, comm, stats, state, timeout_s: the arguments and fields of the options.
+    """
+
+    def __init__(self, plan: BucketPlan, comm: Communicator, options: ExchangeOptions) -> None:
+        self.plan, self.comm, self.stats = plan, comm, options.stats
+        self.state, self.timeout_s, self._probe = options.state, options.timeout_s, options.probe
+        draw_rank = plan.rank if options.draw_rank is None else options.draw_rank
+        self._draws, dtype = (options.seed, draw_rank), options.dtype
+        self._kernels = kernels.of(options.device)
+        self._buffers = Buffers(
+            plan, self._kernels, comm, self.stats, DTYPES[dtype], options.module
+        )
+        self._stages = _stages(plan, self._kernels, options)
+        self._packs = options.keeps_packed and not any(s.needs_averages for s in self._stages)
+        self._packed: Averages | None = None  # `_arriving`, if they are kept packed
         arriving = [one.averages for one in self._buffers.slices if one.averages is not None]
         decoded = torch.float32 if any(stage.takes_residuals for stage in self._stages) else dtype
         self._arriving = Averages(self._kernels, plan, arriving, decoded)
@@ -96,28 +163,25 @@ class BucketExchange:
 
     @property
     def flagged(self) -> bool:
-        """Whether a rank's bucket or the average is known to be non-finite so far."""
         job = self._job
         return job.arrived_bad or job.owned_bad or job.averages_bad
 
     @property
-    def slices(self) -> tuple[tuple[Callable[[], None], ...], ...]:
-        """The steps of every slice, in order."""
+    def averages(self) -> Averages | None:
+        return self._packed
+
+    @property
+    def slices(self) -> tuple[Steps, ...]:
         steps = self.measure, self.encode, self.own, self.finish
         count = len(self._buffers.slices)
         return tuple(tuple(partial(step, n) for step in steps) for n in range(count))
 
     def begin(self, buffer: Tensor, step: int, bucket: int, *, flagged: bool = False) -> None:
-        """Set the bucket to average in this step.
-
-        Args:
-            buffer: ``(numel,)`` of the exchange's dtype, overwritten by `finish`.
-            step: training step.
-            bucket: number of the bucket in the step.
-            flagged: treat the values as non-finite and flag them to all ranks.
+        """See `Exchange.begin`; `flagged`: treat the values as non-finite, and flag them to all
+        ranks.
         """
-        self._job = Job(buffer, step % 2**32, bucket, None, buffer, buffer, unencodable=flagged)
-        self.averages = None
+        self._job = Job(buffer, step % 2**32, bucket, unencodable=flagged)
+        self._packed = None
         self.stats.add_bytes(self.plan.sent_nbytes, self.plan.received_nbytes)
 
     def end(self) -> None:
@@ -198,10 +262,7 @@ class BucketExchange:
 
     def publish_shard(self, *, flagged: bool) -> None:
         """Encode the values in `shard` and start the second phase, unless the first phase was
-        flagged.
-
-        Args:
-            flagged: flag the second payload as non-finite.
+        flagged. With `flagged` the second payload is flagged as non-finite.
         """
         buffers = self._buffers.slices[0]
         if buffers.flagged or buffers.owned is None or buffers.second is None:
@@ -230,13 +291,11 @@ class BucketExchange:
             self.stats.nonfinite_buckets += 1
 
     def unpack(self) -> None:
-        """Decode packed averages into the bucket, if there are any."""
-        if self.averages is not None:
-            self.averages.decode(self._job.bucket)
-            self.averages = None
+        if self._packed is not None:
+            self._packed.decode(self._job.bucket)
+            self._packed = None
 
     def commit(self) -> None:
-        """Commit the residuals and states of this step."""
         self._job.commit()
 
     # ---- parts -----------------------------------------------------------------------------------
@@ -282,18 +341,7 @@ class BucketExchange:
             for stage in self._stages:
                 stage.after_encode(residuals.new)
         if self._probe is not None and self._probe.due(job.step) and not job.unencodable:
-            self._probe.take(
-                self._kernels,
-                self.plan.codec,
-                self.plan.slots,
-                self.plan.local,
-                local,
-                job.step,
-                encoded=job.values,
-                gradient=job.target,
-                units=job.units,
-                residual=residuals.new,
-            )
+            self._probe.take(self._kernels, self.plan, local, job, residuals.new)
 
     def _receive(self, number: int) -> SliceBuffers:
         """Wait for a slice's first phase, check its payloads and return its buffers."""
@@ -352,7 +400,7 @@ class BucketExchange:
         job = self._job
         if self._packs:
             if last and self._arriving.are_safe():
-                self.averages = self._arriving
+                self._packed = self._arriving
             elif last:
                 job.averages_bad |= self._arriving.decode(job.bucket)
             return
@@ -366,25 +414,20 @@ class BucketExchange:
         return RngKey(*self._draws, step=self._job.step, stream=stream)
 
 
-def _stages(
-    plan: BucketPlan,
-    kernels: Kernels,
-    dtype: torch.dtype,
-    seed: int,
-    state: StateStore,
-    observes: bool,
-) -> list[Stage]:
+def _stages(plan: BucketPlan, kernels: Kernels, options: ExchangeOptions) -> list[Stage]:
     """Return the stages of one bucket layout, in the order in which they run."""
     stages: list[Stage] = []
-    transform, moments = state.transform, state.moments
+    transform, moments = options.state.transform, options.state.moments
     if transform is not None and transform.transform.place == "local":
         stages.append(LocalTransform(transform, plan.slots))
     elif transform is not None:
         owned = plan.own_second.pieces
         stages.append(OwnerTransform(transform, [(p.slot.index, p.data, p.numel) for p in owned]))
     if plan.codec.rotates:
-        stages.append(Rotation(plan, kernels, dtype, seed))
+        stages.append(Rotation(plan, kernels, options.dtype, options.seed))
     elif moments is not None:
         encodes = not isinstance(plan.codec, Identity)
-        stages.append(Units(plan, kernels, moments, dtype, encodes=encodes, observes=observes))
+        stages.append(
+            Units(plan, kernels, moments, options.dtype, encodes=encodes, observes=options.observes)
+        )
     return stages

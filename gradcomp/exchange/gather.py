@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from gradcomp import kernels
 from gradcomp.codecs import Codec
 from gradcomp.codecs.base import MixedPayloads
 from gradcomp.comm.base import Communicator
+from gradcomp.exchange.bucket import ExchangeOptions
 from gradcomp.exchange.phase import SECOND, Phase
-from gradcomp.exchange.stats import Stats
-from gradcomp.kernels import CPU, host
+from gradcomp.kernels import host
 from gradcomp.kernels.tables import DTYPES
 from gradcomp.payload.layout import PayloadLayout, joined_rows
 from gradcomp.payload.pieces import Piece, Slot, whole_pieces
@@ -27,11 +26,8 @@ class BufferPool:
         self._free: list[Tensor] = []
 
     def take(self, nbytes: int, allocate: Callable[[int], Tensor] = host.empty) -> Tensor:
-        """Return the smallest free buffer of at least `nbytes` bytes, ``(n,)`` uint8.
-
-        Args:
-            nbytes: bytes needed.
-            allocate: allocates a buffer if none is large enough; by default in host memory.
+        """Return the smallest free buffer of at least `nbytes` bytes, ``(n,)`` uint8, or one of
+        `allocate` if none is large enough.
         """
         self._free.sort(key=Tensor.numel)
         for n, buffer in enumerate(self._free):
@@ -55,11 +51,8 @@ class ShardGather:
         slots: for each rank the slots of its shard, with offsets in the whole tensor.
         first: offset of this rank's shard in the whole tensor, in elements.
         comm: communicator.
-        stats: counts bytes and seconds.
         pool: lends the buffers of payloads.
-        dtype, device: of the values.
-        timeout_s: longest wait for a rank, in seconds.
-        module: number of the FSDP module, for headers.
+        options: dtype and device of the values, `stats`, `timeout_s` and `module`.
     """
 
     def __init__(
@@ -68,17 +61,11 @@ class ShardGather:
         slots: Sequence[Sequence[Slot]],
         first: int,
         comm: Communicator,
-        stats: Stats,
         pool: BufferPool,
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device = CPU,
-        timeout_s: float = 300.0,
-        module: int = 0,
+        options: ExchangeOptions,
     ) -> None:
-        self._codec, self._comm, self._stats, self._pool = codec, comm, stats, pool
-        self._timeout_s, self._dtype, self._kernels = timeout_s, dtype, kernels.of(device)
-        self._module = module
+        self._codec, self._comm, self._stats, self._pool = codec, comm, options.stats, pool
+        self._options, self._kernels = options, kernels.of(options.device)
         self._layouts = [
             PayloadLayout(codec.form, whole_pieces(one), whole_groups=codec.whole_groups)
             for one in slots
@@ -118,8 +105,8 @@ class ShardGather:
             self._layouts,
             self._codec.validate_packed,
             stride=self._stride,
-            dtype=DTYPES[self._dtype],
-            module=self._module,
+            dtype=DTYPES[self._options.dtype],
+            module=self._options.module,
         )
         with self._stats.timed("encode"):
             draws = RngKey(self._codec.seed, self._comm.rank, step % 2**32, stream=STREAM_SECOND)
@@ -162,7 +149,7 @@ class ShardGather:
 
     def _decode(self, buffer: Tensor, out: Tensor) -> bool:
         payloads = MixedPayloads(
-            [self._arriving(buffer)], self._codec.code, self._dtype, self._rows
+            [self._arriving(buffer)], self._codec.code, self._options.dtype, self._rows
         )
         return payloads.decode(self._kernels, out, out.numel())
 
@@ -172,5 +159,5 @@ class ShardGather:
     def _wait(self) -> tuple[Phase, Tensor]:
         pending, self._pending = self._pending, None
         assert pending is not None  # `start` was called
-        pending[0].wait(self._timeout_s)
+        pending[0].wait(self._options.timeout_s)
         return pending

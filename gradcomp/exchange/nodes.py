@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from gradcomp.comm.base import Communicator
 from gradcomp.errors import PeerMismatch
 from gradcomp.exchange.agree import EXCHANGE_FIELDS, Shown, agree, codec_fields
 from gradcomp.exchange.averages import Averages
-from gradcomp.exchange.bucket import BucketExchange
+from gradcomp.exchange.bucket import BucketExchange, Exchange, Steps
 
 HOST_VARIABLE = "GRADCOMP_HOST_ID"
 
@@ -105,7 +105,7 @@ def join_nodes(
         raise
 
 
-class HierarchicalExchange:
+class HierarchicalExchange(Exchange):
     """The hierarchical exchange of one bucket. Between the two phases of the exchange inside the
     node, owners exchange their means across nodes.
 
@@ -119,16 +119,14 @@ class HierarchicalExchange:
 
     @property
     def flagged(self) -> bool:
-        """Whether a rank's bucket or the average is not finite."""
         return self._inside.flagged
 
     @property
     def averages(self) -> Averages | None:
-        """The averages if they are kept packed, otherwise None."""
         return self._inside.averages
 
     @property
-    def slices(self) -> tuple[tuple[Callable[[], None], ...], ...]:
+    def slices(self) -> tuple[Steps, ...]:
         """The steps of every slice of the exchange across nodes. The exchange inside the node
         starts with the first slice and ends with the last.
         """
@@ -139,16 +137,13 @@ class HierarchicalExchange:
         return tuple(tuple(one) for one in steps)
 
     def begin(self, buffer: Tensor, step: int, bucket: int) -> None:
-        """Set the bucket to average in this step; see `Exchange.begin`."""
         self._step, self._bucket = step, bucket
         self._inside.begin(buffer, step, bucket)
 
     def unpack(self) -> None:
-        """Decode packed averages into the bucket, if there are any."""
         self._inside.unpack()
 
     def commit(self) -> None:
-        """Commit the residuals and second moments of this step."""
         self._across.commit()
         self._inside.commit()
 

@@ -191,10 +191,7 @@ class Phase:
 
     def refuse_unflagged(self, where: str = "") -> None:
         """Raise CorruptPayload if a payload without the non-finite flag makes the averages
-        non-finite.
-
-        Args:
-            where: place for the error message; the bucket's number by default.
+        non-finite; `where` is for the message, by default the bucket's number.
         """
         refuse_unflagged(self.tensors, self.layouts, f", {where or f'bucket {self._bucket}'}")
 

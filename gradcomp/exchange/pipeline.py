@@ -36,11 +36,12 @@ class Task:
 
     Attributes:
         stages: one function per stage, in order.
-        done: called once when the task ends, with the error that ended it or None.
+        done: called once when the task ends, with the error that ended it or None. By default it
+            does nothing: the last slice of a bucket reports the bucket's end.
     """
 
     stages: Sequence[Callable[[], None]]
-    done: Callable[[BaseException | None], None]
+    done: Callable[[BaseException | None], None] = lambda error: None
     _finished: bool = field(default=False, repr=False)
     _stages_run: int = field(default=0, repr=False)  # used by `InlinePipeline`
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradcomp.codecs import Codec
+from gradcomp.exchange.sizing import BucketPlan
+from gradcomp.exchange.stages import Job
 from gradcomp.kernels import Kernels, Payloads
 from gradcomp.payload.form import HEADER_NBYTES
-from gradcomp.payload.layout import PayloadLayout
-from gradcomp.payload.pieces import Slot, whole_pieces
+from gradcomp.payload.pieces import whole_pieces
 
 GROWING = 4  # growing residuals in so many consecutive samples count as divergence
 GROWTH = 1.2  # least growth factor from one sample to the next
@@ -147,32 +147,17 @@ class Probe:
         return self._every > 0 and step % self._every == 0
 
     def take(
-        self,
-        kernels: Kernels,
-        codec: Codec,
-        slots: Sequence[Slot],
-        layout: PayloadLayout,
-        payload: Tensor,
-        step: int,
-        *,
-        encoded: Tensor,
-        gradient: Tensor,
-        units: Tensor | None,
-        residual: Tensor | None,
+        self, kernels: Kernels, plan: BucketPlan, payload: Tensor, job: Job, residual: Tensor | None
     ) -> None:
         """Measure one bucket that this rank has encoded.
 
         Args:
             kernels: kernel set of the bucket's device.
-            codec: codec of the payload.
-            slots: slots of the bucket's parameters.
-            layout, payload: layout and bytes of the bucket's payload.
-            step: training step.
-            encoded: ``(n,)`` encoded values, without residuals that the codec itself has added.
-            gradient: ``(n,)`` gradients.
-            units: ``(n,)`` float32 factors of the decoded values; None: 1.
+            plan, payload: plan and bytes of the bucket's payload.
+            job: the bucket; its values are without residuals that the codec itself has added.
             residual: float32 residual plane after this step; None without error feedback.
         """
+        codec, layout, gradient, units = plan.codec, plan.local, job.target, job.units
         decoded, reach = kernels.empty(gradient.numel()).zero_(), codec.reach
         scales = (
             payload[HEADER_NBYTES : HEADER_NBYTES + 4 * layout.scale_count]
@@ -182,7 +167,7 @@ class Probe:
         kernels.sum_decode(Payloads([payload], codec.code, torch.float32), layout.packed, decoded)
         sizes, first = torch.from_numpy(layout.group_numels.astype(np.int64)), 0
         sums: dict[str, Sums] = {}
-        for piece in whole_pieces(slots):
+        for piece in whole_pieces(plan.slots):
             if not (piece.slot.compressed and piece.numel):
                 continue
             span, groups = (
@@ -196,7 +181,7 @@ class Probe:
                 else None
             )
             unit = units[span] if units is not None else None
-            x = encoded[span].float()
+            x = job.values[span].float()
             if left is not None and unit is None:  # the codec has added residuals: reconstruct x
                 x = decoded[span] + left / codec.decay
             totals = sums.setdefault(self._names[piece.slot.index], Sums())
@@ -205,7 +190,9 @@ class Probe:
                 limits = (scales[groups] * reach).repeat_interleave(sizes[groups])
                 totals.clipped += int(torch.count_nonzero(x.abs() > limits.to(x.device)))
         for name, totals in sums.items():
-            row = totals.measured(name, step, keeps=residual is not None, clips=reach is not None)
+            row = totals.measured(
+                name, job.step, keeps=residual is not None, clips=reach is not None
+            )
             self._enter(row)
 
     def report(self) -> Quality:
@@ -295,12 +282,8 @@ class Sums:
         self.numel += g.numel()
 
     def measured(self, name: str, step: int, *, keeps: bool, clips: bool) -> Sample:
-        """Return the sample of a parameter.
-
-        Args:
-            name, step: see `Sample`.
-            keeps: whether the codec has residuals.
-            clips: whether the codec has an outermost level.
+        """Return the sample of a parameter, of a codec that has residuals (`keeps`) and an
+        outermost level (`clips`).
         """
         sizes = math.sqrt(self.gradient) * math.sqrt(self.decoded)
         unknown = math.nan if keeps else 0.0

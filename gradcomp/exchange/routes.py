@@ -8,89 +8,23 @@ of each bucket layout.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from gradcomp.codecs import Codec, Identity
 from gradcomp.comm.base import Communicator
-from gradcomp.exchange.averages import Averages
-from gradcomp.exchange.bucket import BucketExchange
+from gradcomp.exchange.bucket import BucketExchange, Exchange, ExchangeOptions, Steps
 from gradcomp.exchange.nodes import HierarchicalExchange, find_nodes, join_nodes
-from gradcomp.exchange.quality import Probe
 from gradcomp.exchange.sizing import BucketPlan, Strategy, choose, replaced
 from gradcomp.exchange.slices import WHOLE, Slicing
 from gradcomp.exchange.stages import AddResiduals, Job, LocalTransform, Stage
-from gradcomp.exchange.stats import Stats
-from gradcomp.kernels import CPU
 from gradcomp.memory.planes import Planes
 from gradcomp.memory.store import StateStore
 from gradcomp.memory.transform import Transform
 from gradcomp.payload.pieces import ByElements, Slot
-
-
-class Exchange(Protocol):
-    """The exchange of one bucket layout. In each training step call `begin`, then all steps of
-    every slice in order, then `commit` unless `flagged`.
-
-    After that the averages are in the bucket, or in `averages` until the next `begin` or `unpack`.
-    """
-
-    @property
-    def flagged(self) -> bool:
-        """Whether a rank's bucket or the average is not finite; final after the last step of the
-        last slice.
-        """
-
-    @property
-    def averages(self) -> Averages | None:
-        """The averages if they are kept packed, otherwise None. They refer to buffers of the
-        exchange, which are valid until the next `begin`.
-        """
-
-    @property
-    def slices(self) -> tuple[tuple[Callable[[], None], ...], ...]:
-        """The steps of every slice; all slices have the same number. A step must run after the
-        previous step of its slice, and after the same step of the previous slice. It waits for at
-        most one collective and starts at most one, on a channel of its own.
-
-        Each step may raise PeerLost, PeerMismatch or CorruptPayload.
-        """
-
-    def begin(self, buffer: Tensor, step: int, bucket: int) -> None:
-        """Set the bucket to average in this step.
-
-        Args:
-            buffer: ``(numel,)`` of the exchange's dtype and device, contiguous; overwritten by the
-                average (NaN if flagged).
-            step: training step, for random numbers and headers.
-            bucket: number of the bucket, for error messages.
-        """
-
-    def unpack(self) -> None:
-        """Decode packed averages into the bucket, if there are any."""
-
-    def commit(self) -> None:
-        """Commit the residuals and states of this step. Not for a flagged bucket."""
-
-
-@dataclass(frozen=True)
-class ExchangeOptions:
-    """Arguments of `BucketExchange` besides plan and communicator."""
-
-    dtype: torch.dtype
-    stats: Stats
-    state: StateStore
-    seed: int = 0
-    draw_rank: int | None = None
-    timeout_s: float = 300.0
-    keeps_packed: bool = False
-    observes: bool = True
-    probe: Probe | None = None
-    device: torch.device = CPU
 
 
 class Route(ABC):
@@ -107,6 +41,7 @@ class Route(ABC):
     stage_count = 4
     nodes: tuple[tuple[int, ...], ...] = ()
     packs = True
+    _comms: tuple[Communicator, ...] = ()
 
     def residual_numel(self, numel: int) -> int:
         """Return how many residuals this rank has of a tensor of `numel` elements."""
@@ -134,6 +69,8 @@ class Route(ABC):
 
     def abort(self, reason: str = "") -> None:
         """Notify the other ranks that this rank has stopped, with the reason."""
+        for comm in self._comms:
+            comm.abort(reason)
 
     def close(self) -> None:
         """Close the communicators that the route has created."""
@@ -216,7 +153,7 @@ class FlatRoute(Route):
         *,
         packs: bool = True,
     ) -> None:
-        self._comm, self._codec, self._slicing = comm, codec, slicing
+        self._comm, self._comms, self._codec, self._slicing = comm, (comm,), codec, slicing
         self.strategy, self.packs = strategy, packs
 
     def owner_numel(self, residual_numel: int) -> int:
@@ -228,13 +165,7 @@ class FlatRoute(Route):
     def plan(
         self, slots: list[Slot], codec: Codec, owner_residuals: Planes | None = None
     ) -> BucketPlan:
-        """Return the plan of a bucket.
-
-        Args:
-            slots: slots of the bucket's parameters.
-            codec: codec of the route, or of the warm-up.
-            owner_residuals: residual planes of the owner, for their offsets.
-        """
+        """Return the plan of a bucket; see `exchange`. `owner_residuals` are for their offsets."""
         world_size, strategy, slicing = self._comm.world_size, self.strategy, self._slicing
         if not self.packs:
             codec = self._codec
@@ -255,10 +186,7 @@ class FlatRoute(Route):
             state = StateStore(transform=options.state.transform, moments=options.state.moments)
             options = replace(options, state=state)
         plan = self.plan(slots, codec, options.state.owner_residuals)
-        return BucketExchange(plan, self._comm, **vars(options))
-
-    def abort(self, reason: str = "") -> None:
-        self._comm.abort(reason)
+        return BucketExchange(plan, self._comm, options)
 
 
 def _fp32_route(comm: Communicator, slicing: Slicing) -> FlatRoute:
@@ -289,15 +217,10 @@ class SingleRankRoute(Route):
         return SingleRankExchange(slots, options)
 
 
-class SingleRankExchange:
+class SingleRankExchange(Exchange):
     """The exchange of a single rank: applies the transform, and adds residuals that were loaded
     from a run of several ranks.
-
-    Attributes:
-        is_idle: whether buckets stay unchanged.
     """
-
-    averages: Averages | None = None
 
     def __init__(self, slots: list[Slot], options: ExchangeOptions) -> None:
         self._stats, transform = options.stats, options.state.transform
@@ -309,27 +232,25 @@ class SingleRankExchange:
         # residuals belong after a local transform, but before an owner's transform of the mean
         if transform is not None and transform.transform.place == "owner":
             self._stages.reverse()
-        self.flagged, self.is_idle = False, not self._stages
+        self.is_idle = not self._stages
 
     @property
-    def slices(self) -> tuple[tuple[Callable[[], None], ...], ...]:
-        """One slice of one step."""
+    def flagged(self) -> bool:
+        return self._job.unencodable
+
+    @property
+    def slices(self) -> tuple[Steps, ...]:
         return ((self._apply,),)
 
     def begin(self, buffer: Tensor, step: int, bucket: int) -> None:
-        """Set the bucket of this step; see `Exchange.begin`."""
-        self._job = Job(buffer, step, bucket, None, buffer, buffer)
-
-    def unpack(self) -> None:
-        """Do nothing: averages are never packed."""
+        self._job = Job(buffer, step, bucket)
 
     def commit(self) -> None:
-        """Commit the residuals and states of this step."""
         self._job.commit()
 
     def _apply(self) -> None:
         bad = [stage.before_encode(self._job) for stage in self._stages]
-        self.flagged = any(bad)
+        self._job.unencodable = any(bad)
         if self.flagged:
             self._job.bucket.fill_(float("nan"))
             self._stats.nonfinite_buckets += 1
@@ -363,7 +284,7 @@ class HierarchicalRoute(Route):
         across: Communicator,
         slicing: Slicing,
     ) -> None:
-        self._comm, self._node_comms, self.nodes = comm, (inside, across), nodes
+        self._comms, self.nodes = (comm, inside, across), nodes
         self._inside = _fp32_route(inside, WHOLE)
         strategy = choose(codec, across.world_size)
         self._across = FlatRoute(across, codec, strategy, slicing)
@@ -388,18 +309,14 @@ class HierarchicalRoute(Route):
             options,
             dtype=torch.float32,
             keeps_packed=False,
-            draw_rank=self._comm.rank,
+            draw_rank=self._comms[0].rank,
             observes=False,
         )
         across = self._across.exchange(_shards(inside.plan), codec, options)
         return HierarchicalExchange(inside, across)
 
-    def abort(self, reason: str = "") -> None:
-        for comm in (self._comm, *self._node_comms):
-            comm.abort(reason)
-
     def close(self) -> None:
-        for comm in self._node_comms:
+        for comm in self._comms[1:]:
             comm.close()
 
 

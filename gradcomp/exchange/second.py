@@ -53,7 +53,6 @@ class SecondPhase(ABC):
     Attributes:
         form, code: form and kernel code of the compressed pieces in the second payload.
         whole_groups: whether a scale group must be encoded in one call.
-        error_feedback: whether owners have residuals of the means.
         measures_groups: whether each scale group of the means has a scale.
     """
 
@@ -61,15 +60,10 @@ class SecondPhase(ABC):
     code: Code
     whole_groups = False
     measures_groups = False
-    error_feedback = False
 
     def shard(self, pieces: Sequence[Piece], residuals: Sequence[int]) -> Shard:
-        """Return the owned pieces with their offsets in the shard and in the owner's residual
-        planes.
-
-        Args:
-            pieces: owned pieces of the bucket.
-            residuals: for each piece the offset of its parameter in the owner's planes.
+        """Return the owned pieces of a bucket with their offsets in the shard and in the owner's
+        residual planes. `residuals`: the offset of each piece's parameter in these planes.
         """
         return shard_pieces(pieces, residuals)
 
@@ -124,7 +118,6 @@ class Encoded(SecondPhase):
         self._codec, self.form, self.code = codec, codec.form, codec.code
         self.whole_groups = codec.whole_groups
         self.measures_groups = codec.form.scales_per_group > 0
-        self.error_feedback = codec.error_feedback
 
     def scratch(self, kernels: Kernels, layout: PayloadLayout, free: Tensor) -> Tensor | None:
         return self._codec.scratch(kernels, layout, free)
@@ -155,11 +148,8 @@ _CODECS: dict[str, Callable[[Codec], Codec]] = {
 
 
 def codec_of(name: str, codec: Codec) -> Codec:
-    """Return the codec of means in a second phase, by its name (except "exact").
-
-    Args:
-        name: name of the second phase.
-        codec: codec of the first phase.
+    """Return the codec of means in a second phase with this name, except "exact". `codec` is that
+    of the first phase.
     """
     return _CODECS[name](codec)
 

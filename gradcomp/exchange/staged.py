@@ -8,13 +8,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gradcomp.exchange.routes import Exchange
+from gradcomp.exchange.bucket import Exchange, Steps
 from gradcomp.kernels.staging import Staged, on_stream, refuse_graphs, stream_of
 
-Step = Callable[[], None]
 
-
-def beside(exchange: Exchange, like: Tensor, encodes_on: torch.device) -> Exchange:
+def for_device(exchange: Exchange, like: Tensor, encodes_on: torch.device) -> Exchange:
     """Return an exchange for buckets like `like`, made from an exchange on the device `encodes_on`.
     Work on an accelerator runs on its copy stream; `gradcomp.kernels.staging.join` waits for it.
     """
@@ -23,32 +21,32 @@ def beside(exchange: Exchange, like: Tensor, encodes_on: torch.device) -> Exchan
     return DeviceExchange(exchange) if like.device == encodes_on else StagedExchange(exchange, like)
 
 
-class DeviceExchange:
-    """An exchange that averages a bucket on its own device.
-
-    Args:
-        exchange: exchange on that device.
+class _Wrapped(Exchange):
+    """An exchange of a bucket on an accelerator. It keeps no averages packed, since fused updates
+    need averages and weights in host memory.
     """
-
-    averages = None  # fused updates need averages in host memory
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
 
     @property
     def flagged(self) -> bool:
-        """Whether a rank's bucket or the average is not finite."""
         return self._exchange.flagged
 
+    def commit(self) -> None:
+        self._exchange.commit()
+
+
+class DeviceExchange(_Wrapped):
+    """An exchange that averages a bucket on its own device, made from one on that device."""
+
     @property
-    def slices(self) -> tuple[tuple[Step, ...], ...]:
-        """The steps of every slice."""
+    def slices(self) -> tuple[Steps, ...]:
         slices = [[partial(self._run, step) for step in steps] for steps in self._exchange.slices]
         slices[0][0] = partial(_both, self._wait, slices[0][0])
         return tuple(map(tuple, slices))
 
     def begin(self, buffer: Tensor, step: int, bucket: int) -> None:
-        """Set the bucket to average in this step; see `Exchange.begin`."""
         refuse_graphs(buffer.device)
         self._device, self._ready = buffer.device, None
         if (stream := stream_of(buffer.device)) is not None:
@@ -56,13 +54,6 @@ class DeviceExchange:
             buffer.record_stream(stream)
             self._ready = torch.accelerator.current_stream(buffer.device).record_event()
         self._exchange.begin(buffer, step, bucket)
-
-    def unpack(self) -> None:
-        """Do nothing: averages are never packed."""
-
-    def commit(self) -> None:
-        """Commit the residuals and states of this step."""
-        self._exchange.commit()
 
     def _wait(self) -> None:
         """Wait on the host until the bucket is ready. A wait on the copy stream would delay other
@@ -72,12 +63,12 @@ class DeviceExchange:
             with torch.accelerator.device_index(self._device.index):
                 self._ready.synchronize()
 
-    def _run(self, step: Step) -> None:
+    def _run(self, step: Callable[[], None]) -> None:
         with on_stream(self._device):
             step()
 
 
-class StagedExchange:
+class StagedExchange(_Wrapped):
     """An exchange that averages a host copy of a bucket. The first step waits for the copy, the
     last one starts to copy averages back; `gradcomp.kernels.staging.join` waits for that.
 
@@ -86,19 +77,12 @@ class StagedExchange:
         like: a bucket on the accelerator, with the size and dtype of all others.
     """
 
-    averages = None  # fused updates need weights in host memory
-
     def __init__(self, exchange: Exchange, like: Tensor) -> None:
-        self._exchange, self._staged = exchange, Staged(like)
+        super().__init__(exchange)
+        self._staged = Staged(like)
 
     @property
-    def flagged(self) -> bool:
-        """Whether a rank's bucket or the average is not finite."""
-        return self._exchange.flagged
-
-    @property
-    def slices(self) -> tuple[tuple[Step, ...], ...]:
-        """The steps of every slice."""
+    def slices(self) -> tuple[Steps, ...]:
         slices = [list(steps) for steps in self._exchange.slices]
         slices[0][0] = partial(_both, self._staged.wait, slices[0][0])
         give = partial(self._staged.give, self._bucket)
@@ -106,18 +90,10 @@ class StagedExchange:
         return tuple(map(tuple, slices))
 
     def begin(self, buffer: Tensor, step: int, bucket: int) -> None:
-        """Set the bucket to average in this step; see `Exchange.begin`."""
         self._bucket = buffer
         self._exchange.begin(self._staged.fetch(buffer), step, bucket)
 
-    def unpack(self) -> None:
-        """Do nothing: averages are never packed."""
 
-    def commit(self) -> None:
-        """Commit the residuals and states of this step."""
-        self._exchange.commit()
-
-
-def _both(one: Step, other: Step) -> None:
+def _both(one: Callable[[], None], other: Callable[[], None]) -> None:
     one()
     other()

@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from gradcomp.comm.torch_private import stage_range
 
 WORK_PHASES = ("statistics", "encode", "owner", "decode")
+COUNTERS = (
+    "steps",
+    "bytes_sent",
+    "bytes_received",
+    "baseline_bytes",
+    "setup_bytes",
+    "nonfinite_buckets",
+    "dropped_residual",
+)
 OVERLAP = ("hidden", "exposed")
 PHASES = ("statistics", "scale_round", "encode", "first_phase", "owner", "second_phase", "decode")
-
-
-class Stopwatch:
-    """Context manager that adds its block's seconds to one phase and marks the block in a profile
-    of its thread.
-    """
-
-    __slots__ = ("_begun", "_phase", "_range", "_stats")
-
-    def __init__(self, stats: Stats, phase: str) -> None:
-        self._stats, self._phase = stats, phase
-        self._range = stage_range(f"gradcomp::{phase}")
-
-    def __enter__(self) -> None:
-        self._range.__enter__()
-        self._begun = time.perf_counter()
-
-    def __exit__(self, *exception: object) -> None:
-        self._stats.add_seconds(self._phase, time.perf_counter() - self._begun)
-        self._range.__exit__(*exception)
 
 
 @dataclass
@@ -106,24 +96,24 @@ class Stats:
         with self._lock:
             self.dropped_residual += magnitude
 
-    def timed(self, phase: str) -> Stopwatch:
-        """Return a context manager that adds its block's seconds to one phase."""
-        return Stopwatch(self, phase)
+    @contextlib.contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Context manager that adds its block's seconds to one phase and marks the block in a
+        profile of its thread.
+        """
+        with stage_range(f"gradcomp::{phase}"):
+            begun = time.perf_counter()
+            try:
+                yield
+            finally:
+                self.add_seconds(phase, time.perf_counter() - begun)
 
     @staticmethod
     def total(parts: Iterable[Stats]) -> Stats:
         """Return a new `Stats` with the sums of several."""
         out = Stats()
         for part in parts:
-            for name in (
-                "steps",
-                "bytes_sent",
-                "bytes_received",
-                "baseline_bytes",
-                "setup_bytes",
-                "nonfinite_buckets",
-                "dropped_residual",
-            ):
+            for name in COUNTERS:
                 setattr(out, name, getattr(out, name) + getattr(part, name))
             for phase, seconds in part.seconds.items():
                 out.seconds[phase] += seconds
@@ -134,10 +124,8 @@ class Stats:
     def reset(self) -> None:
         """Set all counters to zero."""
         with self._lock:
-            self.steps = self.bytes_sent = self.bytes_received = 0
-            self.baseline_bytes = self.setup_bytes = self.nonfinite_buckets = 0
-            self.dropped_residual = 0.0
-            for phase in self.seconds:
-                self.seconds[phase] = 0.0
+            for name in COUNTERS:
+                setattr(self, name, type(getattr(self, name))(0))
+            self.seconds.update(dict.fromkeys(self.seconds, 0.0))
         if self._inside_nodes is not None:
             self._inside_nodes.reset()

@@ -62,8 +62,7 @@ class Telemetry:
                 self._write(named, step)
             except Exception:  # a failed report must not fail the step, which other ranks count
                 logger.warning(
-                    "gradcomp: the target of log_to failed, and gets no more reports",
-                    exc_info=True,
+                    "gradcomp: the target of log_to failed, and gets no more reports", exc_info=True
                 )
                 self._failed = True
             self._steps_since = 0

@@ -16,7 +16,7 @@ from gradcomp.codecs import Codec
 from gradcomp.comm import torch_private
 from gradcomp.comm.torchdist import TorchCommunicator, group_rank
 from gradcomp.errors import GradcompError, peers_answer
-from gradcomp.exchange.bucket import BucketExchange
+from gradcomp.exchange.bucket import BucketExchange, ExchangeOptions
 from gradcomp.exchange.pipeline import Task
 from gradcomp.exchange.quality import Probe
 from gradcomp.exchange.sizing import BucketPlan, Strategy
@@ -113,7 +113,7 @@ class ReduceScatter:
 
     def finish(self, exchange: BucketExchange, output: Tensor, factor: int) -> None:
         """Wait for the payloads of the other ranks and write averages to `output`; NaN if some
-        rank's gradients have NaN or Inf.
+        rank's gradients have NaN or Inf. Commit residuals, or discard them if flagged.
         """
         begun = time.perf_counter()
         first = output.numel() * self._comm.rank
@@ -121,43 +121,28 @@ class ReduceScatter:
             (piece.slot.offset - first, piece.data, piece.numel)
             for piece in exchange.plan.own_second.pieces
         )
-        as_they_are = (output.dtype, output.device) == (
-            torch.float32,
-            exchange.shard.device,
-        ) and all(there == here for there, here, _ in places)
+        # whether averages can be computed in `output`
+        as_they_are = output.dtype == torch.float32 and output.device == exchange.shard.device
+        as_they_are = as_they_are and all(there == here for there, here, _ in places)
         with on_stream(output.device):
             exchange.average_shard(output if as_they_are else None)
-            self._store(exchange, output, factor, places, as_they_are=as_they_are)
+            if exchange.flagged:
+                output.fill_(float("nan"))
+                self._stats.nonfinite_buckets += 1
+                self._discard()
+            else:
+                exchange.commit()
+                filled = 0
+                for there, here, numel in places:
+                    output[filled:there].zero_()  # padding of chunks
+                    if not as_they_are:
+                        output[there : there + numel].copy_(exchange.shard[here : here + numel])
+                    filled = there + numel
+                output[filled:].zero_()
+                if factor != 1:
+                    output.mul_(factor)
         join(output.device)
         self._stats.add_seconds("exposed", time.perf_counter() - begun)
-
-    def _store(
-        self,
-        exchange: BucketExchange,
-        output: Tensor,
-        factor: int,
-        places: Sequence[tuple[int, int, int]],
-        *,
-        as_they_are: bool,
-    ) -> None:
-        """Write averages to `output`, unless they were computed there (`as_they_are`); zero its
-        padding and multiply by `factor`. Commit residuals, or discard them if flagged.
-        """
-        if exchange.flagged:
-            output.fill_(float("nan"))
-            self._stats.nonfinite_buckets += 1
-            self._discard()
-        else:
-            exchange.commit()
-            filled = 0
-            for there, here, numel in places:
-                output[filled:there].zero_()  # padding of chunks
-                if not as_they_are:
-                    output[there : there + numel].copy_(exchange.shard[here : here + numel])
-                filled = there + numel
-            output[filled:].zero_()
-            if factor != 1:
-                output.mul_(factor)
 
     def _discard(self) -> None:
         """Discard the residuals of this step."""
@@ -196,19 +181,18 @@ class ReduceScatter:
                 ownership=BySlots(world),
                 stays=True,
             )
-            self._exchanges[kind] = BucketExchange(
-                plan,
-                self._comm,
+            options = ExchangeOptions(
                 dtype,
                 self._stats,
+                StateStore(self._residuals if codec.error_feedback else None),
                 seed=codec.seed,
+                draw_rank=group_rank(),  # replicas of a shard need different random numbers
                 timeout_s=self._comm.timeout_s,
+                probe=self._probe if self.steps >= self._warmup_steps else None,
                 device=encoding_device(device),
                 module=number_of(self.parts),
-                draw_rank=group_rank(),  # replicas of a shard need different random numbers
-                state=StateStore(self._residuals if codec.error_feedback else None),
-                probe=self._probe if self.steps >= self._warmup_steps else None,
             )
+            self._exchanges[kind] = BucketExchange(plan, self._comm, options)
         return self._exchanges[kind]
 
 

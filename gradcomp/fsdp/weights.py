@@ -18,6 +18,7 @@ from torch import Tensor
 from gradcomp.codecs import Block, Codec, Identity, resolve
 from gradcomp.comm import torch_private
 from gradcomp.comm.torchdist import TorchCommunicator
+from gradcomp.exchange.bucket import ExchangeOptions
 from gradcomp.exchange.gather import BufferPool, ShardGather
 from gradcomp.exchange.stats import Stats
 from gradcomp.fsdp.parts import Part, number_of, slots_of
@@ -140,19 +141,12 @@ class AllGather:
     def _gather(self, dtype: torch.dtype, device: torch.device) -> ShardGather:
         kind = dtype, device
         if kind not in self._gathers:
-            comm = self._comm
-            self._gathers[kind] = ShardGather(
-                self._codec,
-                slots_of(self._parts, comm.world_size),
-                comm.rank * self._each,
-                comm,
-                self._stats,
-                self._pool,
-                dtype=dtype,
-                timeout_s=comm.timeout_s,
-                module=number_of(self._parts),
-                device=device,
+            comm, module = self._comm, number_of(self._parts)
+            slots, first = slots_of(self._parts, comm.world_size), comm.rank * self._each
+            options = ExchangeOptions(
+                dtype, self._stats, timeout_s=comm.timeout_s, device=device, module=module
             )
+            self._gathers[kind] = ShardGather(self._codec, slots, first, comm, self._pool, options)
         return self._gathers[kind]
 
     @staticmethod

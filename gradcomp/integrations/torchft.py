@@ -242,7 +242,7 @@ class ManagedAverager(GradientAverager):
 
     def _take(self, accepted: Accepted) -> None:
         super()._take(accepted)
-        self._engine.replicas.compare_next(wanted=False)  # the manager replaces weights
+        self._engine.replicas.is_due = False  # the manager replaces weights
 
     def close(self) -> None:
         """Stop the threads and close the connections; the manager stays open."""

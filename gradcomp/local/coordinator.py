@@ -37,6 +37,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gradcomp.arguments import check_integer
 from gradcomp.comm.base import first_line
 from gradcomp.memory.saved import STEPS
 
@@ -190,9 +191,8 @@ class Coordinator:
     ) -> None:
         from gradcomp.comm.torchdist import open_store
 
-        for name, value in (("sites", sites), ("min_sites", min_sites)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        check_integer("sites", sites, 1)
+        check_integer("min_sites", min_sites, 1)
         if not 0 < patience_s <= give_up_s:
             raise ValueError(
                 f"patience_s must be positive and at most give_up_s ({give_up_s!r}), got"

@@ -273,7 +273,7 @@ class ElasticDiLoCo(DiLoCo):
         """
         engine, fragment, rank, behind = self._engine, self._fragment, plan["rank"], plan["behind"]
         engine.step = plan["syncs"]
-        engine.replicas.compare_next(wanted=plan["compare"])
+        engine.replicas.is_due = bool(plan["compare"])
         if not behind:
             return trained
         data = _packed(fragment.shared_state()) if rank == 0 else b""
@@ -300,7 +300,7 @@ class ElasticDiLoCo(DiLoCo):
     def check_replicas(self) -> None:
         """Have the next sync compare replicated state; see `gradcomp.DiLoCo.check_replicas`."""
         for fragment in self._fragments:  # also in the constructor, before `_engine` is set
-            fragment.averager._engine.replicas.compare_next()
+            fragment.averager._engine.replicas.is_due = True
 
     def state_dict(self) -> dict[str, Any]:
         """See `gradcomp.DiLoCo.state_dict`."""

@@ -150,7 +150,7 @@ class Fragment:
         self.syncs += 1
         # after 1, 2, 4, ... syncs compare anchors: options that are not compared show up there
         if self.syncs & (self.syncs - 1) == 0:
-            self.averager._engine.replicas.compare_next()
+            self.averager._engine.replicas.is_due = True
         self.restore(alpha)
 
     def is_finite(self) -> bool:
@@ -217,12 +217,8 @@ class Fragment:
 
     @torch.no_grad()
     def take_shared(self, state: Any, *, keeps_change: bool) -> None:
-        """Load another rank's `shared_state`, and set the parameters to the new anchors.
-
-        Residuals of this rank stay.
-
-        Args:
-            keeps_change: add this rank's change since its last sync to the new anchors.
+        """Load another rank's `shared_state`, and set the parameters to the new anchors, plus this
+        rank's change since its last sync if `keeps_change`. Residuals of this rank stay.
 
         Raises:
             ValueError: the state does not fit.

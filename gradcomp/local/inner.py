@@ -5,7 +5,6 @@ schedule of fragments.
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -13,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradcomp.arguments import check_integer
 from gradcomp.engine.optimizers import check_optimizers, listed
-from gradcomp.engine.watch import Mine, before_any_step
+from gradcomp.engine.watch import Mine, before_any_step, weakly
 from gradcomp.errors import GradcompError, UnsupportedTensor
 
 COUNTED = 16  # the count of inner steps is checked after so many calls of DiLoCo.step
@@ -47,10 +47,8 @@ def trained_parameters(model: nn.Module) -> Named:
 
 
 def check_trained(model: nn.Module, named: Named, called: str) -> None:
-    """Raise ValueError if the model trains parameters that are not in `named`.
-
-    Args:
-        called: name of the class that syncs, for the message.
+    """Raise ValueError if the model trains parameters that are not in `named`; `called` is the name
+    of the class that syncs.
     """
     known = dict(named)
     for name, p in _trained(model):
@@ -107,13 +105,7 @@ class Inner:
         """Call `call`, a bound method, with the step's arguments before every step of each
         optimizer, as long as its object is alive; return the hook handles.
         """
-        method = weakref.WeakMethod(call)
-
-        def hook(*args: Any) -> None:
-            if (alive := method()) is not None:
-                alive(*args)
-
-        return [one.register_step_pre_hook(hook) for one in self._hooked]
+        return [one.register_step_pre_hook(weakly(call)) for one in self._hooked]
 
     def watch(self) -> list[Any]:
         """Count steps, and raise before a step of any other optimizer on these parameters. Returns
@@ -258,8 +250,7 @@ class Turns:
     """
 
     def __init__(self, sync_every: SyncEvery, fragments: int) -> None:
-        if isinstance(fragments, bool) or not isinstance(fragments, int) or fragments < 1:
-            raise ValueError(f"fragments must be an integer of at least 1, got {fragments!r}")
+        check_integer("fragments", fragments, 1)
         self._sync_every, self.fragments = sync_every, fragments
         self.round = self.done = 0
         self.length(0)

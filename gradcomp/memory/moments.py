@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradcomp.arguments import check_number
 from gradcomp.kernels import CPU, host, of
 from gradcomp.memory.planes import Planes
 from gradcomp.payload.form import BLOCKS
@@ -45,15 +46,8 @@ class Precondition:
     floor: float = 0.01
 
     def __post_init__(self) -> None:
-        for name, low, high in (("beta", -math.ulp(0.0), 1.0), ("floor", 0.0, 1.0 + 1e-9)):
-            value = getattr(self, name)
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, (int, float))
-                or not low < value < high
-            ):
-                bounds = "at least 0 and below 1" if name == "beta" else "above 0 and at most 1"
-                raise ValueError(f"{name} must be a number {bounds}, got {value!r}")
+        check_number("beta", self.beta, 0, 1)
+        check_number("floor", self.floor, 0, 1, "(]")
 
 
 def check_precondition(given: object) -> Precondition | None:

@@ -292,10 +292,8 @@ def _same(one: object, other: object) -> bool:
 
 
 def mean_by_name(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the means of the tensors of several ranks, float64, by name.
-
-    Args:
-        states: the tensors of each rank, with the same names and shapes.
+    """Return the means of the tensors of several ranks, float64, by name. Each rank has the same
+    names and shapes.
     """
     total: dict[str, Tensor] = {}
     count = 0

@@ -30,7 +30,7 @@ class StateStore:
         moments: second moments of the averages, equal on every rank, or None.
 
     Attributes:
-        residuals, owner_residuals, transform, moments: as given.
+        residuals, owner_residuals, transform, moments: the arguments.
         loss_scale: loss scale of the residuals.
     """
 
@@ -62,8 +62,9 @@ class StateStore:
 
     def rescale(self, factor: float) -> None:
         """Multiply every residual by `factor`, in place, after the loss scale has changed by it."""
-        for planes in self._residuals():
-            planes.rescale(factor)
+        for planes in (self.residuals, self.owner_residuals):
+            if planes is not None:
+                planes.rescale(factor)
 
     def change_loss_scale(self, loss_scale: float) -> None:
         """Rescale residuals to gradients with a new loss scale."""
@@ -94,9 +95,6 @@ class StateStore:
         self.loss_scale = loss_scale
         if self.transform is not None:
             self.transform.scale = loss_scale
-
-    def _residuals(self) -> list[Planes]:
-        return [part for part in (self.residuals, self.owner_residuals) if part is not None]
 
     def _planes(self) -> dict[str, Planes]:
         """Return the planes in use, by their part in a state dict."""

@@ -8,12 +8,12 @@ with NaN on any rank, or a discarded step, leaves them unchanged.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
-from gradcomp.kernels import CPU, device_of
+from gradcomp.kernels import CPU
 from gradcomp.memory.planes import Planes
 
 # 64 KB each of values, old and new states: they fit into the L2 cache
@@ -118,33 +118,16 @@ class Transforming:
         return not bool(torch.isfinite(chunk).all() and torch.isfinite(new).all())
 
 
-def check_transform(transform: object) -> Transform | None:
-    """Return `transform`, a transform or None, unchanged.
+def check_transform(transform: object) -> None:
+    """Raise unless `transform` is None or a transform.
 
     Raises:
-        TypeError: `transform` is of another type.
+        TypeError: it is of another type.
         ValueError: its place is unknown.
     """
     if transform is None:
-        return None
+        return
     if not isinstance(transform, Transform):
         raise TypeError(f"transform must be a gradcomp.Transform, got {type(transform).__name__}")
     if transform.place not in PLACES:
         raise ValueError(f"a transform's place must be one of {PLACES}, got {transform.place!r}")
-    return transform
-
-
-def keep_states(
-    transform: Transform | None, tensors: Mapping[int, Tensor], share: Callable[[int], int]
-) -> Transforming | None:
-    """Return a transform with states for these tensors; None without a transform.
-
-    Args:
-        tensors: the tensors by position.
-        share: maps the number of elements of a tensor to how many of them this rank owns.
-    """
-    if transform is None:
-        return None
-    local = transform.place == "local"
-    numels = {i: t.numel() if local else share(t.numel()) for i, t in tensors.items()}
-    return Transforming(transform, numels, device_of(tensors.values()))

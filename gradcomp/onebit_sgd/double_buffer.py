@@ -22,10 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_map
 
 from gradcomp.arguments import check_integer
-from gradcomp.averager import GradientAverager
+from gradcomp.averager import DelayedSeconds, GradientAverager
 from gradcomp.codecs import Codec
 from gradcomp.comm.base import Communicator
-from gradcomp.engine.delayed import DelayedSeconds
 from gradcomp.engine.options import Advanced, DelayedOptions, takes
 from gradcomp.exchange.agree import gather
 from gradcomp.exchange.stats import Stats
@@ -336,8 +335,8 @@ class DoubleBuffer:
                 rounds = [[seconds(way, steps) for way in ways] for _ in range(ROUNDS)]
         finally:
             self._minibatches, self._update_s, self._compute_s = own
-            if self._averager._delayed is not None:
-                self._averager._delayed.seconds = spent
+            if self._averager.delayed is not None:
+                self._averager.delayed = spent
         fastest = map(min, zip(*rounds, strict=True))
         everyone = self._gather("compare", "<dd", *fastest)
         return OverlapComparison(*map(max, zip(*everyone, strict=True)))

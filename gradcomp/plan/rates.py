@@ -28,10 +28,10 @@ from torch import Tensor
 
 from gradcomp.codecs import Codec
 from gradcomp.comm.base import Channel, Communicator, Counts, Work
-from gradcomp.exchange.bucket import BucketExchange
+from gradcomp.exchange.bucket import BucketExchange, ExchangeOptions
 from gradcomp.exchange.second import owners_feed_back
 from gradcomp.exchange.sizing import BucketPlan, Strategy
-from gradcomp.exchange.staged import beside
+from gradcomp.exchange.staged import for_device
 from gradcomp.exchange.stats import Stats
 from gradcomp.kernels import CPU, encoding_device, of
 from gradcomp.kernels.staging import Staged, wait_for
@@ -264,8 +264,8 @@ def _run_exchange(
     if owners_feed_back(strategy.second_phase, codec):
         state.owner_residuals = Planes({0: ByElements(n).numel(numel, 0)}, device=device)
     buffer, seen = torch.empty_like(values), []
-    own = BucketExchange(plan, _Echo(n), torch.float32, stats, state=state, device=device)
-    exchange = beside(own, buffer, device)
+    options = ExchangeOptions(torch.float32, stats, state, device=device)
+    exchange = for_device(BucketExchange(plan, _Echo(n), options), buffer, device)
     for step in range(repeats + 1):
         buffer.copy_(values)
         stats.reset()

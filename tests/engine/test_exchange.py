@@ -27,7 +27,7 @@ from gradcomp import (
 )
 from gradcomp.allreduce import Feedback
 from gradcomp.comm import LocalCommunicator
-from gradcomp.exchange.bucket import BucketExchange
+from gradcomp.exchange.bucket import BucketExchange, ExchangeOptions
 from gradcomp.exchange.routes import run_stages
 from gradcomp.exchange.sizing import BucketPlan, choose
 from gradcomp.exchange.slices import Slicing
@@ -308,7 +308,7 @@ def test_steady_state_allocates_no_tensor(comm):
     slots, strategy = [Slot(0, 1 << 16, 256, True, 0)], choose(OneBit(), 2, "reduce_scatter")
     plan = BucketPlan(OneBit(), slots, strategy, 2, comm.rank, {0: 0})
     state = StateStore(Planes({0: 1 << 16}), Planes({0: 1 << 15}))
-    exchange = BucketExchange(plan, comm, torch.float32, Stats(), state=state)
+    exchange = BucketExchange(plan, comm, ExchangeOptions(torch.float32, Stats(), state))
     tensor = torch.randn(1 << 16)
     run_stages(exchange, tensor, 0)
     held = memory_of(exchange)
@@ -327,7 +327,8 @@ def test_memory_is_the_payloads_and_one_shard(world, name, exchange):
     numel, codec = 1 << 20, CODECS[name]
     slots = [Slot(0, numel, codec.group_numel((1024, 1024)), True, 0)]
     plan = BucketPlan(codec, slots, choose(codec, world, exchange), world, 0, {0: 0})
-    made = BucketExchange(plan, LocalCommunicator.group(world)[0], torch.float32, Stats())
+    options = ExchangeOptions(torch.float32, Stats())
+    made = BucketExchange(plan, LocalCommunicator.group(world)[0], options)
     held = sum(memory_of(made).values())
     (one,) = plan.slices
     payloads = plan.local.nbytes + world * one.messages[0].nbytes

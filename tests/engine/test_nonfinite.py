@@ -11,7 +11,7 @@ from _saved import bits_of
 from _tables import flushing
 
 from gradcomp import Block, CorruptPayload, Identity, OneBit, PeerLost, TernGrad
-from gradcomp.exchange.bucket import BucketExchange
+from gradcomp.exchange.bucket import BucketExchange, ExchangeOptions
 from gradcomp.exchange.routes import run_stages
 from gradcomp.exchange.sizing import BucketPlan, Strategy
 from gradcomp.exchange.stats import Stats
@@ -31,7 +31,8 @@ def exchange_of(comm, codec, strategy, dtype=torch.float32, keeps_packed=True):
     """Return an exchange of 512 values that are encoded and 64 that are not."""
     slots = [Slot(0, 512, codec.group_numel((512,)), True, 0), Slot(1, 64, 64, False, 512)]
     plan = BucketPlan(codec, slots, strategy, comm.world_size, comm.rank)
-    return BucketExchange(plan, comm, dtype, Stats(), timeout_s=60, keeps_packed=keeps_packed)
+    options = ExchangeOptions(dtype, Stats(), timeout_s=60, keeps_packed=keeps_packed)
+    return BucketExchange(plan, comm, options)
 
 
 def averaged(comm, codec, values, strategy, dtype=torch.float32, keeps_packed=True):

@@ -12,7 +12,7 @@ import gradcomp
 import gradcomp.allreduce
 from gradcomp import Block, CorruptPayload, Identity, OneBit, PeerMismatch, Ternary, TernGrad
 from gradcomp.codecs import EntropyCoded
-from gradcomp.exchange.bucket import BucketExchange
+from gradcomp.exchange.bucket import BucketExchange, ExchangeOptions
 from gradcomp.exchange.routes import run_stages
 from gradcomp.exchange.sizing import BucketPlan, Strategy, choose
 from gradcomp.exchange.slices import SLICE_NUMEL, WHOLE, Slicing, cut, cuts_groups
@@ -60,7 +60,8 @@ def plan_of(codec, exchange, world, rank, slicing, owners=None):
 
 
 def exchange_of(comm, plan, state=None):
-    return BucketExchange(plan, comm, torch.float32, Stats(), timeout_s=30, state=state)
+    options = ExchangeOptions(torch.float32, Stats(), state or StateStore(), timeout_s=30)
+    return BucketExchange(plan, comm, options)
 
 
 def normal(seed, numel=NUMEL):

@@ -38,6 +38,7 @@ from torch.utils.checkpoint import checkpoint
 import gradcomp
 from gradcomp import Block, CorruptPayload, Identity, OneBit, PeerMismatch, Ternary, TernGrad
 from gradcomp.comm import torch_private
+from gradcomp.exchange.bucket import ExchangeOptions
 from gradcomp.exchange.gather import BufferPool, ShardGather
 from gradcomp.exchange.sizing import Strategy, choose
 from gradcomp.exchange.stats import Stats
@@ -1276,7 +1277,8 @@ def gathered_bytes(comm, fill, bad):
     slots = [[Slot(rank, numel, 10, True, 190 * rank)] for rank, numel in enumerate(numels)]
     pool = BufferPool()
     pool.give(torch.full((4096,), fill, dtype=torch.uint8))
-    gather = ShardGather(codec, slots, 190 * comm.rank, comm, Stats(), pool, timeout_s=20)
+    options = ExchangeOptions(torch.float32, Stats(), timeout_s=20)
+    gather = ShardGather(codec, slots, 190 * comm.rank, comm, pool, options)
     values = torch.randn(numels[comm.rank], generator=torch.Generator().manual_seed(comm.rank))
     if bad:
         values[5] = math.nan

@@ -31,8 +31,7 @@ from gradcomp.exchange.bucket import BucketExchange
 from gradcomp.exchange.buffers import Buffers
 from gradcomp.exchange.phase import Phase
 from gradcomp.exchange.sizing import BucketPlan
-from gradcomp.exchange.stages import OwnerTransform
-from gradcomp.exchange.units import Units
+from gradcomp.exchange.stages import OwnerTransform, Units
 from gradcomp.local import fragment
 from gradcomp.local.inner import Weights
 from gradcomp.memory.planes import Planes

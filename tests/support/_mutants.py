@@ -41,8 +41,7 @@ TESTS = {
     "exchange/nodes": "comm/test_peers engine/test_hierarchical",
     "exchange/routes": f"engine/test_hierarchical {CORE} engine/test_engine",
     "exchange/pipeline": f"engine/test_pipeline engine/test_nonfinite {CORE} engine/test_engine",
-    "exchange/units": "engine/test_precondition engine/test_stages",
-    "exchange/rotation": "engine/test_rotate",
+    "exchange/stages": f"engine/test_precondition engine/test_rotate engine/test_transform {CORE}",
     "exchange/": f"engine/test_second engine/test_quality engine/test_telemetry {CORE}"
     " engine/test_transform engine/test_hierarchical entry/test_ddp",
     "memory/": "engine/test_planes engine/test_memory engine/test_transform"
