@@ -211,9 +211,7 @@ def grouped(
 def tables(
     rows: Sequence[Result], measures: Mapping[str, str]
 ) -> list[tuple[str, list[Result], Table]]:
-    """Return title, rows and table for every workload, optimizer, number of workers and steps.
-    `rows` come from `summarize`; `measures` has the measure of each workload, for the titles.
-    """
+    """Return title, rows of `summarize` and table for each case; `measures` is by workload."""
     heads = ("method", "rate", "bits", "mean", "±", "to fp32", "to bf16", "seeds")
     out = []
     for (workload, optimizer, workers, steps), here in grouped(rows, CASE):

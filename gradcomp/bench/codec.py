@@ -160,9 +160,7 @@ def _ternary_cases(x: Tensor) -> list[Case]:
 
 
 def _one_tensor(x: Tensor) -> Case:
-    """Return the case of a user's call of ``encode``: with header, checksum and a residual that is
-    updated in place.
-    """
+    """Return a user's call of ``encode``: with header, checksum and a residual updated in place."""
     codec, old = OneBit(group=GROUP), _residual(x)
     kept, payload = old.clone(), torch.zeros(_layout(codec, x.numel()).nbytes, dtype=torch.uint8)
     run = partial(codec.encode, x, residual=kept, key=KEY, out=payload)

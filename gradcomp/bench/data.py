@@ -50,13 +50,11 @@ class ImageData:
 
 
 def load(folder: Path | None) -> ImageData:
-    """Load the four files `TRAIN_FILES` and `TEST_FILES` of a folder, plain or with .gz, or (None)
-    scikit-learn's digits.
+    """Load the four IDX files of a folder, plain or .gz, or (None) scikit-learn's digits.
 
     Raises:
         FileNotFoundError: the folder or one of its four files does not exist.
-        ValueError: a file is not what its name says, or images and labels do not match; the message
-            names the file and the check.
+        ValueError: a file is not what its name says, or images and labels do not match.
     """
     if folder is None:
         return load_digits()
@@ -70,9 +68,7 @@ def load(folder: Path | None) -> ImageData:
 
 
 def load_digits() -> ImageData:
-    """Load scikit-learn's 1797 digits of 8x8 pixels, upsampled to 28x28: 1347 for training and a
-    quarter of each class, 450, for test, the same ones in every process and run.
-    """
+    """Load scikit-learn's 1797 digits of 8x8 pixels, upsampled to 28x28; 450 are for test."""
     from sklearn.datasets import load_digits as sklearn_digits
     from sklearn.model_selection import train_test_split
 
@@ -94,12 +90,7 @@ def load_digits() -> ImageData:
 
 
 def read_plain(path: Path) -> bytes:
-    """Return the bytes of a file, uncompressed with gzip if its name ends in .gz.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: not gzip though named so.
-    """
+    """Return a file's bytes, unzipped if its name ends in .gz; ValueError if it is not gzip."""
     raw = path.read_bytes()
     if path.suffix != ".gz":
         return raw
@@ -110,13 +101,10 @@ def read_plain(path: Path) -> bytes:
 
 
 def read_idx(path: Path) -> NDArray[np.uint8]:
-    """Read one IDX file of unsigned bytes, gzip-compressed if its name ends in .gz, into an array
-    of the dimensions that the header gives.
+    """Read an IDX file of unsigned bytes, plain or .gz, into an array of the header's dimensions.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: not gzip though named so, wrong magic or type, truncated, or bytes after the
-            last value.
+        FileNotFoundError, ValueError: no such file; wrong type, truncated, or trailing bytes.
     """
     raw = read_plain(path)
     if len(raw) < 4 or raw[:2] != b"\0\0":

@@ -191,8 +191,7 @@ methods: {", ".join(name for name in METHODS if name not in (NONE, NOOP))}, {FSD
 
 
 def parse(text: str) -> Method:
-    """Return the method for a text such as ``onebit``, ``onebit:exempt=ends,warmup_steps=100``,
-    ``ternary:every=30,delay=5``, ``fsdp2:onebit``, or ``module:factory`` for a user's own hook.
+    """Return the method for a text such as ``onebit:exempt=ends,warmup_steps=100``; see `GRAMMAR`.
 
     Raises:
         ValueError: the method, preset or option is unknown, or options exclude each other.
@@ -337,9 +336,7 @@ def _known_to(name: str) -> str:
 
 
 def _only_changes(method: Method, name: str) -> bool:
-    """Return whether a method differs from its row of `METHODS` only in the values of the row's own
-    options.
-    """
+    """Return whether a method differs from its row of `METHODS` only in the row's own options."""
     row = METHODS[name]
     known = method.options.keys() == row.options.keys()
     return known and method == replace(row, name=method.name, options=method.options)
@@ -461,9 +458,7 @@ def wrap(
 
 
 def _shard(model: nn.Module, method: Method, make: Make) -> Ready:
-    """Shard a model with FSDP2; each member of its lists and sequences is sharded separately and
-    prefetches the weights of the next one.
-    """
+    """Shard a model with FSDP2: members of lists and sequences separately, with prefetch."""
     # imported here: it takes a third as long as torch, and most methods do not need it
     from torch.distributed.fsdp import fully_shard
 

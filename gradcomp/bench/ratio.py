@@ -64,9 +64,7 @@ class Check(NamedTuple):
 
 
 def count(models: Iterable[str]) -> list[Row]:
-    """Return the bytes per rank and step of every scheme and world size, for models named by keys
-    of :data:`~gradcomp.plan.models.MODELS`.
-    """
+    """Return the bytes per rank and step of every scheme and world size."""
     out = []
     for model, scheme, world_size in itertools.product(models, SCHEMES, WORLD_SIZES):
         codec, exchange = SCHEMES[scheme]
@@ -104,9 +102,7 @@ def check_ratios(rows: Iterable[Row]) -> list[Check]:
 
 
 def verify() -> list[Check]:
-    """Train LeNet over gloo with every scheme and compare the bytes that every rank counts with the
-    prediction; return one check for each scheme.
-    """
+    """Train LeNet over gloo with every scheme; compare every rank's bytes with the prediction."""
     errors: dict[str, list[str]] = {name: [] for name in SCHEMES}
     lenet = find_model("LeNet").parameters
     sent = {}
@@ -131,9 +127,7 @@ def verify() -> list[Check]:
 
 
 def _count_rank(emit: Emit) -> None:
-    """Emit (scheme, rank, {(sent, received, baseline) of the steps}) without the first step, after
-    which DDP rebuilds its buckets.
-    """
+    """Emit (scheme, rank, {(sent, received, baseline)}) of all steps but the first."""
     for name, (codec, exchange) in SCHEMES.items():
         torch.manual_seed(0)
         model = DistributedDataParallel(LeNet())
@@ -162,11 +156,7 @@ def read_options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """Run the benchmark with these arguments.
-
-    Returns:
-        The exit status: 0 success, 1 a check or the comparison with gloo failed, 2 invalid options.
-    """
+    """Run the benchmark; return the exit status: 1 a check failed, 2 invalid options."""
     args = read_options(argv)
     console = Console()
     checks = verify() if args.verify else []

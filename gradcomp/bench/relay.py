@@ -23,14 +23,7 @@ _AT_A_TIME = 64  # packets that are read of one host before the next one's
 
 
 def open_tun(name: str) -> int:
-    """Create a TUN device and return its file descriptor; the device is gone when that is closed.
-
-    Args:
-        name: at most 15 ASCII characters.
-
-    Raises:
-        OSError: there is no /dev/net/tun, or no permission.
-    """
+    """Create a TUN device and return its file descriptor; OSError without permission."""
     number = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         fcntl.ioctl(number, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _TUN_WITHOUT_HEADERS))

@@ -130,8 +130,7 @@ WITHOUT_EXCHANGE = ("step, ms", "p95", "CPU, ms", "hidden", "peak, MB")  # colum
 
 def table_of(rows: Sequence[Row], measure: str, target: float | None) -> Table:
     """Return a table of rows from `row_of`, or ``{"method": ..., "failed": ...}``; ratios are to
-    fp32. `measure` is the head of the measure's column ("": no such column). The last column has
-    the seconds until `target` was reached (None: no such column).
+    fp32. `measure` heads the measure's column; "" and a `target` of None leave a column out.
     """
     good = [row for row in rows if not row.get("failed")]
     fp32: Row = next((row for row in good if row["method"] == "fp32"), {})
@@ -159,9 +158,7 @@ def link_of(case: Mapping[str, Any]) -> str:
 
 
 def crossings(cases: Sequence[tuple[int, str, Sequence[Row]]]) -> list[str]:
-    """Return one line for each method and number of ranks on where compression stops paying: the
-    slowest link on which its step is no shorter than fp32's. `cases` are (ranks, link, rows).
-    """
+    """Return a line for each method and number of ranks: the slowest link where it does not pay."""
     out = []
     for ranks in dict.fromkeys(ranks for ranks, _, _ in cases):
         here = [
@@ -184,9 +181,7 @@ def crossings(cases: Sequence[tuple[int, str, Sequence[Row]]]) -> list[str]:
 
 
 def draw_steps(rows: Sequence[Row], figure: Any) -> None:
-    """Draw the parts of each step's time, and beside them the time of codecs and waiting, hidden or
-    not. `rows` must contain the row of `NONE`.
-    """
+    """Draw the parts of each step's time, and of codecs and waiting; `rows` has that of `NONE`."""
     seconds = {row["method"]: row["seconds"] for row in rows}
     alone, copies = seconds[NONE], max(0.0, seconds.get(NOOP, 0.0) - seconds[NONE])
     steps, phases = {}, {}

@@ -95,11 +95,7 @@ def key_of(task: Task) -> Result:
 
 
 def finished(file: Path, tasks: Sequence[Task]) -> dict[Task, Result]:
-    """Return the results of those tasks that a file contains.
-
-    Raises:
-        ValueError: a line is not a result; an incomplete last line is ignored.
-    """
+    """Return the results of those tasks that a file has; ValueError if a line is not a result."""
     out: dict[tuple[Any, ...], Result] = {}
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
     for number, line in enumerate(lines):

@@ -132,9 +132,7 @@ def read_options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """Run `python -m gradcomp.bench train` with these arguments; return the exit status: 1 if a
-    method failed, 2 if the run is impossible.
-    """
+    """Run the benchmark; return the exit status: 1 a method failed, 2 the run is impossible."""
     args = read_options(argv)
     launch = importlib.import_module("gradcomp.launch")
     job = launch.environment()
@@ -201,9 +199,7 @@ def _cases(args: argparse.Namespace, launched: int) -> list[tuple[Case, Link | N
 def _run_case(
     args: argparse.Namespace, workload: Workload, cases: list[Case], place: Place
 ) -> None:
-    """Run every method in one place, `args.rounds` times in turn; write the JSON file after each
-    row.
-    """
+    """Run every method in one place, `args.rounds` times in turn; write the file after each row."""
     ranks, hosts = place.ranks, place.hosts
     rows: list[dict[str, Any]] = []
     link = Link(math.inf) if hosts is None else hosts.link
@@ -253,9 +249,7 @@ def _run_case(
 
 
 def _measure(args: argparse.Namespace, model: nn.Module, place: Place) -> dict[str, Any]:
-    """Return the arguments of `predict` that describe the ranks: rates of codecs and the transport,
-    measured over loopback (zero if that fails), cores and transport.
-    """
+    """Return arguments of `predict`: rates and transport (measured over loopback), and cores."""
     found: list[Any] = []
     largest, here = largest_bucket(model, place.ranks), replace(place, hosts=None)
     words = args.methods, largest, args.over, args.device

@@ -193,9 +193,8 @@ class Mailbox:
 
 
 class _Post:
-    """Connections and messages of a Mailbox.
-
-    `changed` guards `incoming`, `gone` and `reported`. Only the loop uses the other attributes.
+    """Connections and messages of a Mailbox. `changed` guards `incoming`, `gone` and `reported`;
+    only the loop uses the rest.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -369,10 +368,7 @@ class Stranger(ConnectionError):
 async def greet(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, rank: int, peer: int
 ) -> None:
-    """Authenticate as connector `rank`, after the listener has proved that it is rank `peer`.
-
-    Raises Stranger if the proof of the listener is wrong.
-    """
+    """Authenticate as connector `rank` with listener `peer`; Stranger if its proof is wrong."""
     mine = secrets.token_bytes(NONCE_NBYTES)
     writer.write(_HELLO.pack(MAGIC, rank, mine))
     theirs = await reader.readexactly(NONCE_NBYTES)
@@ -389,10 +385,7 @@ async def answer(
     rank: int,
     world_size: int,
 ) -> int:
-    """Authenticate as listener `rank`, and return the rank of the connector, which is above it.
-
-    Raises Stranger if the first message or the proof of the connector is wrong.
-    """
+    """Authenticate as listener `rank`; return the connector's rank, or raise Stranger."""
     magic, peer, theirs = _HELLO.unpack(await reader.readexactly(_HELLO.size))
     if magic != MAGIC or not rank < peer < world_size:
         raise Stranger(f"no rank above {rank}")

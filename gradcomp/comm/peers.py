@@ -79,9 +79,7 @@ def make_socket(one_host: bool) -> socket.socket | None:
 def find_lost(cards: Sequence[bytes], rank: int) -> tuple[int, str] | None:
     """Return (rank, description) of a lost rank; None if none or no single one is found.
 
-    Args:
-        cards: results of `here` on all ranks, in rank order.
-        rank: rank of this process.
+    `cards` are the results of `here` on all ranks, in rank order.
     """
     _drain_probes()
     peers = {n: Peer(*json.loads(card)) for n, card in enumerate(cards) if n != rank}

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 
 def ring_bytes(numel: int, world_size: int) -> int:
-    """Return the bytes that a rank sends in an fp32 ring all_reduce.
-
-    That is 2 (N - 1) / N * 4 * numel, rounded up.
-    """
+    """Return the bytes that a rank sends in an fp32 ring all_reduce, 2 (N - 1) / N * 4 * numel."""
     return -(-2 * (world_size - 1) * 4 * numel // world_size)
 
 

@@ -128,9 +128,7 @@ def absent(store: Any, keys: list[str]) -> list[int]:
 
 
 def wait_until_read(store: Any) -> None:
-    """Wait, at most for WRITE_S, until all ranks have the result of a meeting, since the store ends
-    with the process that hosts it.
-    """
+    """Wait up to WRITE_S until all ranks have a meeting's result: the store ends with its host."""
     deadline = time.monotonic() + WRITE_S
     with contextlib.suppress(RuntimeError):  # the store is gone
         while store.check(["read"]) and time.monotonic() < deadline:

@@ -63,10 +63,9 @@ def recommend(
     left_s: float,
     device: torch.device = CPU,
 ) -> tuple[dict[str, Any], Rates]:
-    """Return the planner's recommendation for a link of `link_of`, gradients on a device, and the
-    training that the command line describes, as JSON values; and the measured rates of codecs. If
-    `left_s` is below `LEAST_S`, codecs are assumed to take no time, and ``rates_measured`` is
-    False.
+    """Return the planner's recommendation as JSON values, and the measured rates of codecs.
+
+    With `left_s` below `LEAST_S`, codecs are assumed to take no time (``rates_measured`` is False).
     """
     rows = max(1, round(options["parameters"] / WIDTH))
     # matrices of at most a million values, several in each bucket; of large models larger ones

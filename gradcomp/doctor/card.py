@@ -43,13 +43,7 @@ STARTERS = {
 
 
 def card(rank: int, options: Mapping[str, Any], mpi: str | None) -> dict[str, Any]:
-    """Return the report of this rank on itself, with values that JSON supports.
-
-    Args:
-        rank: of this process.
-        options: options on which all ranks must agree.
-        mpi: library and thread level of the MPI; None if MPI is not the transport.
-    """
+    """Return the report of this rank on itself, as JSON values; ranks must agree on `options`."""
     found = interfaces()
     versions = {"gradcomp": __version__, "wire format": str(WIRE), "torch": torch.__version__}
     versions |= {"numpy": np.__version__, "python": platform.python_version()}

@@ -222,9 +222,7 @@ def _measure(me: Me, words: Words, go: Found) -> Found:
 
 
 def members_of(hosts: Sequence[str]) -> list[int]:
-    """Return the members of a probe: one rank on each of up to three `hosts`, or up to three ranks
-    if there is one host. `hosts` has the identity of every rank's host.
-    """
+    """Return the members of a probe: a rank on each of up to three hosts, or up to three ranks."""
     firsts = [hosts.index(host) for host in dict.fromkeys(hosts)]
     others = [rank for rank in range(len(hosts)) if rank not in firsts]
     return sorted((firsts + (others if len(firsts) == 1 else []))[:3])
@@ -263,9 +261,7 @@ def _probe(comm: Communicator, members: Sequence[int], left_s: float, words: Wor
 
 
 def _wait_for_silent(comm: Communicator, words: Words, silent: int) -> Found:
-    """Return the error that the silence of rank `silent` causes on this rank, and the seconds until
-    it was raised.
-    """
+    """Return the error that the silence of a rank causes on this rank, and its seconds."""
     begun, work, name, text = time.perf_counter(), None, "", "it ended without that member"
     send, recv = (torch.zeros(8 * n, dtype=torch.uint8) for n in (1, comm.world_size))
     try:
@@ -291,10 +287,7 @@ def _conclude(
     apart_s: float,
     silent: Sequence[int] = (),
 ) -> Found:
-    """Return all results, with findings and recommendation.
-
-    `apart_s` is the time between the first and the last rank's arrival, in seconds.
-    """
+    """Return all results; `apart_s`: seconds between the first and the last rank's arrival."""
     pairs = _merged([pair for one in seen.values() for pair in one["pairs"]])
     advice, rates, link = None, Rates(), advise.link_of([one["identity"] for one in cards], pairs)
     if link is not None:

@@ -73,9 +73,7 @@ def prepared_by(accelerator: Any) -> dict[str, Any]:
 
 
 def inner(optimizer: Any) -> Any:
-    """Return the torch optimizer inside an optimizer that accelerate has prepared; a list of them
-    for a list or tuple.
-    """
+    """Return the torch optimizer (or optimizers) that accelerate has wrapped."""
     from accelerate.optimizer import AcceleratedOptimizer
 
     if isinstance(optimizer, (list, tuple)):

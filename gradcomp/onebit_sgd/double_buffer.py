@@ -500,9 +500,7 @@ def _cut(batch: tuple[Any, ...]) -> tuple[list[tuple[Any, ...]], list[float]]:
 
 
 class _DrainBeforeEvaluation:
-    """Forward pre-hook that drains the buffer if the model is evaluated outside of a step. The hook
-    of a copied or saved model does nothing.
-    """
+    """Hook that drains before an evaluation; in a copied or saved model it does nothing."""
 
     def __init__(self, buffer: DoubleBuffer | None = None) -> None:
         self._buffer = weakref.ref(buffer) if buffer is not None else lambda: None

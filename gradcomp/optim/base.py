@@ -281,9 +281,7 @@ class SplitOptimizer(torch.optim.Optimizer):
             )
 
     def _run_sparse(self, entry: Entry) -> None:
-        """Update the rows at a sparse gradient's indices (embeddings), with their state, as a dense
-        update would.
-        """
+        """Update the rows at a sparse gradient's indices as a dense update would."""
         p, state = entry.parameter, entry.state
         assert p.grad is not None
         gradient = p.grad.float().coalesce()  # cast first: it sums duplicate rows
@@ -402,9 +400,7 @@ class SplitOptimizer(torch.optim.Optimizer):
     # ---- packed gradients -------------------------------------------------------------------
 
     def attach_packed(self, packed: Any) -> None:
-        """Read gradients from `packed`, too, while placeholders are in `p.grad`;
-        `gradcomp.ddp.register` calls this.
-        """
+        """Read gradients from `packed`, too, while `p.grad` is a placeholder."""
         self._packed.append(packed)
 
     def detach_packed(self, packed: Any) -> None:

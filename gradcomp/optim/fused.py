@@ -69,9 +69,7 @@ def replicated(optimizers: Sequence[SplitOptimizer], engine: Engine) -> Named:
 def agree_on_optimizers(
     optimizers: Sequence[SplitOptimizer], engine: Engine, not_fused: str
 ) -> None:
-    """Raise PeerMismatch ("optimizer") on every rank if the optimizers' classes, their state or
-    `not_fused` differ between ranks. Collective.
-    """
+    """Raise PeerMismatch on every rank if optimizers or `not_fused` differ. Collective."""
     kind = name_of(optimizers)
     text = f"{kind}, {f'not fused: {not_fused}' if not_fused else 'fused'}"
     try:

@@ -32,9 +32,7 @@ Ranges = dict[str, Callable[[str, Any], None]]
 
 
 def check_option(name: str, value: Any, low: float = 0.0, high: float = inf) -> None:
-    """Raise ValueError unless `value`, a number or a tensor of one element, is finite, at least
-    `low` and below `high`.
-    """
+    """Raise ValueError unless a number, or tensor of one element, is in [low, high) and finite."""
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"{name} as a tensor must have one element, got {value.numel()}")

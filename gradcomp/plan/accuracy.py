@@ -135,9 +135,7 @@ class Measured:
         return codec.resolved_second_phase(self.training.world_size)
 
     def is_of(self, family: str | None, codec: Codec, phase: str, every: int = 1) -> bool:
-        """Return whether the row was measured with this optimizer family, codec, second phase and
-        number of steps per exchange.
-        """
+        """Return whether the row was measured with this family, codec, second phase and `every`."""
         own = self.codec
         mine = self.training.family, self.every, own.name, own.form, own.rotates
         wanted = family, every, codec.name, codec.form, codec.rotates
@@ -294,9 +292,8 @@ def written(codec: Codec) -> str:
 
 
 def family_of(optimizers: Sequence[Any]) -> str | None:
-    """Return the family of the optimizers of one model by the class names of the innermost
-    (unwrapped) optimizers and their bases; None: not in the table, none given, or several families
-    (other than Muon with Adam, or a relative, for what is no matrix).
+    """Return the family of a model's optimizers by the class names of the innermost ones and their
+    bases; None: unknown, none given, or several (other than Muon with Adam).
     """
     families = {
         family_of_names([kind.__name__ for kind in type(unwrapped(one)).__mro__])
@@ -368,8 +365,6 @@ def expected(
 
 
 def within(family: str | None, table: Sequence[Measured] = TABLE) -> list[Measured]:
-    """Return the rows of `ways` that count and whose loss is tolerated, by ascending bits, those
-    without ``precondition`` first.
-    """
+    """Return the rows of `ways` that count and are tolerated, by bits, `precondition` last."""
     found = [row for row in ways(family, table) if row.counts and row.excess() <= 1]
     return sorted(found, key=lambda row: (row.bits, row.precondition))

@@ -16,15 +16,7 @@ from gradcomp.engine.rate import divides_by_squares, gains
 from gradcomp.optim.base import SplitOptimizer
 from gradcomp.payload.order import storage_shape
 from gradcomp.payload.parameters import THIN_GROUP_NUMEL, Parameter, describe_parameters
-from gradcomp.plan.accuracy import (
-    TABLE,
-    TOLERANCES,
-    Measured,
-    decayed,
-    family_of,
-    within,
-    written,
-)
+from gradcomp.plan.accuracy import TABLE, TOLERANCES, Measured, decayed, family_of, within, written
 
 AUTO = "auto"
 # for optimizers that are unknown or not in the table: no training lost anything with it
@@ -232,9 +224,7 @@ def _with(row: Measured, mine: Options, given: CommonOptions, scales: bool) -> O
 
 
 def _not_thin(codec: Codec, options: Options, sources: Sequence[Gradient]) -> Codec:
-    """Return the codec with groups of `BLOCK` elements in place of rows if some rows are so short
-    that blocks need fewer scales; otherwise the codec itself.
-    """
+    """Return the codec, with groups of `BLOCK` elements if short rows would need more scales."""
     shapes = [(source.name, storage_shape(source.like)) for source in sources]
 
     def compressed(codec: Codec) -> list[Parameter]:

@@ -99,9 +99,7 @@ class Method:
         return replace(self, name=self.name.removesuffix(f" {self.local}"), local=None)
 
     def after(self, local: LocalSteps) -> Method:
-        """Return the same exchange after local steps. A method without a codec becomes `IDENTITY`,
-        the library's own fp32 exchange.
-        """
+        """Return the same exchange after local steps; without a codec it becomes `IDENTITY`."""
         plain = self.each_step if self.codec is not None else IDENTITY
         return replace(plain, name=f"{plain.name} {local}", local=local)
 
@@ -141,11 +139,7 @@ IDENTITY = Method("identity", Identity(), "reduce_scatter", "requantize")  # the
 
 
 def find_method(name: str) -> Method:
-    """Return the method with this name.
-
-    Raises:
-        ValueError: there is no such method.
-    """
+    """Return the method with this name; ValueError if there is none."""
     known = {method.name: method for method in (*METHODS, *HIERARCHICAL, IDENTITY)}
     if name not in known:
         raise ValueError(f"unknown method {name!r}; there are {', '.join(known)}{removal(name)}")
@@ -189,9 +183,7 @@ class Collective:
 
     @staticmethod
     def of(kind: str, nbytes: int, ranks: int, node_ranks: int = 1) -> Collective:
-        """Return a collective in which a rank sends `nbytes`: an all_to_all sends to each rank
-        directly; all others are rings that leave each node once.
-        """
+        """Return a collective: an all_to_all sends to each rank directly, the others are rings."""
         if kind == "all_to_all":
             leaving = nbytes * (ranks - node_ranks) // max(1, ranks - 1)
             rounds = all_to_all_rounds(ranks)
@@ -241,13 +233,10 @@ def plan_buckets(
     bucket_cap_mb: float | None = None,
     node_ranks: int = 1,
 ) -> list[Bucket]:
-    """Return the exchange of every bucket on rank 0, in the order in which they become ready during
-    backward.
+    """Return the exchange of every bucket on rank 0, in the order in which backward completes them.
 
-    Args:
-        method: codec and exchange.
-        shapes, world_size, bucket_cap_mb: as in `gradcomp.plan.nbytes.predict_bytes`.
-        node_ranks: ranks on a node; must divide `world_size`.
+    `shapes`, `world_size` and `bucket_cap_mb` are as in `gradcomp.plan.nbytes.predict_bytes`;
+    `node_ranks` must divide `world_size`.
     """
     planned: dict[tuple[tuple[int, int, bool], ...], Bucket] = {}
     out = []
@@ -286,9 +275,7 @@ def _plan_bucket(method: Method, parameters: list[Parameter], n: int, node_ranks
 def _plan_hierarchical(
     method: Method, parameters: list[Parameter], nodes: int, node_ranks: int
 ) -> Bucket:
-    """Return a hierarchical exchange: fp32 without headers inside nodes, the codec's default
-    exchange of each rank's share between nodes.
-    """
+    """Return a hierarchical exchange: plain fp32 inside nodes, the codec's default between them."""
     share, numel = ByElements(node_ranks), sum(p.numel for p in parameters)
     owned = [replace(p, numel=share.numel(p.numel, 0)) for p in parameters]
     packed = _plan_bucket(between(method, nodes), owned, nodes, 1)

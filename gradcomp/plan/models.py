@@ -34,9 +34,8 @@ HIDDEN = 768  # hidden size of BERT-base and GPT-2 small
 def _layer(
     name: str, *shape: int, at: int = 1, more: float = 0.0, bias: int | None = None
 ) -> Tensors:
-    """Return weight and bias of a linear layer or convolution that is applied at `at` positions of
-    a sample. The weight's FLOPs include `more`. `bias` is the length of the bias; None: the
-    weight's first dimension.
+    """Return weight and bias (`bias` long; None: the first dimension) of a layer that is applied at
+    `at` positions of a sample; `more` FLOPs are added.
     """
     flops = at * 2.0 * math.prod(shape) + more
     return [(f"{name}.weight", shape, flops), (f"{name}.bias", (bias or shape[0],), 0.0)]
@@ -122,9 +121,8 @@ def _bert_base() -> Tensors:
 
 
 def _gpt2_small() -> Tensors:
-    """transformers' ``GPT2LMHeadModel`` for gpt2, tied head counted once: 124,439,808 values.
-
-    Weights of linear layers have the shape (inputs, outputs), as in the published checkpoint.
+    """transformers' ``GPT2LMHeadModel`` for gpt2, head tied: 124,439,808 values. Weights have the
+    shape (inputs, outputs), as in the checkpoint.
     """
     tokens, attention = GPT2_TOKENS, 4.0 * GPT2_TOKENS**2 * HIDDEN
     head = _layer("wte", 50257, HIDDEN, at=tokens)[:1]

@@ -62,9 +62,7 @@ MAIN, CODECS, LINK, INSIDE, TRANSPORT, COPIER = range(6)  # resources
 
 
 class Jobs:
-    """Jobs with dependencies, on first-in-first-out resources; `servers` is the number of jobs that
-    each resource runs at the same time.
-    """
+    """Jobs on first-in-first-out resources; `servers` of each resource run at the same time."""
 
     def __init__(self, servers: Mapping[Hashable, int]) -> None:
         self._free: dict[Hashable, float] = {None: math.inf, **servers}
@@ -116,9 +114,7 @@ class Jobs:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage's work on one slice: seconds on a core, then seconds of a copy between accelerator
-    and host, and the collective that it starts then.
-    """
+    """A stage's work on a slice: seconds on a core, then of a copy, then a collective."""
 
     seconds: float
     collective: Collective | None
@@ -127,9 +123,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Setting:
-    """Input of a simulation except the method and the number of nodes; attributes and errors are
-    those of `simulate`.
-    """
+    """Input of a simulation; attributes and errors are those of `simulate`."""
 
     workload: Workload
     link: Link
@@ -411,9 +405,8 @@ def slice_work(
 def extrapolated(
     schedule: Callable[[int], tuple[list[float], list[float]]], count: int, kept: int
 ) -> tuple[list[float], list[float]]:
-    """Return the times of a step with a run of `count` equal buckets: ``schedule(count)``, or for a
-    long run an extrapolation from two runs of at least `kept` buckets. Times are linear in the
-    length of runs that take much longer than latencies and the filling of the pipeline.
+    """Return ``schedule(count)`` for a run of equal buckets. A long run is extrapolated from two
+    shorter ones: times are linear in long runs.
     """
     while 2 * kept < count:
         few, more = schedule(kept), schedule(2 * kept)

@@ -84,12 +84,7 @@ class ClientKey:
     """
 
     def __init__(
-        self,
-        key: str,
-        spec: Spec,
-        raw: RawCodes | None,
-        value: Tensor | None,
-        shard_numel: int,
+        self, key: str, spec: Spec, raw: RawCodes | None, value: Tensor | None, shard_numel: int
     ) -> None:
         self.key, self.spec, self._raw = key, spec, raw
         self._dtype = DTYPES[spec.dtype]  # dtype and shape of pushed values
@@ -252,9 +247,7 @@ def _summary(value: Tensor) -> str:
 
 
 def check_initial(spec: Spec, value: Tensor | None) -> Tensor | None:
-    """Return initial values on the CPU; None if there are none. Raise unless they fit: finite
-    float32 for an asynchronous key, None for other keys.
-    """
+    """Return finite float32 initial values on the CPU, or None for a synchronous key."""
     given = None if value is None else f"{value.dtype} of shape {tuple(value.shape)}"
     if spec.asynchronous != (value is not None):
         text = "value and asynchronous=True must be given together"

@@ -150,10 +150,7 @@ def _corrupt(detail: str) -> CorruptPayload:
 
 
 def server_ranks(servers: int | Sequence[int], world_size: int) -> tuple[int, ...]:
-    """Return the ranks of the servers.
-
-    Args:
-        servers: ranks of the servers, or the number of last ranks that serve.
+    """Return the servers' ranks; `servers` may be the number of last ranks that serve.
 
     Raises:
         ValueError: the ranks do not exist, are not distinct, or leave no worker.

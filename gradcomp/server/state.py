@@ -65,10 +65,7 @@ def parse_state(record: Tensor) -> State:
 
 
 def write_states(path: str | os.PathLike[str], records: Iterable[tuple[str, int, Tensor]]) -> None:
-    """Write records of (key, shard, ``(nbytes,)`` uint8) to a file.
-
-    The file appears only when it is complete, and then replaces an older one.
-    """
+    """Write (key, shard, bytes) records to a file, which replaces an older one when complete."""
     count = 0
     with replaced(path) as file, zipfile.ZipFile(file, "w") as archive:
         for key, shard, record in records:
