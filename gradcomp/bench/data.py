@@ -29,20 +29,10 @@ _DIGITS_MAX = 16.0
 
 @dataclass(frozen=True)
 class ImageData:
-    """Labelled images, split into training and test set, standardised with the training set's mean
-    and standard deviation.
+    """Images in `(n, 1, 28, 28)` float32, standardised, and labels in `(n,)` int64."""
 
-    Attributes:
-        name: short name for tables and file names' titles.
-        note: one sentence on where the images come from and what was done to them.
-        train_images: `(n, 1, 28, 28)` float32.
-        train_labels: `(n,)` int64 in 0..9.
-        test_images: `(m, 1, 28, 28)` float32.
-        test_labels: `(m,)` int64 in 0..9.
-    """
-
-    name: str
-    note: str
+    name: str  # for tables
+    note: str  # one sentence on where the images come from and what was done to them
     train_images: Tensor
     train_labels: Tensor
     test_images: Tensor
@@ -145,21 +135,18 @@ def _read_pair(folder: Path, stems: tuple[str, str]) -> tuple[Tensor, Tensor]:
         paths.append(found[0])
     images_path, labels_path = paths
     images, labels = read_idx(images_path), read_idx(labels_path)
-    if images.ndim != 3 or images.shape[1:] != (IMAGE_SIZE, IMAGE_SIZE):
-        raise ValueError(
-            f"{images_path}: dimensions {images.shape}; images of {IMAGE_SIZE}x{IMAGE_SIZE} are"
-            " needed"
-        )
-    if labels.ndim != 1:
-        raise ValueError(f"{labels_path}: {labels.ndim} dimensions; labels have 1")
-    if len(images) != len(labels):
-        raise ValueError(
-            f"{images_path} has {len(images)} images but {labels_path} has {len(labels)} labels"
-        )
-    if len(labels) == 0:
-        raise ValueError(f"{labels_path}: holds no samples")
-    if int(labels.max()) >= NUM_CLASSES:
-        raise ValueError(f"{labels_path}: label {labels.max()} is outside 0..{NUM_CLASSES - 1}")
+    size, shape = IMAGE_SIZE, images.shape
+    highest = int(labels.max(initial=0))
+    counts = f"has {len(images)} images but {labels_path} has {len(labels)} labels"
+    for is_wrong, path, why in (
+        (shape[1:] != (size, size), images_path, f"dimensions {shape}; {size}x{size} are needed"),
+        (labels.ndim != 1, labels_path, f"{labels.ndim} dimensions; labels have 1"),
+        (len(images) != len(labels), images_path, counts),
+        (len(labels) == 0, labels_path, "holds no samples"),
+        (highest >= NUM_CLASSES, labels_path, f"label {highest} is outside 0..{NUM_CLASSES - 1}"),
+    ):
+        if is_wrong:
+            raise ValueError(f"{path}: {why}")
     scaled = torch.from_numpy(images.astype(np.float32) / np.float32(255.0)).unsqueeze(1)
     return scaled, torch.from_numpy(labels.astype(np.int64))
 

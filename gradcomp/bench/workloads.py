@@ -68,20 +68,13 @@ class Settings:
 
 @dataclass
 class Workload:
-    """Model and data to train. Subclasses define `measure`, name and unit of the result of `test`
-    ("" if there is none), and `lower_is_better`, whether a smaller result is better.
-
-    Attributes:
-        name: name in tables.
-        settings: training settings.
-        model: function that returns a new model, with weights from torch's default generator.
-    """
+    """Model and data to train; subclasses define what `test` measures."""
 
     name: str
     settings: Settings
-    model: Callable[[], nn.Module]
+    model: Callable[[], nn.Module]  # weights are drawn from torch's default generator
 
-    measure: ClassVar[str] = ""
+    measure: ClassVar[str] = ""  # name and unit of the result of `test`, "" for none
     lower_is_better: ClassVar[bool] = True
 
     def check(self, optimizer: str, workers: int) -> None:

@@ -31,21 +31,13 @@ BACKLOG = 4096  # length of the queue of probes; Linux does not answer further o
 
 
 class Peer(NamedTuple):
-    """Process and sockets of a rank.
+    """Process and sockets of a rank."""
 
-    Attributes:
-        address: (host, port) of the listening socket of the process; None: it has none.
-        pid: process ID.
-        host: name of the host.
-        identity: equal for processes that see each other's process IDs in /proc.
-        port: port of the communicator's own socket; None: it has none.
-    """
-
-    address: tuple[str, int] | None
+    address: tuple[str, int] | None  # of the process's listening socket; None: it has none
     pid: int
     host: str
-    identity: str
-    port: int | None = None
+    identity: str  # equal for processes that see each other's process IDs in /proc
+    port: int | None = None  # of the communicator's own socket; None: it has none
 
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.host}"

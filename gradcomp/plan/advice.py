@@ -25,20 +25,13 @@ BLOCK = 128  # elements of the shortest rows that were measured
 
 
 class Chosen(NamedTuple):
-    """Codec and options that an entry point uses.
-
-    Attributes:
-        codec, options: the given ones, or for "auto" the chosen ones.
-        said: text about the choice for `describe`, "" for none.
-        guarded: whether the guard watches the run (`gradcomp.engine.guard`).
-        faster: ("auto") a codec that takes less time and sends more bytes, for the guard to try.
-    """
+    """Codec and options that an entry point uses: the given ones, or those chosen for "auto"."""
 
     codec: Codec
     options: Options
-    said: str
-    guarded: bool
-    faster: Codec | None = None
+    said: str  # text about the choice for `describe`, "" for none
+    guarded: bool  # whether the guard watches the run (`gradcomp.engine.guard`)
+    faster: Codec | None = None  # a codec that takes less time, for the guard to try
 
 
 def resolve_auto(

@@ -165,21 +165,13 @@ def between(method: Method, nodes: int) -> Method:
 
 @dataclass(frozen=True)
 class Collective:
-    """Messages and bytes of one collective of a bucket on one rank.
+    """Messages and bytes of one collective of a bucket on one rank."""
 
-    Attributes:
-        kind: "max", "all_to_all", "all_gather", "all_reduce" or "all_reduce_bf16".
-        nbytes: bytes that the rank sends.
-        rounds: number of consecutive messages; each adds the latency of the link.
-        leaving_nbytes: bytes that all ranks of the node together send over the node's link.
-        staying_nbytes: bytes that the rank sends to other ranks of its node.
-    """
-
-    kind: str
-    nbytes: int
-    rounds: int
-    leaving_nbytes: int
-    staying_nbytes: int = 0
+    kind: str  # "max", "all_to_all", "all_gather", "all_reduce" or "all_reduce_bf16"
+    nbytes: int  # that the rank sends
+    rounds: int  # consecutive messages; each adds the latency of the link
+    leaving_nbytes: int  # that all ranks of the node together send over the node's link
+    staying_nbytes: int = 0  # that the rank sends to other ranks of its node
 
     @staticmethod
     def of(kind: str, nbytes: int, ranks: int, node_ranks: int = 1) -> Collective:
@@ -200,25 +192,16 @@ class Collective:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Exchange of one bucket on one rank. Buckets with equal exchanges are equal.
+    """Exchange of one bucket on one rank. Buckets with equal exchanges are equal."""
 
-    Attributes:
-        parameters: indices in ``named_parameters()``; they are not compared.
-        numel: number of values.
-        owned_numel: values that the rank owns in a reduce_scatter; `numel` in other exchanges.
-        collectives: collective that each stage but the last starts at its end; None: none.
-        slices: number of slices in which the bucket is exchanged.
-        whole_second: the second phase is not sliced and follows the last slice.
-        between: exchange with other nodes; hierarchical only.
-    """
-
-    parameters: tuple[int, ...] = field(compare=False)
+    parameters: tuple[int, ...] = field(compare=False)  # indices in ``named_parameters()``
     numel: int
-    owned_numel: int
+    owned_numel: int  # that the rank owns in a reduce_scatter; `numel` in other exchanges
+    # collective that each stage but the last starts at its end; None: none
     collectives: tuple[Collective | None, ...]
     slices: int = 1
-    whole_second: bool = False
-    between: Bucket | None = None
+    whole_second: bool = False  # the second phase is not sliced and follows the last slice
+    between: Bucket | None = None  # exchange with other nodes; hierarchical only
 
     @property
     def leaving_nbytes(self) -> int:

@@ -26,24 +26,14 @@ DDP_BUCKET_NBYTES = (1 << 20, 25 << 20)
 
 @dataclass(frozen=True, slots=True)
 class CollectiveBytes:
-    """Bytes of each collective of one bucket's exchange on one rank, headers, scales and padding
-    included.
+    """Bytes of one bucket's exchange on one rank, headers, scales and padding included."""
 
-    Attributes:
-        scale: bytes sent, and as many received, by the ring that computes shared scales; 0: none.
-        first, first_received: bytes sent and received in the first phase; an all_gather has only
-            this phase.
-        second: bytes sent, and as many received, in the second phase.
-        slices: number of slices in which the bucket is exchanged.
-        whole_second: the second phase is not sliced and follows the last slice.
-    """
-
-    scale: int
-    first: int
+    scale: int  # sent, and as many received, by the ring of shared scales
+    first: int  # sent in the first phase, the only one of an all_gather
     first_received: int
-    second: int = 0
+    second: int = 0  # sent, and as many received, in the second phase
     slices: int = 1
-    whole_second: bool = False
+    whole_second: bool = False  # the second phase is not sliced and follows the last slice
 
 
 def collective_bytes(
