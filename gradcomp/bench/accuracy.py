@@ -94,13 +94,11 @@ def run_and_show(
     arguments: dict[str, Any],
     link: str | None = None,
 ) -> int:
-    """Run the tasks that are not yet in ``runs.jsonl`` in the folder of `file`, `processes` at a
-    time, print tables, and write `file` (JSON) and its plot (PNG). Tasks with 0 steps have as many
-    as their workload. `benchmark` is the name for errors, `arguments` are for the JSON file, `link`
-    is the rate of links between hosts (None: loopback).
+    """Run the tasks that are not yet in ``runs.jsonl`` beside `file`, `processes` at a time; print
+    tables, write `file` (JSON) and its plot (PNG).
 
-    Returns:
-        The exit status: 1 if a rank failed, 2 if a task is impossible.
+    Tasks with 0 steps have as many as their workload; `arguments` are for the JSON file; `link` is
+    the rate of links between hosts. Return the exit status: 1 a rank failed, 2 an impossible task.
     """
     lines = file.parent / "runs.jsonl"
     try:

@@ -413,13 +413,8 @@ def wrap(
 ) -> Ready:
     """Wrap a model so that it trains with a method, and create its optimizers. Collective.
 
-    Args:
-        model: model on one device, with the same weights on every rank.
-        method: method of exchange.
-        make: returns the optimizers of a model.
-        comm: communicator of the codecs; None: torch's default process group.
-        min_numel: smallest number of elements of a compressed tensor, unless the method sets it;
-            None: the default. Not for "auto".
+    Weights must be equal on every rank. `comm` is for codecs (None: torch's default process group),
+    `min_numel` for methods that do not set it (None: the default).
     """
     options = method.options_for(list(model.named_parameters()))
     if min_numel is not None and method.codec != AUTO:  # measured as users get it

@@ -96,14 +96,11 @@ def run(
     on_message: Callable[[Any], None],
     hang_s: float = math.inf,
 ) -> None:
-    """Run ``body(emit, *args)`` in every rank of a place and wait for all of them.
+    """Run ``body(emit, *args)``, of a module-level function, in every rank of a place; wait for
+    all.
 
     Args:
-        place: where the ranks run.
-        body: module-level function; its first argument sends a message to this process.
-        args: further arguments, which must be picklable.
-        on_message: called in this process with every message. Under an mpiexec only rank 0 sends
-            messages, because all ranks share one output.
+        on_message: called in this process with what ranks emit; under an mpiexec only rank 0 does.
         hang_s: longest time without a message from any rank, in seconds, after the first message.
 
     Raises:

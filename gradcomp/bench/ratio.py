@@ -76,11 +76,10 @@ def count(models: Iterable[str]) -> list[Row]:
 
 
 def check_ratios(rows: Iterable[Row]) -> list[Check]:
-    """Check ResNet-50's compression ratios.
+    """Check ResNet-50's ratios: at N = 8 the floor of `FLOORS`, and the same within 12 % up to 64.
 
-    Each scheme of `FLOORS` must reach its floor at N = 8, and its ratio must not change by more
-    than 12 % from N = 8 to 64. The exact scheme, whose second phase takes ceil(log2(2N + 1)) bits,
-    must instead follow 64 / (2 + bits) within 12 %.
+    The exact scheme must instead follow 64 / (2 + bits), since its second phase takes ceil(log2(2N
+    + 1)) bits.
     """
     ratios = {
         (row["scheme"], row["world_size"]): row["compression_ratio"]

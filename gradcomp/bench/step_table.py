@@ -38,16 +38,9 @@ def row_of(
 
     ``exchange_cpu_seconds`` is rank 0's CPU time of the exchange (codec, reduction, TCP in the
     kernel). ``bound_seconds`` is the larger of that and the link's time for the bytes: the smallest
-    exposed time of an exchange that overlaps both completely, on a host with no idle cores.
-
-    Args:
-        method: name of the method.
-        results: results of `gradcomp.bench.trainer.train`, by rank.
-        base: row of a step without an exchange; None if it was not measured.
-        predicted_s: seconds per step that the planner predicts; None: no prediction.
-        target: measure for which the time until it is reached is returned; None: not needed.
-        lower: a lower measure is better.
-        bits_per_s: rate of the link, in bits per second.
+    exposed time of an exchange that overlaps both completely, on a host with no idle cores. `base`
+    is the row of a step without an exchange. `predicted_s`, the planner's seconds, and `target`, a
+    measure to reach, may be None, too.
     """
     first = results[0]
     middle = statistics.fmean if first.get("rare") else statistics.median

@@ -34,12 +34,10 @@ def run_all(
     failed: dict[Task, str] | None = None,
     spread: bool = True,
 ) -> Iterator[tuple[Task, list[Result], float]]:
-    """Run tasks; yield each when it ends, with the results of `train` on all ranks (in a launched
-    job only on rank 0) and its seconds.
+    """Run tasks, `processes` at a time; yield each when it ends, with the results of `train` on all
+    ranks (in a launched job only on rank 0) and its seconds.
 
     Args:
-        tasks: runs.
-        processes: number of tasks that run at the same time.
         place: where the ranks run; None: on this machine over loopback.
         hang_s: seconds of silence after which the ranks of a task count as hung.
         failed: filled with the reason for each task whose ranks failed; it has no results.

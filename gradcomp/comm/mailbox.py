@@ -99,9 +99,7 @@ class _Sending(base.Work):
 class Mailbox:
     """Point-to-point messages between all ranks. The constructor is collective.
 
-    Args:
-        share: an all_gather of bytes of equal length, which returns those of all ranks.
-        timeout_s: timeout of the connection of all ranks, in seconds.
+    `share` is an all_gather of bytes of equal length.
 
     Raises:
         PeerLost: phase "setup"; a rank cannot be reached, or fails to authenticate.

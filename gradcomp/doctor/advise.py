@@ -33,11 +33,7 @@ def link_of(
 
     A node is a host if all hosts have equally many ranks, otherwise it is a rank. The rate of a
     host is the sum over all pairs of its ranks with ranks of other hosts in one round, in the best
-    round. The slowest host determines the link.
-
-    Args:
-        identities: identity of every rank's host.
-        pairs: measurements of `gradcomp.doctor.pairs.measure_all`.
+    round. The slowest host determines the link. `identities` are those of the ranks' hosts.
     """
     apart, inside = measured(pairs, identities)
     counts = {host: identities.count(host) for host in identities}

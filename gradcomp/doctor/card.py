@@ -121,12 +121,8 @@ def start_lookup(host: str) -> Callable[[], float]:
 def timeouts(
     over: str, timeout_s: float | None, torch_timeout_s: float | None, apart_s: float
 ) -> dict[str, Any]:
-    """Return the timeouts, in seconds, of a training on these ranks.
-
-    Args:
-        over: transport, "gloo" or "mpi".
-        timeout_s, torch_timeout_s: timeouts that the training script sets; None: the defaults.
-        apart_s: seconds between the first and the last rank's start of the doctor.
+    """Return the timeouts of a training on these ranks, in seconds. Those that the script sets may
+    be None; `apart_s` is the time between the first and the last rank's start of the doctor.
     """
     torch_s = torch_timeout_s or (default_timeout_s() if over == "gloo" else None)
     ours_s = timeout_s or (OVER_MPI_S if torch_s is None or over == "mpi" else torch_s)

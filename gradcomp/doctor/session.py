@@ -229,12 +229,10 @@ def members_of(hosts: Sequence[str]) -> list[int]:
 
 
 def _probe(comm: Communicator, members: Sequence[int], left_s: float, words: Words) -> Found:
-    """Take part in a probe of `members`, if all have time for it. They create a communicator, and
+    """Take part in a probe of `members`, if all have time for it: they create a communicator, and
     its last rank stays silent until the others have given up.
 
-    Returns:
-        One of: `lost`, on the silent rank; `silent`, with `error`, `seconds` and `text` of the
-        error on another rank; `skipped` or `failed`, with the reason.
+    Return `lost` on the silent rank, `silent` with the error on others, or `skipped` or `failed`.
     """
     others = [rank for rank in members if rank != comm.rank]
     for rank in others:

@@ -153,12 +153,8 @@ def local_steps(
 
 
 def _carry(accelerator: Any, state: Stateful, engine: Engine, *, needed: bool = False) -> list[Any]:
-    """Save and load `state` in an accelerator's checkpoints. Returns the hook handles, to be
-    removed when `engine` is closed.
-
-    Args:
-        engine: the engine of `state`.
-        needed: whether to raise ValueError for a checkpoint without the state.
+    """Save and load `state` in an accelerator's checkpoints; return the hooks to remove at the end.
+    A checkpoint without a state that is `needed` is a ValueError.
     """
     before = _carried.get(accelerator, {}).items()
     carried = {name: its for name, its in before if (one := its()) and not one.closed}

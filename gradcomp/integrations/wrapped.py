@@ -28,11 +28,7 @@ def attach(
 ) -> CompressionState | None:
     """Register on a wrapped model; return None, with a warning, if there is one rank and no DDP.
 
-    Args:
-        options: common options and ``advanced``, as keyword arguments of `gradcomp.ddp.register`.
-        ranks: number of ranks of the framework's run.
-        wrapper: the function that returns the wrapped model, for the TypeError's message.
-        alone: arguments of `warn_alone`.
+    `wrapper` names the function that returns the wrapped model; `alone` is for `warn_alone`.
 
     Raises:
         TypeError: several ranks, and a model that is not wrapped in DistributedDataParallel.

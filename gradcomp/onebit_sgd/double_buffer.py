@@ -470,9 +470,7 @@ def _cut(batch: tuple[Any, ...]) -> tuple[list[tuple[Any, ...]], list[float]]:
     first half of an odd number has one sample more.
 
     Raises:
-        ValueError: fewer than 2 samples, tensors with different numbers of samples, a tensor
-            without dimensions, no tensor.
-        TypeError: a value that is neither a tensor, None, nor a container of torch's pytree.
+        ValueError, TypeError: see `DoubleBuffer.step`.
     """
     leaves = [leaf for leaf in tree_flatten(batch)[0] if leaf is not None]
     if foreign := [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor)]:

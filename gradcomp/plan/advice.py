@@ -49,20 +49,12 @@ def resolve_auto(
     (`gradcomp.plan.accuracy.decayed`).
 
     "auto" chooses the codec with the fewest bits whose measured loss is tolerated, among rows
-    measured with the second phase that it has on this number of ranks. Explicit options win: a
-    codec that needs other options is not chosen. Neither is one that needs a warm-up, because the
-    number of steps is not known here. If a trained parameter is in no optimizer, another kind may
-    update it, so the codec is one that is safe for all. The choice depends only on the optimizers'
-    classes and parameters, the options, the tensors' shapes and the number of ranks, so all ranks
-    choose the same.
-
-    Args:
-        codec: a codec, its name, or "auto".
-        common, advanced: options as given by the user.
-        optimizers: of these parameters; only their classes are read; empty: not known.
-        sources: the tensors to exchange.
-        world_size: number of ranks; with ``nodes=``, the number of nodes is used instead.
-        table: measured accuracy losses.
+    measured with the second phase that it has on this number of ranks (with ``nodes=``, of nodes).
+    Explicit options win: a codec that needs other options is not chosen. Neither is one that needs
+    a warm-up, because the number of steps is not known here. If a trained parameter is in no
+    optimizer, another kind may update it, so the codec is one that is safe for all. All ranks
+    choose the same: only the optimizers' classes and parameters, the options, the tensors' shapes
+    and the number of ranks count.
 
     Raises:
         TypeError: an option is unknown.

@@ -242,8 +242,7 @@ class Setting:
         """Schedule all jobs of a run. Half steps are whole steps without double buffering.
 
         Args:
-            slices: stages of each slice, in the order in which slices become ready; empty: nothing
-                is exchanged.
+            slices: stages of each slice, in the order of readiness; empty: no exchange.
             pieces: pieces of backward, from `backward_pieces`.
             compute: seconds of forward and backward, ``[half step][node]``.
             update: seconds of a model update.

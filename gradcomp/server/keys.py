@@ -75,12 +75,8 @@ class RawCodes:
 class ClientKey:
     """A key of a client, which is cut into shards if it may have more than `shard_numel` elements.
 
-    Args:
-        key: name of the key.
-        spec: settings on the server's side.
-        raw: converts raw codes to payloads; None: values are pushed unchanged.
-        value: initial values of an asynchronous key, from `check_initial`.
-        shard_numel: most elements of a shard.
+    `raw` converts raw codes to payloads (None: values are pushed unchanged); `value` are the
+    initial values of an asynchronous key.
     """
 
     def __init__(

@@ -77,11 +77,7 @@ def write_states(path: str | os.PathLike[str], records: Iterable[tuple[str, int,
 def read_states(
     path: str | os.PathLike[str], mine: Callable[[str, int], bool]
 ) -> list[tuple[str, int, State]]:
-    """Check a whole file of `write_states`, and return (key, shard, state) of some records.
-
-    Args:
-        path: path of the file.
-        mine: returns whether to return the record of a key and shard.
+    """Check a whole file of `write_states`; return (key, shard, state) where ``mine(key, shard)``.
 
     Raises:
         ValueError: the file is not a checkpoint, is damaged, or has an older format.
