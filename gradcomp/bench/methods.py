@@ -308,6 +308,7 @@ def _check(method: Method) -> None:
     name, local, warm = text.partition(":")[0], method.local, options.get("warmup_steps")
     without, forgets, starts = codec is None, not method.feedback, "warmup_codec" in options
     feeds_back = isinstance(codec, Codec) and codec.error_feedback
+    known = ", ".join(METHODS[name].options) or "those of local steps (every=H)"
     refused = {
         "feedback=off is for codecs that have feedback": forgets and not feeds_back,
         "start= packs the first steps and needs warmup_steps=N": starts and not warm,
@@ -321,18 +322,13 @@ def _check(method: Method) -> None:
         "local steps need a codec and every=H, and exclude feedback=off": (
             local and (without or "sync_every" not in local or forgets)
         ),
-        f"{name} takes no options but {_known_to(name)}": (
+        f"{name} takes no options but {known}": (
             (method.hook is not None or without) and not local and not _only_changes(method, name)
         ),
     }
     for why, wrong in refused.items():
         if wrong:
             raise ValueError(f"{text}: {why}")
-
-
-def _known_to(name: str) -> str:
-    """Return the options of a method without a codec, as text."""
-    return ", ".join(METHODS[name].options) or "those of local steps (every=H)"
 
 
 def _only_changes(method: Method, name: str) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 from gradcomp.bench.methods import OVER_MPI, parse
 from gradcomp.codecs import Codec
 from gradcomp.exchange.sizing import choose
-from gradcomp.plan.costs import LocalSteps, Method, find_method, plan_buckets
+from gradcomp.plan.costs import LocalSteps, Method, find_method
 from gradcomp.plan.links import Link
 from gradcomp.plan.rates import Rates
 from gradcomp.plan.step import simulate
@@ -44,12 +44,6 @@ def planned(name: str, world_size: int, *, over_mpi: bool = False) -> Method | N
 def shapes_of(model: nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Return (name, shape) of every parameter of a model, as the planner needs them."""
     return tuple((name, tuple(p.shape)) for name, p in model.named_parameters())
-
-
-def largest_bucket(model: nn.Module, ranks: int) -> int:
-    """Return the number of values of DDP's largest bucket."""
-    buckets = plan_buckets(find_method("fp32"), shapes_of(model), ranks)
-    return max(bucket.numel for bucket in buckets)
 
 
 def predict(

@@ -35,13 +35,14 @@ from gradcomp.bench.methods import DEFAULT, GRAMMAR, NONE, NOOP, parse
 from gradcomp.bench.mpi import Mpiexec
 from gradcomp.bench.optimizers import OPTIMIZERS
 from gradcomp.bench.options import at_least, command_line
-from gradcomp.bench.predict import largest_bucket, predict
+from gradcomp.bench.predict import predict, shapes_of
 from gradcomp.bench.ranks import Place, RankFailed, all_cores, cores_of, run
 from gradcomp.bench.step_table import crossings, link_of, middle_rows, row_of, table_of
 from gradcomp.bench.sweep import Result, run_all
 from gradcomp.bench.trainer import Task
 from gradcomp.bench.workloads import Workload
 from gradcomp.plan.advice import AUTO
+from gradcomp.plan.costs import find_method, plan_buckets
 from gradcomp.plan.links import Link, parse_link
 from gradcomp.plan.rates import Rates
 from gradcomp.plan.workload import Transport
@@ -251,7 +252,8 @@ def _run_case(
 def _measure(args: argparse.Namespace, model: nn.Module, place: Place) -> dict[str, Any]:
     """Return arguments of `predict`: rates and transport (measured over loopback), and cores."""
     found: list[Any] = []
-    largest, here = largest_bucket(model, place.ranks), replace(place, hosts=None)
+    buckets = plan_buckets(find_method("fp32"), shapes_of(model), place.ranks)
+    largest, here = max(bucket.numel for bucket in buckets), replace(place, hosts=None)
     words = args.methods, largest, args.over, args.device
     with suppress(RankFailed):
         run(here, measure_methods, *words, on_message=found.append, hang_s=args.hang)

@@ -65,16 +65,10 @@ def _resnet50() -> Tensors:
         for block in range(blocks):
             prefix = f"layer{stage}.{block}"
             before = 2 * side if block == 0 and stage > 1 else side
-            for index, (sides, shape) in enumerate(
-                (
-                    (before, (width, channels, 1, 1)),
-                    (side, (width, width, 3, 3)),
-                    (side, (expanded, width, 1, 1)),
-                ),
-                start=1,
-            ):
-                out += _layer(f"{prefix}.conv{index}", *shape, at=sides**2)[:1]  # without a bias
-                out += _norm(f"{prefix}.bn{index}", shape[0])
+            rows = (before, width, channels, 1), (side, width, width, 3), (side, expanded, width, 1)
+            for index, (sides, wide, inputs, size) in enumerate(rows, start=1):
+                weight, _ = _layer(f"{prefix}.conv{index}", wide, inputs, size, size, at=sides**2)
+                out += [weight, *_norm(f"{prefix}.bn{index}", wide)]
             if block == 0:
                 out += _layer(f"{prefix}.downsample.0", expanded, channels, 1, 1, at=side**2)[:1]
                 out += _norm(f"{prefix}.downsample.1", expanded)

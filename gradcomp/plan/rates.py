@@ -28,6 +28,7 @@ from torch import Tensor
 
 from gradcomp.codecs import Codec
 from gradcomp.comm.base import Channel, Communicator, Counts, Work
+from gradcomp.comm.local import Sent
 from gradcomp.exchange.bucket import BucketExchange
 from gradcomp.exchange.second import owners_feed_back
 from gradcomp.exchange.sizing import BucketPlan, Strategy
@@ -365,22 +366,17 @@ class _Echo(Communicator):
         self.world_size = world_size
 
     def _start_max(self, values: Tensor, channel: Channel) -> Work:
-        return _Done()
+        return Sent()
 
     def _start_all_to_all(
         self, send: Tensor, send_nbytes: Counts, recv: Tensor, recv_nbytes: Counts, channel: Channel
     ) -> Work:
         recv.view(self.world_size, -1).copy_(send[: send_nbytes[0]])
-        return _Done()
+        return Sent()
 
     def _start_all_gather(self, send: Tensor, recv: Tensor, channel: Channel) -> Work:
         recv.view(self.world_size, -1).copy_(send)
-        return _Done()
+        return Sent()
 
     def close(self) -> None:
-        return
-
-
-class _Done(Work):
-    def wait(self, timeout_s: float) -> None:
         return
