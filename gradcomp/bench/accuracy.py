@@ -285,9 +285,7 @@ def draw_curves(rows: Sequence[Mapping[str, Any]], figure: Any) -> None:
 def longest(
     rows: Sequence[Mapping[str, Any]], workloads: Mapping[str, Workload], within: float
 ) -> list[str]:
-    """Return one line for each group of methods that differ only in ``every=H``: the largest H that
-    loses at most `within` against fp32 at every step.
-    """
+    """Return lines on the largest H of ``every=H`` that loses at most `within` against fp32."""
     local = []
     for row in rows:
         found = re.search(r"\bevery=(\d+)", row["method"])

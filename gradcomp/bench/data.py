@@ -102,23 +102,20 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
             f"{path}: not an IDX file: it starts with {raw[:4].hex() or 'nothing'}, not with 0000"
         )
     kind, ndim = raw[2:4]
-    if kind != _UNSIGNED_BYTE:
-        raise ValueError(f"{path}: IDX type 0x{kind:02x} is not supported, only 0x08")
-    if ndim not in (1, 3):
-        raise ValueError(f"{path}: {ndim} dimensions; labels have 1 and images have 3")
     header_nbytes = 4 + 4 * ndim
-    if len(raw) < header_nbytes:
-        raise ValueError(f"{path}: truncated inside the header of {header_nbytes} bytes")
+    for is_wrong, why in (
+        (kind != _UNSIGNED_BYTE, f"IDX type 0x{kind:02x} is not supported, only 0x08"),
+        (ndim not in (1, 3), f"{ndim} dimensions; labels have 1 and images have 3"),
+        (len(raw) < header_nbytes, f"truncated inside the header of {header_nbytes} bytes"),
+    ):
+        if is_wrong:
+            raise ValueError(f"{path}: {why}")
     dims: tuple[int, ...] = struct.unpack_from(f">{ndim}I", raw, 4)
-    expected_nbytes, have_nbytes = math.prod(dims), len(raw) - header_nbytes
-    if have_nbytes < expected_nbytes:
+    wanted, have = math.prod(dims), len(raw) - header_nbytes
+    if have != wanted:
+        what = "truncated" if have < wanted else "trailing bytes"
         raise ValueError(
-            f"{path}: truncated: the header says {dims} = {expected_nbytes} bytes, the file has"
-            f" {have_nbytes}"
-        )
-    if have_nbytes > expected_nbytes:
-        raise ValueError(
-            f"{path}: trailing bytes after the {expected_nbytes} that its header {dims} announces"
+            f"{path}: {what}: the header says {dims} = {wanted} bytes, the file has {have}"
         )
     return np.frombuffer(raw, dtype=np.uint8, offset=header_nbytes).reshape(dims)
 

@@ -20,14 +20,10 @@ from gradcomp.plan.workload import Transport, Workload
 
 def planned(name: str, world_size: int, *, over_mpi: bool = False) -> Method | None:
     """Return the planner's method for a method of the benchmarks; None if it has none."""
-    if over_mpi and name in OVER_MPI:
-        plain = OVER_MPI[name]
-        strategy = choose(plain, world_size)
-        return Method(f"{name} {strategy}", plain, strategy.exchange, strategy.second_phase)
-    if name in ("fp32", "bf16"):
+    if not over_mpi and name in ("fp32", "bf16"):
         return find_method(name)
     method = parse(name)
-    codec, local = method.codec, method.local
+    codec, local = OVER_MPI.get(name, method.codec), method.local
     if not isinstance(codec, Codec) or method.sharded or method.double:
         return None
     if method.options.get("precondition") or (local and "warmup_steps" in method.options):

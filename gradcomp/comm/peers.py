@@ -118,9 +118,7 @@ def _sockets() -> list[socket.socket]:
 
 
 def _drain_probes() -> None:
-    """Accept and close the queued probes, since a probe to a full queue gets no answer, as if the
-    host were down.
-    """
+    """Accept and close the queued probes: a full queue answers none, as if the host were down."""
     for made in _sockets():
         with contextlib.suppress(OSError):  # the queue is empty, or the socket is closed
             while True:

@@ -193,9 +193,7 @@ class Notes:
         return self._found.get("note") or self._read(patience_s).get("note")
 
     def look_for_cause(self, patience_s: float) -> tuple[int, str] | None:
-        """As `look`, after a connection broke. A peer that has closed takes precedence, since other
-        ranks gave up because of it.
-        """
+        """As `look` after a broken connection; a closed peer first, since others gave up then."""
         found = self._read(patience_s)
         return found.get("closed") or found.get("note")
 

@@ -86,9 +86,7 @@ class Me:
         return me
 
     def meet(self, wait_s: float) -> Words:
-        """Connect to the store, which rank 0 or torchrun serves, within `wait_s` seconds; return
-        the channel to the other ranks, or raise ConnectionError.
-        """
+        """Return the channel to other ranks through a store; ConnectionError after `wait_s`."""
         assert self.address is not None
         host, port = self.address
         by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun serves it

@@ -203,9 +203,7 @@ class _Whole:
 
 
 def _keep_own(optimizer: torch.optim.Optimizer, _: Any) -> dict[str, Any] | None:
-    """Where accelerate loads rank 0's state, load the one that is there: `_Whole` has loaded this
-    rank's before.
-    """
+    """Keep this rank's state, which `_Whole` has loaded, where accelerate loads rank 0's."""
     loading = load_accelerator_state.__code__
     is_loading = any(frame.f_code is loading for frame, _ in traceback.walk_stack(None))
     return optimizer.state_dict() if is_loading else None

@@ -421,9 +421,7 @@ class DoubleBuffer:
             self._averager.close()
 
     def _half(self, loss_fn: Callable[..., Tensor], half: tuple[Any, ...], share: float) -> Tensor:
-        """Compute one half's gradients, start their exchange, apply the averages of the half
-        before; return the half's weighted loss.
-        """
+        """Start a half's exchange, and apply the averages before it; return its weighted loss."""
         self._model.zero_grad()
         begun = time.perf_counter()
         loss = loss_fn(*half)

@@ -225,10 +225,7 @@ class SplitOptimizer(torch.optim.Optimizer):
         return loss
 
     def _entry(self, p: nn.Parameter, group: dict[str, Any]) -> Entry:
-        """Check a parameter and its gradient; return an entry of both.
-
-        A sparse gradient stays in `p.grad`, and the entry has none.
-        """
+        """Check a parameter and its gradient; return their entry, without a sparse gradient."""
         gradient, name = p.grad, self.name_of(p)
         assert gradient is not None
         entry = Entry(p, group, self.state[p])

@@ -120,9 +120,7 @@ class FusedGradients:
         self._adds_up = any(p.grad is not None for _, p in self._engine.named)
 
     def must_unpack(self, *, finds_unused: bool) -> bool:
-        """Return whether the averages of this backward pass must be unpacked: DDP does not change
-        the gradients of unused parameters, and later it is unknown which were unused.
-        """
+        """Return whether to unpack now: unused parameters keep gradients, unknown later."""
         return finds_unused and self._adds_up
 
     def position(self, parameter: Tensor) -> int | None:

@@ -170,9 +170,7 @@ class _Adam(SplitOptimizer):
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
     def numbers(self, entry: Entry) -> dict[str, float]:
-        """Return the common fields; bias1 is the first moment's bias correction, bias2 the root of
-        the second's.
-        """
+        """Return the common fields. bias1 corrects the first moment, bias2 the second's root."""
         beta1, beta2 = (float(b) for b in entry.group["betas"])
         return {
             "flags": bool(entry.group["maximize"]) * Flag.MAXIMIZE,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from gradcomp.arguments import check_integer
 from gradcomp.codecs import KINDS, Codec, EntropyCoded, Identity
-from gradcomp.comm.rounds import all_gather_rounds, all_to_all_rounds, max_rounds, ring_bytes
+from gradcomp.comm.rounds import ring_bytes, rounds_of
 from gradcomp.exchange.sizing import Strategy, choose
 from gradcomp.payload.form import removal
 from gradcomp.payload.parameters import Parameter
@@ -176,11 +176,10 @@ class Collective:
     @staticmethod
     def of(kind: str, nbytes: int, ranks: int, node_ranks: int = 1) -> Collective:
         """Return a collective: an all_to_all sends to each rank directly, the others are rings."""
+        rounds = rounds_of(kind, ranks)
         if kind == "all_to_all":
             leaving = nbytes * (ranks - node_ranks) // max(1, ranks - 1)
-            rounds = all_to_all_rounds(ranks)
             return Collective(kind, nbytes, rounds, node_ranks * leaving, nbytes - leaving)
-        rounds = all_gather_rounds(ranks) if kind == "all_gather" else max_rounds(ranks)
         leaving, staying = nbytes * (ranks > node_ranks), nbytes * (node_ranks > 1)
         return Collective(kind, nbytes, rounds, leaving, staying)
 

@@ -150,9 +150,7 @@ class Tolerance:
         )
 
     def start(self, method: Method, methods: Sequence[Method]) -> tuple[float, Method | None]:
-        """Return the share of warm-up steps with which a method's loss was measured, and the one of
-        `methods` that averages gradients in them; None: fp32.
-        """
+        """Return the share of warm-up steps, and the method in them (None: fp32), as measured."""
         row = self.cost(method)
         if row is None or row.warmup_codec is None:
             return (row.start if row is not None else 0.0), None

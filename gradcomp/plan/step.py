@@ -71,9 +71,7 @@ class Jobs:
         self._followers: list[list[int]] = []
 
     def add(self, resource: Hashable, seconds: float, *after: int) -> int:
-        """Add a job that starts after the jobs `after` have ended; return its number. With a
-        `resource` of None or zero `seconds`, it waits for no resource.
-        """
+        """Add a job and return its number; without a resource or seconds it waits for none."""
         self._jobs.append((resource if seconds > 0 else None, seconds))
         self._left.append(len(after))
         self._followers.append([])
@@ -295,9 +293,7 @@ class Setting:
     def _exchange(
         self, jobs: Jobs, worked: Sequence[int], collective: Collective | None
     ) -> list[list[int]]:
-        """Add a collective that each node starts after its job of `worked`; return, by node, the
-        jobs that must end before the collective is complete.
-        """
+        """Add a collective that starts after `worked`; return, by node, the jobs to wait for."""
         out = [[job] for job in worked]
         if collective is None:
             return out

@@ -50,9 +50,7 @@ class RawCodes:
         return (self.codec.payload_nbytes(math.prod(self.shape)),)
 
     def payload(self, key: str, codes: Tensor, step: int) -> Tensor:
-        """Return the payload of `codes`, uint8, flagged as non-finite if the scale is; ValueError
-        if the scale has not been pulled or is negative.
-        """
+        """Return the payload of `codes`; ValueError for a scale that is negative or not pulled."""
         scale, numel = 1.0, math.prod(self.shape)
         if self.scale_key is not None:
             if self.scale_key.maximum is None:

@@ -175,11 +175,7 @@ def servers_digest(servers: Sequence[int], world_size: int) -> int:
 
 
 def server_of(key: str, servers: Sequence[int], shard: int = 0) -> int:
-    """Return the server rank that owns a key, or one shard of it.
-
-    A hash that is equal in all processes selects the server of a key; consecutive shards are on
-    consecutive servers.
-    """
+    """Return a shard's server: by a hash of the key, consecutive shards on consecutive servers."""
     return servers[(_hash(key, 8) + max(0, shard - 1)) % len(servers)]
 
 
