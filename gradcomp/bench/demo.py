@@ -90,7 +90,7 @@ def read_options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """Run the demo; return the exit status: 1 a rank failed, 2 wrong data or options."""
+    """Run the demo; return 1 if a rank failed, 2 for wrong data or options."""
     args = read_options(argv)
     console = Console(highlight=False)
     trainings = f"{len(args.codecs)} codecs x {_seeds(args.seeds)} x {args.steps} steps"

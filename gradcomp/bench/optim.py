@@ -176,8 +176,10 @@ def contests(numel: int) -> Iterator[tuple[str, list[Contender]]]:
 
 
 def measure(numel: int, threads: int, repetitions: int) -> list[Row]:
-    """Time each optimizer's contenders in turn, after a step of each as warm-up; return their rows:
-    bytes per weight, and medians of the step, in milliseconds, memcpys and first contender's steps.
+    """Time each optimizer's contenders in turn, after one step of each as warm-up.
+
+    Return a row for each contender: bytes per weight, and medians of milliseconds per step, of the
+    time in memcpys of the fp32 weights, and of the first contender's time over its own.
     """
     rows, memcpy = [], memcpy_of(numel)
     work = track(contests(numel), "optimizers", total=len(OPTIMIZERS) + 2, transient=True)

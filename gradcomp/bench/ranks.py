@@ -96,11 +96,11 @@ def run(
     on_message: Callable[[Any], None],
     hang_s: float = math.inf,
 ) -> None:
-    """Run ``body(emit, *args)``, of a module-level function, in every rank of a place; wait for
-    all.
+    """Run ``body(emit, *args)`` in every rank of a place and wait for all of them.
 
     Args:
-        on_message: called in this process with what ranks emit; under an mpiexec only rank 0 does.
+        body: module-level function; what it emits is a message to this process.
+        on_message: called in this process with every message; under an mpiexec only rank 0 emits.
         hang_s: longest time without a message from any rank, in seconds, after the first message.
 
     Raises:

@@ -155,7 +155,7 @@ def read_options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """Run the benchmark; return the exit status: 1 a check failed, 2 invalid options."""
+    """Run the benchmark; return 1 if a check failed, 2 for invalid options."""
     args = read_options(argv)
     console = Console()
     checks = verify() if args.verify else []

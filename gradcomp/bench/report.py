@@ -64,7 +64,7 @@ def read_options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """Run the benchmark; return the exit status: 1 no file could be shown, 2 no file."""
+    """Run the benchmark; return 1 if no file could be shown, 2 if there is none."""
     args = read_options(argv)
     files = sorted(args.folder.glob("*.json")) if args.folder.is_dir() else []
     if not files:

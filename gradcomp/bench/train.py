@@ -133,7 +133,7 @@ def read_options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """Run the benchmark; return the exit status: 1 a method failed, 2 the run is impossible."""
+    """Run the benchmark; return 1 if a method failed, 2 if the run is impossible."""
     args = read_options(argv)
     launch = importlib.import_module("gradcomp.launch")
     job = launch.environment()

@@ -51,7 +51,7 @@ class Settings:
     decay: Callable[[float], float] = cosine
 
     def batch_of(self, workers: int) -> int:
-        """Return the samples of a worker's minibatch; ValueError if it cannot share the batch."""
+        """Return the samples of a worker's minibatch; ValueError if workers cannot share one."""
         if self.shared and self.batch % workers:
             raise ValueError(
                 f"{workers} workers cannot share a batch of {self.batch}: not a multiple"
