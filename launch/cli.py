@@ -71,11 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser; all words after the program are arguments of the program."""
     about = "Start a program as several ranks under an MPI or torchrun, and see them to their end."
     parser = _Parser(
-        prog=f"python -m {NAME}",
-        usage=USAGE,
-        description=about,
-        epilog=EPILOG,
-        allow_abbrev=False,
+        prog=f"python -m {NAME}", usage=USAGE, description=about, epilog=EPILOG, allow_abbrev=False
     )
     add, text = parser.add_argument, "number of ranks to start (required)"
     add("-n", dest="ranks", metavar="RANKS", type=count, required=True, help=text)

@@ -84,9 +84,7 @@ def supervise(
 
 
 def _kill_descendants(process: subprocess.Popen[bytes]) -> None:
-    """Kill all descendants of this process and wait until they are gone. The status of the command
-    itself is collected by its Popen.
-    """
+    """Kill all descendants and wait until they are gone; the command is left to its Popen."""
     deadline = time.monotonic() + REAP_S
     while pids := descendants(os.getpid()):
         for pid in pids:

@@ -221,9 +221,7 @@ class DynamicLossScaler:
             raise RuntimeError("this optimizer has stepped already: call scaler.update() after it")
 
     def _agree(self, overflowed: bool) -> bool:
-        """Return whether any rank's gradients overflowed; compare scales and counters. Collective
-        if there is a communicator.
-        """
+        """Return whether any rank's gradients overflowed; collective with a communicator."""
         comm = self._comm
         if comm is None or comm.world_size == 1:
             return overflowed

@@ -149,11 +149,7 @@ class DynamicLossScalingUpdater:
 
 @torch.no_grad()
 def _decay(optimizer: Optimizer, decay: float) -> None:
-    """Add ``decay * parameter`` to every gradient in place.
-
-    Raises:
-        UnsupportedTensor: a sparse gradient.
-    """
+    """Add ``decay * parameter`` to every gradient in place; UnsupportedTensor if one is sparse."""
     for group in optimizer.param_groups:
         parameters = [p for p in group["params"] if p.grad is not None]
         for parameter in parameters:

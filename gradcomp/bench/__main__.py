@@ -33,12 +33,8 @@ All of them take --json FILE or write one, and need: pip install 'gradcomp[bench
 
 
 def main(argv: list[str]) -> int:
-    """Run the benchmark named by ``argv[0]`` with the rest of ``argv``, the arguments of ``python
-    -m gradcomp.bench``.
-
-    Returns:
-        The exit status: 0 success, 1 a check failed, 2 wrong usage or a missing package, 130
-        interrupted by Ctrl-C.
+    """Run the benchmark ``argv[0]`` with the other arguments; return the exit status: 0, 1 if a
+    check failed, 2 for wrong usage or a missing package, 130 after Ctrl-C.
     """
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(HELP)

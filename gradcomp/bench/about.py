@@ -54,8 +54,7 @@ def table(
 ) -> Table:
     """Return a table for a terminal; a short row leaves its last columns empty.
 
-    The first `left` columns are left-aligned. The others are right-aligned, and their figures are
-    never cut. `settings` are arguments of `rich.table.Table`.
+    Columns after the first `left` are right-aligned, and their figures are never cut.
     """
     out = Table(box=box.SIMPLE_HEAD, **settings)
     for number, head in enumerate(heads):

@@ -94,13 +94,11 @@ def run_and_show(
     arguments: dict[str, Any],
     link: str | None = None,
 ) -> int:
-    """Run the tasks that are not yet in ``runs.jsonl`` in the folder of `file`, `processes` at a
-    time, print tables, and write `file` (JSON) and its plot (PNG). Tasks with 0 steps have as many
-    as their workload. `benchmark` is the name for errors, `arguments` are for the JSON file, `link`
-    is the rate of links between hosts (None: loopback).
+    """Run the tasks that are not yet in ``runs.jsonl`` beside `file`, `processes` at a time; print
+    tables, write `file` (JSON) and its plot (PNG).
 
-    Returns:
-        The exit status: 1 if a rank failed, 2 if a task is impossible.
+    Tasks with 0 steps have as many as their workload; `arguments` are for the JSON file; `link` is
+    the rate of links between hosts. Return the exit status: 1 a rank failed, 2 an impossible task.
     """
     lines = file.parent / "runs.jsonl"
     try:
@@ -211,9 +209,7 @@ def grouped(
 def tables(
     rows: Sequence[Result], measures: Mapping[str, str]
 ) -> list[tuple[str, list[Result], Table]]:
-    """Return title, rows and table for every workload, optimizer, number of workers and steps.
-    `rows` come from `summarize`; `measures` has the measure of each workload, for the titles.
-    """
+    """Return title, rows of `summarize` and table for each case; `measures` is by workload."""
     heads = ("method", "rate", "bits", "mean", "±", "to fp32", "to bf16", "seeds")
     out = []
     for (workload, optimizer, workers, steps), here in grouped(rows, CASE):
@@ -289,9 +285,7 @@ def draw_curves(rows: Sequence[Mapping[str, Any]], figure: Any) -> None:
 def longest(
     rows: Sequence[Mapping[str, Any]], workloads: Mapping[str, Workload], within: float
 ) -> list[str]:
-    """Return one line for each group of methods that differ only in ``every=H``: the largest H that
-    loses at most `within` against fp32 at every step.
-    """
+    """Return lines on the largest H of ``every=H`` that loses at most `within` against fp32."""
     local = []
     for row in rows:
         found = re.search(r"\bevery=(\d+)", row["method"])

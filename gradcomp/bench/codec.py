@@ -160,9 +160,7 @@ def _ternary_cases(x: Tensor) -> list[Case]:
 
 
 def _one_tensor(x: Tensor) -> Case:
-    """Return the case of a user's call of ``encode``: with header, checksum and a residual that is
-    updated in place.
-    """
+    """Return a user's call of ``encode``: with header, checksum and a residual updated in place."""
     codec, old = OneBit(group=GROUP), _residual(x)
     kept, payload = old.clone(), torch.zeros(_layout(codec, x.numel()).nbytes, dtype=torch.uint8)
     run = partial(codec.encode, x, residual=kept, key=KEY, out=payload)
@@ -204,9 +202,7 @@ def _layout(codec: Codec, numel: int) -> PayloadLayout:
 def measure(
     case: Case, beside: Callable[[], object], numel: int, repetitions: int
 ) -> dict[str, float]:
-    """Return the median ratio to `beside`, the median GB/s, and the seconds of the fastest
-    repetition, which other programs on the machine affect least.
-    """
+    """Return the median ratio to `beside` and GB/s, and the fastest (least disturbed) seconds."""
     calls = max(1, ELEMENTS // numel)
     other, taken = turns([beside, case.run], repetitions, calls).T
     gb_per_s = numel * 4 / float(np.median(taken)) / 1e9
@@ -230,9 +226,7 @@ def gain_over_torch(numel: int, repetitions: int) -> float:
 
 
 def run(args: argparse.Namespace) -> list[Row]:
-    """Check and time all requested kernels; return one row for each. ``nbytes`` in a row are the
-    bytes read and written per element.
-    """
+    """Check and time all requested kernels; ``nbytes`` of a row are bytes moved per element."""
     rows: list[Row] = []
     for numel, dtype in itertools.product(args.sizes, args.dtypes):
         memcpy, kernels = memcpy_of(numel), cases(numel, getattr(torch, dtype))

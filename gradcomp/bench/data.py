@@ -29,20 +29,10 @@ _DIGITS_MAX = 16.0
 
 @dataclass(frozen=True)
 class ImageData:
-    """Labelled images, split into training and test set, standardised with the training set's mean
-    and standard deviation.
+    """Images in `(n, 1, 28, 28)` float32, standardised, and labels in `(n,)` int64."""
 
-    Attributes:
-        name: short name for tables and file names' titles.
-        note: one sentence on where the images come from and what was done to them.
-        train_images: `(n, 1, 28, 28)` float32.
-        train_labels: `(n,)` int64 in 0..9.
-        test_images: `(m, 1, 28, 28)` float32.
-        test_labels: `(m,)` int64 in 0..9.
-    """
-
-    name: str
-    note: str
+    name: str  # for tables
+    note: str  # one sentence on where the images come from and what was done to them
     train_images: Tensor
     train_labels: Tensor
     test_images: Tensor
@@ -50,13 +40,11 @@ class ImageData:
 
 
 def load(folder: Path | None) -> ImageData:
-    """Load the four files `TRAIN_FILES` and `TEST_FILES` of a folder, plain or with .gz, or (None)
-    scikit-learn's digits.
+    """Load the four IDX files of a folder, plain or .gz, or (None) scikit-learn's digits.
 
     Raises:
         FileNotFoundError: the folder or one of its four files does not exist.
-        ValueError: a file is not what its name says, or images and labels do not match; the message
-            names the file and the check.
+        ValueError: a file is not what its name says, or images and labels do not match.
     """
     if folder is None:
         return load_digits()
@@ -70,9 +58,7 @@ def load(folder: Path | None) -> ImageData:
 
 
 def load_digits() -> ImageData:
-    """Load scikit-learn's 1797 digits of 8x8 pixels, upsampled to 28x28: 1347 for training and a
-    quarter of each class, 450, for test, the same ones in every process and run.
-    """
+    """Load scikit-learn's 1797 digits of 8x8 pixels, upsampled to 28x28; 450 are for test."""
     from sklearn.datasets import load_digits as sklearn_digits
     from sklearn.model_selection import train_test_split
 
@@ -94,12 +80,7 @@ def load_digits() -> ImageData:
 
 
 def read_plain(path: Path) -> bytes:
-    """Return the bytes of a file, uncompressed with gzip if its name ends in .gz.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: not gzip though named so.
-    """
+    """Return a file's bytes, unzipped if its name ends in .gz; ValueError if it is not gzip."""
     raw = path.read_bytes()
     if path.suffix != ".gz":
         return raw
@@ -110,13 +91,10 @@ def read_plain(path: Path) -> bytes:
 
 
 def read_idx(path: Path) -> NDArray[np.uint8]:
-    """Read one IDX file of unsigned bytes, gzip-compressed if its name ends in .gz, into an array
-    of the dimensions that the header gives.
+    """Read an IDX file of unsigned bytes, plain or .gz, into an array of the header's dimensions.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: not gzip though named so, wrong magic or type, truncated, or bytes after the
-            last value.
+        FileNotFoundError, ValueError: no such file; wrong type, truncated, or trailing bytes.
     """
     raw = read_plain(path)
     if len(raw) < 4 or raw[:2] != b"\0\0":
@@ -124,23 +102,20 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
             f"{path}: not an IDX file: it starts with {raw[:4].hex() or 'nothing'}, not with 0000"
         )
     kind, ndim = raw[2:4]
-    if kind != _UNSIGNED_BYTE:
-        raise ValueError(f"{path}: IDX type 0x{kind:02x} is not supported, only 0x08")
-    if ndim not in (1, 3):
-        raise ValueError(f"{path}: {ndim} dimensions; labels have 1 and images have 3")
     header_nbytes = 4 + 4 * ndim
-    if len(raw) < header_nbytes:
-        raise ValueError(f"{path}: truncated inside the header of {header_nbytes} bytes")
+    for is_wrong, why in (
+        (kind != _UNSIGNED_BYTE, f"IDX type 0x{kind:02x} is not supported, only 0x08"),
+        (ndim not in (1, 3), f"{ndim} dimensions; labels have 1 and images have 3"),
+        (len(raw) < header_nbytes, f"truncated inside the header of {header_nbytes} bytes"),
+    ):
+        if is_wrong:
+            raise ValueError(f"{path}: {why}")
     dims: tuple[int, ...] = struct.unpack_from(f">{ndim}I", raw, 4)
-    expected_nbytes, have_nbytes = math.prod(dims), len(raw) - header_nbytes
-    if have_nbytes < expected_nbytes:
+    wanted, have = math.prod(dims), len(raw) - header_nbytes
+    if have != wanted:
+        what = "truncated" if have < wanted else "trailing bytes"
         raise ValueError(
-            f"{path}: truncated: the header says {dims} = {expected_nbytes} bytes, the file has"
-            f" {have_nbytes}"
-        )
-    if have_nbytes > expected_nbytes:
-        raise ValueError(
-            f"{path}: trailing bytes after the {expected_nbytes} that its header {dims} announces"
+            f"{path}: {what}: the header says {dims} = {wanted} bytes, the file has {have}"
         )
     return np.frombuffer(raw, dtype=np.uint8, offset=header_nbytes).reshape(dims)
 
@@ -157,21 +132,18 @@ def _read_pair(folder: Path, stems: tuple[str, str]) -> tuple[Tensor, Tensor]:
         paths.append(found[0])
     images_path, labels_path = paths
     images, labels = read_idx(images_path), read_idx(labels_path)
-    if images.ndim != 3 or images.shape[1:] != (IMAGE_SIZE, IMAGE_SIZE):
-        raise ValueError(
-            f"{images_path}: dimensions {images.shape}; images of {IMAGE_SIZE}x{IMAGE_SIZE} are"
-            " needed"
-        )
-    if labels.ndim != 1:
-        raise ValueError(f"{labels_path}: {labels.ndim} dimensions; labels have 1")
-    if len(images) != len(labels):
-        raise ValueError(
-            f"{images_path} has {len(images)} images but {labels_path} has {len(labels)} labels"
-        )
-    if len(labels) == 0:
-        raise ValueError(f"{labels_path}: holds no samples")
-    if int(labels.max()) >= NUM_CLASSES:
-        raise ValueError(f"{labels_path}: label {labels.max()} is outside 0..{NUM_CLASSES - 1}")
+    size, shape = IMAGE_SIZE, images.shape
+    highest = int(labels.max(initial=0))
+    counts = f"has {len(images)} images but {labels_path} has {len(labels)} labels"
+    for is_wrong, path, why in (
+        (shape[1:] != (size, size), images_path, f"dimensions {shape}; {size}x{size} are needed"),
+        (labels.ndim != 1, labels_path, f"{labels.ndim} dimensions; labels have 1"),
+        (len(images) != len(labels), images_path, counts),
+        (len(labels) == 0, labels_path, "holds no samples"),
+        (highest >= NUM_CLASSES, labels_path, f"label {highest} is outside 0..{NUM_CLASSES - 1}"),
+    ):
+        if is_wrong:
+            raise ValueError(f"{path}: {why}")
     scaled = torch.from_numpy(images.astype(np.float32) / np.float32(255.0)).unsqueeze(1)
     return scaled, torch.from_numpy(labels.astype(np.int64))
 

@@ -90,9 +90,7 @@ def read_options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """Run the demo with these arguments; return the exit status: 1 if a rank failed, 2 if the data
-    cannot be read or an option is not valid.
-    """
+    """Run the demo; return 1 if a rank failed, 2 for wrong data or options."""
     args = read_options(argv)
     console = Console(highlight=False)
     trainings = f"{len(args.codecs)} codecs x {_seeds(args.seeds)} x {args.steps} steps"

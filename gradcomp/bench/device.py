@@ -11,8 +11,7 @@ CPU = "cpu"
 
 
 def find_device(word: str) -> str:
-    """Return the kind of device of a command line's word: "cpu", "auto" (this machine's
-    accelerator, or the CPU without one), or an accelerator such as "cuda".
+    """Return the kind of device for "cpu", "auto" or an accelerator such as "cuda".
 
     Raises:
         ValueError: torch finds no such device, or cannot exchange its tensors.

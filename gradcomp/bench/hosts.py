@@ -109,9 +109,7 @@ class Hosts(contextlib.ExitStack):
         _run(f"ip -n {name} link set lo up")
 
     def _shape(self, namespace: str, interface: str, loss: float = 0.0) -> None:
-        """Limit the rate of packets that leave an interface, and delay them by half the latency,
-        because a packet passes both ends of a link.
-        """
+        """Limit the rate of leaving packets; delay them by half the latency, once at each end."""
         parent, add = "root", f"tc -n {namespace} qdisc add dev {interface}"
         if not math.isinf(self.link.bits_per_s):
             rate = round(self.link.bits_per_s)
@@ -174,9 +172,7 @@ def sweep() -> None:
 
 
 def _run(command: str, *, check: bool = True) -> str:
-    """Run a command whose words contain no spaces and return its output; with `check`, a failure
-    raises `NoHosts`.
-    """
+    """Run a command without quoted words; return its output, or raise `NoHosts` if `check`."""
     found = subprocess.run(command.split(), capture_output=True, text=True, check=False)
     if check and found.returncode:
         raise NoHosts(f"{command}: {found.stderr.strip()}")

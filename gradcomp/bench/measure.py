@@ -60,9 +60,7 @@ class Measurement:
     cores: float  # cores of this machine per rank
 
     def workload(self, model: Model, minibatch: float | None) -> Workload:
-        """Return the workload of a model on these ranks, scaled from LeNet's by FLOPs and values.
-        `minibatch` is the number of samples over all nodes; None: as measured.
-        """
+        """Return a model's workload, scaled from LeNet's; `minibatch` None: as measured."""
         lenet = find_model("LeNet")
         return Workload(
             model.parameters,
@@ -75,8 +73,7 @@ class Measurement:
 
 
 def measure_here(ranks: int | None) -> Measurement:
-    """Return the measurements of this process's launched ranks, or of `ranks` new ranks on this
-    machine.
+    """Return the measurements of the launched ranks, or of `ranks` new ranks on this machine.
 
     Raises:
         ValueError: `ranks` is None, and this process was not launched as one of several ranks.
@@ -104,9 +101,7 @@ def measure_here(ranks: int | None) -> Measurement:
 def measure(
     emit: Emit, methods: Sequence[Method] = ASKED, steps: int = STEPS, largest: int = LARGEST
 ) -> None:
-    """Emit a `Measurement` of these ranks, equal on every rank, from `steps` training steps and
-    buckets of up to `largest` values. Collective.
-    """
+    """Emit a `Measurement`, equal on every rank, from `steps` steps of LeNet. Collective."""
     world = dist.get_world_size()
     own = train(lambda message: None, Task("lenet-noise", "sgd", "none", world, steps))
     update = np.array(own["update_seconds"])
@@ -190,9 +185,7 @@ def _largest(values: ArrayLike) -> list[float]:
 
 
 def _slowest_rates(own: Rates) -> Rates:
-    """Return the maximum of every rate over all ranks, which must have measured the same methods.
-    Collective.
-    """
+    """Return the maximum of every rate over all ranks. Collective."""
     rates = [rate for stages in own.stages.values() for rate in stages.values()]
     flat = iter(_largest([value for rate in rates for value in asdict(rate).values()]))
     return Rates(
@@ -207,18 +200,14 @@ def _slowest_rates(own: Rates) -> Rates:
 
 
 def _together(action: Callable[[], Any], repeats: int) -> Any:
-    """Return the seconds of `repeats` calls of an action, after two calls as warm-up; all ranks
-    start each call at the same time. Collective.
-    """
+    """Return the seconds of `repeats` calls that all ranks start at the same time. Collective."""
     return turns([action], repeats + 1, before=dist.barrier)[1:, 0]
 
 
 def _collective(
     comm: Communicator, kind: str, nbytes: int, device: torch.device
 ) -> tuple[Callable[[], Any], int]:
-    """Return a function that runs a collective in which each rank sends about `nbytes`, and the
-    exact number of bytes. An all_reduce, which is torch's, is of values on a device.
-    """
+    """Return a function that runs a collective of about `nbytes` a rank, and the exact bytes."""
     n = comm.world_size
     part = nbytes // (n - 1)
     if kind == "max":

@@ -191,8 +191,7 @@ methods: {", ".join(name for name in METHODS if name not in (NONE, NOOP))}, {FSD
 
 
 def parse(text: str) -> Method:
-    """Return the method for a text such as ``onebit``, ``onebit:exempt=ends,warmup_steps=100``,
-    ``ternary:every=30,delay=5``, ``fsdp2:onebit``, or ``module:factory`` for a user's own hook.
+    """Return the method for a text such as ``onebit:exempt=ends,warmup_steps=100``; see `GRAMMAR`.
 
     Raises:
         ValueError: the method, preset or option is unknown, or options exclude each other.
@@ -309,6 +308,7 @@ def _check(method: Method) -> None:
     name, local, warm = text.partition(":")[0], method.local, options.get("warmup_steps")
     without, forgets, starts = codec is None, not method.feedback, "warmup_codec" in options
     feeds_back = isinstance(codec, Codec) and codec.error_feedback
+    known = ", ".join(METHODS[name].options) or "those of local steps (every=H)"
     refused = {
         "feedback=off is for codecs that have feedback": forgets and not feeds_back,
         "start= packs the first steps and needs warmup_steps=N": starts and not warm,
@@ -322,7 +322,7 @@ def _check(method: Method) -> None:
         "local steps need a codec and every=H, and exclude feedback=off": (
             local and (without or "sync_every" not in local or forgets)
         ),
-        f"{name} takes no options but {_known_to(name)}": (
+        f"{name} takes no options but {known}": (
             (method.hook is not None or without) and not local and not _only_changes(method, name)
         ),
     }
@@ -331,15 +331,8 @@ def _check(method: Method) -> None:
             raise ValueError(f"{text}: {why}")
 
 
-def _known_to(name: str) -> str:
-    """Return the options of a method without a codec, as text."""
-    return ", ".join(METHODS[name].options) or "those of local steps (every=H)"
-
-
 def _only_changes(method: Method, name: str) -> bool:
-    """Return whether a method differs from its row of `METHODS` only in the values of the row's own
-    options.
-    """
+    """Return whether a method differs from its row of `METHODS` only in the row's own options."""
     row = METHODS[name]
     known = method.options.keys() == row.options.keys()
     return known and method == replace(row, name=method.name, options=method.options)
@@ -416,13 +409,8 @@ def wrap(
 ) -> Ready:
     """Wrap a model so that it trains with a method, and create its optimizers. Collective.
 
-    Args:
-        model: model on one device, with the same weights on every rank.
-        method: method of exchange.
-        make: returns the optimizers of a model.
-        comm: communicator of the codecs; None: torch's default process group.
-        min_numel: smallest number of elements of a compressed tensor, unless the method sets it;
-            None: the default. Not for "auto".
+    Weights must be equal on every rank. `comm` is for codecs (None: torch's default process group),
+    `min_numel` for methods that do not set it (None: the default).
     """
     options = method.options_for(list(model.named_parameters()))
     if min_numel is not None and method.codec != AUTO:  # measured as users get it
@@ -461,9 +449,7 @@ def wrap(
 
 
 def _shard(model: nn.Module, method: Method, make: Make) -> Ready:
-    """Shard a model with FSDP2; each member of its lists and sequences is sharded separately and
-    prefetches the weights of the next one.
-    """
+    """Shard a model with FSDP2: members of lists and sequences separately, with prefetch."""
     # imported here: it takes a third as long as torch, and most methods do not need it
     from torch.distributed.fsdp import fully_shard
 

@@ -26,9 +26,7 @@ class LeNet(nn.Module):
         self.fc2 = nn.Linear(500, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return class scores, `(batch, 10)` float32 and not normalised, of images, `(batch, 1, 28,
-        28)` float32.
-        """
+        """Return class scores, `(batch, 10)`, of images, `(batch, 1, 28, 28)` float32."""
         x = nn.functional.max_pool2d(self.conv1(images).relu(), 2)
         x = nn.functional.max_pool2d(self.conv2(x).relu(), 2)
         scores: Tensor = self.fc2(self.fc1(x.flatten(1)).relu())
@@ -40,15 +38,8 @@ class ByteGPT(nn.Module):
 
     875,264 parameters with the defaults, 6,482,432 with ``width=256, layers=8, heads=8``.
 
-    Args:
-        width: width of the residual stream.
-        layers: number of blocks of attention and an MLP with hidden size ``4 * width``.
-        heads: number of attention heads, each ``width // heads`` wide.
-        context: longest sequence, in bytes.
-
     References:
-        Radford et al. 2019, Language Models are Unsupervised Multitask Learners, section 2.3 (the
-        block).
+        Radford et al. 2019, Language Models are Unsupervised Multitask Learners, section 2.3.
     """
 
     def __init__(
@@ -124,9 +115,7 @@ class SmallResNet(nn.Module):
         self.head = nn.Linear(widths[-1], 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return class scores, `(batch, classes)` float32 and not normalised, of images, `(batch,
-        3, 32, 32)` float32.
-        """
+        """Return class scores, `(batch, 10)`, of images, `(batch, 3, 32, 32)` float32."""
         scores: Tensor = self.head(self.blocks(self.stem(images)).mean((2, 3)))
         return scores
 

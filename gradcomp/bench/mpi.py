@@ -64,9 +64,7 @@ class Mpiexec(contextlib.ExitStack):
         return self
 
     def command(self, ranks: int, *, on_hosts: bool) -> list[str]:
-        """Return the command prefix that runs a program on every rank, each on its host or all on
-        this machine.
-        """
+        """Return the command prefix that runs a program on every rank."""
         hosts = self._hosts if on_hosts else None
         places = [f"{hosts.address(n)}:1" for n in range(ranks)] if hosts else []
         words = self._launch.command(self._mpi, ranks, hosts=places, as_root=os.geteuid() == 0)

@@ -124,9 +124,7 @@ def unfused(numel: int) -> Contender:
 
 
 def from_payloads(numel: int) -> list[Contender]:
-    """Return two contenders that update weights from two ternary payloads: decoded first, and with
-    the fused update.
-    """
+    """Return two updates from two ternary payloads: decoded first, and fused."""
     codec, slot = TernGrad(scale="own"), Slot(0, numel, numel, True, 0)
     packed = PayloadLayout(codec.form, whole_pieces([slot]), segmented=False).packed
     payloads = [codec.encode(torch.randn(numel), key=RngKey(rank=rank)) for rank in range(2)]
@@ -150,11 +148,7 @@ def from_payloads(numel: int) -> list[Contender]:
 
 
 def verify() -> None:
-    """Compare three steps of every split optimizer with those of the portable tier.
-
-    Raises:
-        SystemExit: the weights of an optimizer differ.
-    """
+    """Exit if three steps of a split optimizer differ from those of the portable tier."""
     for name in OPTIMIZERS:
         start, found = torch.randn(CHECK_NUMEL), []
         gradients = [torch.randn(CHECK_NUMEL).bfloat16() for _ in range(3)]
@@ -182,12 +176,10 @@ def contests(numel: int) -> Iterator[tuple[str, list[Contender]]]:
 
 
 def measure(numel: int, threads: int, repetitions: int) -> list[Row]:
-    """Time the contenders of each optimizer in turn, after one step of each as warm-up.
+    """Time each optimizer's contenders in turn, after one step of each as warm-up.
 
-    Returns:
-        One row for each contender: bytes per weight, and medians of milliseconds per step, of the
-        time in memcpys of the fp32 weights, and of the first contender's time over its own
-        (``ratio``).
+    Return a row for each contender: bytes per weight, and medians of milliseconds per step, of the
+    time in memcpys of the fp32 weights, and of the first contender's time over its own.
     """
     rows, memcpy = [], memcpy_of(numel)
     work = track(contests(numel), "optimizers", total=len(OPTIMIZERS) + 2, transient=True)

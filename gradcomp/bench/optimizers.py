@@ -23,11 +23,7 @@ def _decayed(model: nn.Module) -> list[dict[str, object]]:
 
 
 def muon(model: nn.Module, lr: float) -> list[Optimizer]:
-    """Return Muon for hidden matrices at `lr`, and AdamW for the other parameters at a tenth of it.
-
-    Raises:
-        ValueError: this torch has no Muon.
-    """
+    """Return Muon for hidden matrices, AdamW at a tenth of `lr` for the others."""
     if not hasattr(torch.optim, "Muon"):
         raise ValueError(f"torch {torch.__version__} has no Muon: 2.9 or newer does")
     ends = ("embedding", "position", "head", "stem")

@@ -41,17 +41,11 @@ def command_line(
     options: Mapping[str, Option],
     common: Iterable[str] = (),
 ) -> Parser:
-    """Return the parser for the arguments of ``python -m gradcomp.bench NAME``.
+    """Return the parser of ``python -m gradcomp.bench NAME``.
 
     The default of a row decides the kind of option. A list: the option accepts several values.
-    False: a switch. A type or function that parses a value: there is no default, and the option is
-    None if it is not given; its help says what that means.
-
-    Args:
-        name: name of the benchmark.
-        description, epilog: help texts before and after the options.
-        options: rows, by name without dashes.
-        common: names of rows of `COMMON` to add.
+    False: a switch. A type or function that parses a value: no default, None if it is not given.
+    `common` names rows of `COMMON` to add.
     """
     parser = Parser(prog=f"python -m gradcomp.bench {name}", description=description, epilog=epilog)
     rows = {**options, **{shared: COMMON[shared] for shared in common}}

@@ -16,9 +16,7 @@ WIDTH, HEIGHT = 11.0, 4.0  # size of a panel, in inches
 def lines(
     ax: Any, series: Mapping[str, tuple[Sequence[float], Sequence[float]]], **settings: Any
 ) -> None:
-    """Draw one curve for each entry of `series`, x and y values by the name in the legend;
-    `settings` are arguments of `matplotlib.axes.Axes.set`.
-    """
+    """Draw one curve for each entry of `series`: name in the legend, and x and y values."""
     for number, (name, (positions, values)) in enumerate(series.items()):
         style = ("-", "--", ":")[number // 10 % 3]  # ten colours
         ax.plot(positions, values, style, marker=".", label=name)
@@ -41,9 +39,7 @@ def bars(ax: Any, rows: Mapping[str, Mapping[str, float]], xlabel: str) -> None:
 
 
 def write(file: Path | IO[bytes], panels: Sequence[Panel], **options: Any) -> None:
-    """Write one or more panels below each other. The suffix of a path determines the format; a
-    stream gets PNG. `options` are arguments of `matplotlib.figure.Figure.savefig`.
-    """
+    """Write panels below each other; a path's suffix determines the format, a stream gets PNG."""
     heights = [height + 0.3 for _, _, height in panels]
     figure = Figure(figsize=(WIDTH, sum(heights)), layout="constrained")
     parts = figure.subfigures(len(panels), 1, height_ratios=heights, squeeze=False)[:, 0]

@@ -11,7 +11,7 @@ from torch import nn
 from gradcomp.bench.methods import OVER_MPI, parse
 from gradcomp.codecs import Codec
 from gradcomp.exchange.sizing import choose
-from gradcomp.plan.costs import LocalSteps, Method, find_method, plan_buckets
+from gradcomp.plan.costs import LocalSteps, Method, find_method
 from gradcomp.plan.links import Link
 from gradcomp.plan.rates import Rates
 from gradcomp.plan.step import simulate
@@ -20,14 +20,10 @@ from gradcomp.plan.workload import Transport, Workload
 
 def planned(name: str, world_size: int, *, over_mpi: bool = False) -> Method | None:
     """Return the planner's method for a method of the benchmarks; None if it has none."""
-    if over_mpi and name in OVER_MPI:
-        plain = OVER_MPI[name]
-        strategy = choose(plain, world_size)
-        return Method(f"{name} {strategy}", plain, strategy.exchange, strategy.second_phase)
-    if name in ("fp32", "bf16"):
+    if not over_mpi and name in ("fp32", "bf16"):
         return find_method(name)
     method = parse(name)
-    codec, local = method.codec, method.local
+    codec, local = OVER_MPI.get(name, method.codec), method.local
     if not isinstance(codec, Codec) or method.sharded or method.double:
         return None
     if method.options.get("precondition") or (local and "warmup_steps" in method.options):
@@ -44,12 +40,6 @@ def planned(name: str, world_size: int, *, over_mpi: bool = False) -> Method | N
 def shapes_of(model: nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Return (name, shape) of every parameter of a model, as the planner needs them."""
     return tuple((name, tuple(p.shape)) for name, p in model.named_parameters())
-
-
-def largest_bucket(model: nn.Module, ranks: int) -> int:
-    """Return the number of values of DDP's largest bucket."""
-    buckets = plan_buckets(find_method("fp32"), shapes_of(model), ranks)
-    return max(bucket.numel for bucket in buckets)
 
 
 def predict(

@@ -81,9 +81,7 @@ def all_cores() -> tuple[int, ...]:
 
 
 def cores_of(number: int, count: int) -> tuple[int, ...]:
-    """Return the cores of rank `number` of `count`: its share of this machine's cores, or one core
-    that it shares with others if there are more ranks than cores.
-    """
+    """Return the cores of rank `number` of `count`: its share, or one core that ranks share."""
     have = all_cores()
     if count > len(have):
         return (have[number % len(have)],)
@@ -101,11 +99,8 @@ def run(
     """Run ``body(emit, *args)`` in every rank of a place and wait for all of them.
 
     Args:
-        place: where the ranks run.
-        body: module-level function; its first argument sends a message to this process.
-        args: further arguments, which must be picklable.
-        on_message: called in this process with every message. Under an mpiexec only rank 0 sends
-            messages, because all ranks share one output.
+        body: module-level function; what it emits is a message to this process.
+        on_message: called in this process with every message; under an mpiexec only rank 0 emits.
         hang_s: longest time without a message from any rank, in seconds, after the first message.
 
     Raises:
@@ -374,9 +369,7 @@ def _end_server() -> None:
 
 
 def become_rank(variables: Mapping[str, str]) -> None:
-    """Set up this process after it was forked from the server: it ends with its parent, can be
-    interrupted, and has `variables` as its environment and its own NumPy seed.
-    """
+    """Set up a process forked from the server: it ends with its parent and has `variables`."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(
         target=_end_with, args=(multiprocessing.parent_process(),), daemon=True

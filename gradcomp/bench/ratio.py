@@ -64,9 +64,7 @@ class Check(NamedTuple):
 
 
 def count(models: Iterable[str]) -> list[Row]:
-    """Return the bytes per rank and step of every scheme and world size, for models named by keys
-    of :data:`~gradcomp.plan.models.MODELS`.
-    """
+    """Return the bytes per rank and step of every scheme and world size."""
     out = []
     for model, scheme, world_size in itertools.product(models, SCHEMES, WORLD_SIZES):
         codec, exchange = SCHEMES[scheme]
@@ -78,11 +76,10 @@ def count(models: Iterable[str]) -> list[Row]:
 
 
 def check_ratios(rows: Iterable[Row]) -> list[Check]:
-    """Check ResNet-50's compression ratios.
+    """Check ResNet-50's ratios: at N = 8 the floor of `FLOORS`, and the same within 12 % up to 64.
 
-    Each scheme of `FLOORS` must reach its floor at N = 8, and its ratio must not change by more
-    than 12 % from N = 8 to 64. The exact scheme, whose second phase takes ceil(log2(2N + 1)) bits,
-    must instead follow 64 / (2 + bits) within 12 %.
+    The exact scheme must instead follow 64 / (2 + bits), since its second phase takes ceil(log2(2N
+    + 1)) bits.
     """
     ratios = {
         (row["scheme"], row["world_size"]): row["compression_ratio"]
@@ -104,9 +101,7 @@ def check_ratios(rows: Iterable[Row]) -> list[Check]:
 
 
 def verify() -> list[Check]:
-    """Train LeNet over gloo with every scheme and compare the bytes that every rank counts with the
-    prediction; return one check for each scheme.
-    """
+    """Train LeNet over gloo with every scheme; compare every rank's bytes with the prediction."""
     errors: dict[str, list[str]] = {name: [] for name in SCHEMES}
     lenet = find_model("LeNet").parameters
     sent = {}
@@ -131,9 +126,7 @@ def verify() -> list[Check]:
 
 
 def _count_rank(emit: Emit) -> None:
-    """Emit (scheme, rank, {(sent, received, baseline) of the steps}) without the first step, after
-    which DDP rebuilds its buckets.
-    """
+    """Emit (scheme, rank, {(sent, received, baseline)}) of all steps but the first."""
     for name, (codec, exchange) in SCHEMES.items():
         torch.manual_seed(0)
         model = DistributedDataParallel(LeNet())
@@ -162,11 +155,7 @@ def read_options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """Run the benchmark with these arguments.
-
-    Returns:
-        The exit status: 0 success, 1 a check or the comparison with gloo failed, 2 invalid options.
-    """
+    """Run the benchmark; return 1 if a check failed, 2 for invalid options."""
     args = read_options(argv)
     console = Console()
     checks = verify() if args.verify else []

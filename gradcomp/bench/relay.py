@@ -23,14 +23,7 @@ _AT_A_TIME = 64  # packets that are read of one host before the next one's
 
 
 def open_tun(name: str) -> int:
-    """Create a TUN device and return its file descriptor; the device is gone when that is closed.
-
-    Args:
-        name: at most 15 ASCII characters.
-
-    Raises:
-        OSError: there is no /dev/net/tun, or no permission.
-    """
+    """Create a TUN device and return its file descriptor; OSError without permission."""
     number = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         fcntl.ioctl(number, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _TUN_WITHOUT_HEADERS))
@@ -43,14 +36,10 @@ def open_tun(name: str) -> int:
 def relay(
     hosts: dict[str, int], bits_per_s: float, latency_s: float, loss: float, queue_s: float
 ) -> None:
-    """Forward IPv4 packets between hosts until standard input ends.
+    """Forward IPv4 packets between hosts, TUN devices by address, until standard input ends.
 
-    Args:
-        hosts: file descriptors of TUN devices by the host's address.
-        bits_per_s: rate of a host's link in each direction.
-        latency_s: seconds that a packet needs besides its transmission time.
-        loss: share of packets that are lost, drawn at random.
-        queue_s: longest time that a packet waits for a link before it is dropped.
+    `loss` is a share of packets, drawn at random. A packet that would wait longer than `queue_s`
+    for a link is dropped.
     """
     devices = {socket.inet_aton(address): number for address, number in hosts.items()}
     sends_from = dict.fromkeys(devices.values(), 0.0)  # when that direction of a link is free

@@ -64,9 +64,7 @@ def read_options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """Run `python -m gradcomp.bench report` with these arguments; return the exit status: 1 if no
-    file could be shown, 2 if there is no file.
-    """
+    """Run the benchmark; return 1 if no file could be shown, 2 if there is none."""
     args = read_options(argv)
     files = sorted(args.folder.glob("*.json")) if args.folder.is_dir() else []
     if not files:
@@ -85,13 +83,8 @@ def main(argv: list[str]) -> int:
 def page(
     files: Sequence[Path], *, markdown: bool = False, beside: bool = False
 ) -> tuple[str, int, list[tuple[str, str]]]:
-    """Build the page from result files.
-
-    `beside` also writes a CSV file and a PNG file next to each file that is shown.
-
-    Returns:
-        The page (HTML, or Markdown if `markdown`), the number of files that it shows, and (name,
-        reason) for each of the other files.
+    """Return the page (HTML, or Markdown if `markdown`), the number of files that it shows, and
+    (name, reason) for each other file. `beside` writes a CSV and a PNG file next to each file.
     """
     parts: list[str] = []
     skipped: list[tuple[str, str]] = []
@@ -153,11 +146,7 @@ def _write_csv(rows: Sequence[dict[str, Any]], file: Path) -> None:
 
 
 def sections_of(found: Any) -> list[Section]:
-    """Return the sections of a file's content.
-
-    Raises:
-        ValueError: the file is not a result of bench train or bench accuracy.
-    """
+    """Return the sections of a file's content; ValueError for other files."""
     if isinstance(found, dict):
         if found.get("benchmark") == "train" and "cases" in found:
             return [_train(found, case) for case in found["cases"]]

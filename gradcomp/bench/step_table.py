@@ -38,16 +38,9 @@ def row_of(
 
     ``exchange_cpu_seconds`` is rank 0's CPU time of the exchange (codec, reduction, TCP in the
     kernel). ``bound_seconds`` is the larger of that and the link's time for the bytes: the smallest
-    exposed time of an exchange that overlaps both completely, on a host with no idle cores.
-
-    Args:
-        method: name of the method.
-        results: results of `gradcomp.bench.trainer.train`, by rank.
-        base: row of a step without an exchange; None if it was not measured.
-        predicted_s: seconds per step that the planner predicts; None: no prediction.
-        target: measure for which the time until it is reached is returned; None: not needed.
-        lower: a lower measure is better.
-        bits_per_s: rate of the link, in bits per second.
+    exposed time of an exchange that overlaps both completely, on a host with no idle cores. `base`
+    is the row of a step without an exchange. `predicted_s`, the planner's seconds, and `target`, a
+    measure to reach, may be None, too.
     """
     first = results[0]
     middle = statistics.fmean if first.get("rare") else statistics.median
@@ -130,8 +123,7 @@ WITHOUT_EXCHANGE = ("step, ms", "p95", "CPU, ms", "hidden", "peak, MB")  # colum
 
 def table_of(rows: Sequence[Row], measure: str, target: float | None) -> Table:
     """Return a table of rows from `row_of`, or ``{"method": ..., "failed": ...}``; ratios are to
-    fp32. `measure` is the head of the measure's column ("": no such column). The last column has
-    the seconds until `target` was reached (None: no such column).
+    fp32. `measure` heads the measure's column; "" and a `target` of None leave a column out.
     """
     good = [row for row in rows if not row.get("failed")]
     fp32: Row = next((row for row in good if row["method"] == "fp32"), {})
@@ -159,9 +151,7 @@ def link_of(case: Mapping[str, Any]) -> str:
 
 
 def crossings(cases: Sequence[tuple[int, str, Sequence[Row]]]) -> list[str]:
-    """Return one line for each method and number of ranks on where compression stops paying: the
-    slowest link on which its step is no shorter than fp32's. `cases` are (ranks, link, rows).
-    """
+    """Return a line for each method and number of ranks: the slowest link where it does not pay."""
     out = []
     for ranks in dict.fromkeys(ranks for ranks, _, _ in cases):
         here = [
@@ -184,9 +174,7 @@ def crossings(cases: Sequence[tuple[int, str, Sequence[Row]]]) -> list[str]:
 
 
 def draw_steps(rows: Sequence[Row], figure: Any) -> None:
-    """Draw the parts of each step's time, and beside them the time of codecs and waiting, hidden or
-    not. `rows` must contain the row of `NONE`.
-    """
+    """Draw the parts of each step's time, and of codecs and waiting; `rows` has that of `NONE`."""
     seconds = {row["method"]: row["seconds"] for row in rows}
     alone, copies = seconds[NONE], max(0.0, seconds.get(NOOP, 0.0) - seconds[NONE])
     steps, phases = {}, {}

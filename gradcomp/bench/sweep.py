@@ -34,12 +34,10 @@ def run_all(
     failed: dict[Task, str] | None = None,
     spread: bool = True,
 ) -> Iterator[tuple[Task, list[Result], float]]:
-    """Run tasks; yield each when it ends, with the results of `train` on all ranks (in a launched
-    job only on rank 0) and its seconds.
+    """Run tasks, `processes` at a time; yield each when it ends, with the results of `train` on all
+    ranks (in a launched job only on rank 0) and its seconds.
 
     Args:
-        tasks: runs.
-        processes: number of tasks that run at the same time.
         place: where the ranks run; None: on this machine over loopback.
         hang_s: seconds of silence after which the ranks of a task count as hung.
         failed: filled with the reason for each task whose ranks failed; it has no results.
@@ -95,11 +93,7 @@ def key_of(task: Task) -> Result:
 
 
 def finished(file: Path, tasks: Sequence[Task]) -> dict[Task, Result]:
-    """Return the results of those tasks that a file contains.
-
-    Raises:
-        ValueError: a line is not a result; an incomplete last line is ignored.
-    """
+    """Return the results of those tasks that a file has; ValueError if a line is not a result."""
     out: dict[tuple[Any, ...], Result] = {}
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
     for number, line in enumerate(lines):

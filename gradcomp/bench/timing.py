@@ -34,8 +34,7 @@ def turns(
     *,
     before: Callable[[], object] = lambda: None,
 ) -> NDArray[Any]:
-    """Time functions in turn, after one turn as warm-up; `before` runs before each of them, for
-    example a barrier.
+    """Time functions in turn, after one turn as warm-up; `before`, such as a barrier, before each.
 
     Returns:
         ``(repetitions, len(functions))`` float64: seconds per call, means over `calls` calls.

@@ -35,13 +35,14 @@ from gradcomp.bench.methods import DEFAULT, GRAMMAR, NONE, NOOP, parse
 from gradcomp.bench.mpi import Mpiexec
 from gradcomp.bench.optimizers import OPTIMIZERS
 from gradcomp.bench.options import at_least, command_line
-from gradcomp.bench.predict import largest_bucket, predict
+from gradcomp.bench.predict import predict, shapes_of
 from gradcomp.bench.ranks import Place, RankFailed, all_cores, cores_of, run
 from gradcomp.bench.step_table import crossings, link_of, middle_rows, row_of, table_of
 from gradcomp.bench.sweep import Result, run_all
 from gradcomp.bench.trainer import Task
 from gradcomp.bench.workloads import Workload
 from gradcomp.plan.advice import AUTO
+from gradcomp.plan.costs import find_method, plan_buckets
 from gradcomp.plan.links import Link, parse_link
 from gradcomp.plan.rates import Rates
 from gradcomp.plan.workload import Transport
@@ -132,9 +133,7 @@ def read_options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """Run `python -m gradcomp.bench train` with these arguments; return the exit status: 1 if a
-    method failed, 2 if the run is impossible.
-    """
+    """Run the benchmark; return 1 if a method failed, 2 if the run is impossible."""
     args = read_options(argv)
     launch = importlib.import_module("gradcomp.launch")
     job = launch.environment()
@@ -201,9 +200,7 @@ def _cases(args: argparse.Namespace, launched: int) -> list[tuple[Case, Link | N
 def _run_case(
     args: argparse.Namespace, workload: Workload, cases: list[Case], place: Place
 ) -> None:
-    """Run every method in one place, `args.rounds` times in turn; write the JSON file after each
-    row.
-    """
+    """Run every method in one place, `args.rounds` times in turn; write the file after each row."""
     ranks, hosts = place.ranks, place.hosts
     rows: list[dict[str, Any]] = []
     link = Link(math.inf) if hosts is None else hosts.link
@@ -253,11 +250,10 @@ def _run_case(
 
 
 def _measure(args: argparse.Namespace, model: nn.Module, place: Place) -> dict[str, Any]:
-    """Return the arguments of `predict` that describe the ranks: rates of codecs and the transport,
-    measured over loopback (zero if that fails), cores and transport.
-    """
+    """Return arguments of `predict`: rates and transport (measured over loopback), and cores."""
     found: list[Any] = []
-    largest, here = largest_bucket(model, place.ranks), replace(place, hosts=None)
+    buckets = plan_buckets(find_method("fp32"), shapes_of(model), place.ranks)
+    largest, here = max(bucket.numel for bucket in buckets), replace(place, hosts=None)
     words = args.methods, largest, args.over, args.device
     with suppress(RankFailed):
         run(here, measure_methods, *words, on_message=found.append, hang_s=args.hang)

@@ -59,9 +59,7 @@ class Task:
 
 
 def use_cores(cores: tuple[int, ...] = ()) -> None:
-    """Bind this rank to these cores, or to its share of the machine's cores, and set torch's number
-    of threads to match.
-    """
+    """Bind this rank and torch's threads to these cores, or to its share of the machine's."""
     cores = cores or cores_of(dist.get_rank(), dist.get_world_size())
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
@@ -78,9 +76,7 @@ def train_rank(emit: Emit, task: Task) -> None:
 
 
 class Seconds(NamedTuple):
-    """Seconds of one step: wall-clock time of the step, its forward and its update, and CPU time of
-    the process. Each is measured when the device has finished.
-    """
+    """Seconds of one step: whole, forward, update, and CPU time, when the device has finished."""
 
     seconds: float = 0.0
     forward_seconds: float = 0.0
@@ -89,9 +85,7 @@ class Seconds(NamedTuple):
 
 
 def train(emit: Emit, task: Task) -> dict[str, Any]:
-    """Train as a rank of the default process group and return the measurements. `emit` is called
-    with None as a heartbeat. Collective.
-    """
+    """Train as a rank and return the measurements; heartbeats call `emit(None)`. Collective."""
     rank, world = dist.get_rank(), dist.get_world_size()
     comm = MpiCommunicator(timeout_s=TIMEOUT_S) if task.over == "mpi" else None
     workload = find(task.workload, Path(task.data) if task.data else None, task.batch)
@@ -175,9 +169,7 @@ def _diverged(loss: torch.Tensor) -> bool:
 
 
 def _total_nbytes(ready: Ready, values: int, world: int) -> int | None:
-    """Return the bytes that this rank has sent in a run; None: not known. `values` is the number of
-    parameter values times the number of steps.
-    """
+    """Return the bytes that this rank has sent for `values` parameter values; None: not known."""
     if hasattr(ready.state, "stats"):
         first = getattr(ready.state, "start_stats", None)
         return int(ready.state.stats.bytes_sent) + (first.bytes_sent if first is not None else 0)
@@ -237,9 +229,7 @@ def _update(ready: Ready, clip: float | None, plain: nn.Module) -> None:
 def _measure(
     emit: Emit, workload: Workload, model: nn.Module, ready: Ready, *, quick: bool = False
 ) -> float:
-    """Return the workload's measure, equal on all ranks and not included in any seconds. Rank 0
-    computes it; with sharded weights all ranks do. Collective.
-    """
+    """Return the workload's measure, equal on all ranks; its time is not counted. Collective."""
     found = torch.zeros(1, dtype=torch.float64)
     if dist.get_rank() == 0 or ready.method.sharded:
         model.eval()

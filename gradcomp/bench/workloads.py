@@ -33,9 +33,7 @@ def cosine(done: float) -> float:
 
 
 def square_root(done: float) -> float:
-    """Return the factor of a polynomial schedule of power 0.5, from 1 to 0, as for TernGrad's LeNet
-    (Wen et al. 2017); `done` is the share of steps done.
-    """
+    """Return the factor of a schedule of power 0.5, from 1 to 0 (TernGrad's LeNet)."""
     return math.sqrt(max(0.0, 1.0 - done))
 
 
@@ -53,9 +51,7 @@ class Settings:
     decay: Callable[[float], float] = cosine
 
     def batch_of(self, workers: int) -> int:
-        """Return the samples of one worker's minibatch, or raise a ValueError if a shared batch is
-        not a multiple of `workers`.
-        """
+        """Return the samples of a worker's minibatch; ValueError if workers cannot share one."""
         if self.shared and self.batch % workers:
             raise ValueError(
                 f"{workers} workers cannot share a batch of {self.batch}: not a multiple"
@@ -72,26 +68,17 @@ class Settings:
 
 @dataclass
 class Workload:
-    """Model and data to train. Subclasses define `measure`, name and unit of the result of `test`
-    ("" if there is none), and `lower_is_better`, whether a smaller result is better.
-
-    Attributes:
-        name: name in tables.
-        settings: training settings.
-        model: function that returns a new model, with weights from torch's default generator.
-    """
+    """Model and data to train; subclasses define what `test` measures."""
 
     name: str
     settings: Settings
-    model: Callable[[], nn.Module]
+    model: Callable[[], nn.Module]  # weights are drawn from torch's default generator
 
-    measure: ClassVar[str] = ""
+    measure: ClassVar[str] = ""  # name and unit of the result of `test`, "" for none
     lower_is_better: ClassVar[bool] = True
 
     def check(self, optimizer: str, workers: int) -> None:
-        """Raise a ValueError if the optimizer has no learning rate, or if a shared batch is not a
-        multiple of `workers`.
-        """
+        """Raise ValueError for an optimizer without a rate, or too many workers for a batch."""
         rates = self.settings.rates
         if optimizer not in rates:
             raise ValueError(f"{self.name} has no rate for {optimizer}; it has {', '.join(rates)}")
@@ -112,9 +99,7 @@ class Workload:
         raise NotImplementedError
 
     def test(self, model: nn.Module, *, quick: bool = False, tick: Tick = lambda: None) -> float:
-        """Return the measure on held-out data; `quick` uses only a part of it. `tick` is called
-        regularly, as a heartbeat.
-        """
+        """Return the measure on held-out data, `quick` on a part; `tick` is a heartbeat."""
         return math.nan
 
 
@@ -231,9 +216,7 @@ def mlp() -> nn.Module:
 
 
 def random(numel: int) -> nn.Module:
-    """Return layers of 1024 x 1024, the last one smaller, with `numel` values in total (rounded
-    down to a multiple of 1024).
-    """
+    """Return layers of 1024 x 1024, the last one smaller, with about `numel` values."""
     side = 1024
     layers = [nn.Linear(side, side, bias=False) for _ in range(numel // side**2)]
     rest = numel % side**2 // side
@@ -330,10 +313,7 @@ WORKLOADS: dict[str, Callable[[Any, str], Workload]] = {
 def find(name: str, folder: Path | None, batch: int = 0) -> Workload:
     """Return the workload `name`, or ``random:N`` (N values without a task).
 
-    Args:
-        name: key of `WORKLOADS`, or ``random:N``.
-        folder: folder with the data.
-        batch: samples of a rank's minibatch; 0: the workload's own number.
+    `batch`: samples of a rank's minibatch; 0: the workload's own number.
 
     Raises:
         ValueError: the name is unknown, or N is too small.

@@ -85,12 +85,7 @@ def lost_in_setup(begun: float, why: str, rank: int | None = None) -> PeerLost:
 
 
 def log_wait(rank: int, whom: Callable[[], str]) -> None:
-    """Log the current wait of this thread, once, if it takes much longer than usual.
-
-    Args:
-        rank: rank of this process.
-        whom: returns a description of the ranks being waited for; "" if they are not known.
-    """
+    """Log this thread's wait once if it is long; `whom` returns whom it is for, or ""."""
     wait = current()
     if wait is not None and wait.is_long() and not wait.logged:
         wait.logged = True
@@ -109,10 +104,7 @@ def gave_up(reason: str) -> str:
 
 
 def report_gone(gone: Collection[int], reported: set[int], source: int | None) -> None:
-    """Raise RankGone for a rank in `gone` that concerns a receive from `source`.
-
-    If `source` is None, each rank in `gone` is raised once and then added to `reported`.
-    """
+    """Raise RankGone for `source`, or (None) once for each rank in `gone`, kept in `reported`."""
     if source is not None:
         if source in gone:
             raise RankGone(source)

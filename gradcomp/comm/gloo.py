@@ -139,9 +139,7 @@ class Groups:
             log_wait(self._rank, self._whom)
 
     def _whom(self) -> str:
-        """Describe the ranks that a long wait is for: a lost rank, or else those without a note
-        that they also wait.
-        """
+        """Describe whom a long wait is for: a lost rank, or those without a note of waiting."""
         found = find_lost(self._cards, self._rank)
         if found is not None:
             return describe(found)
@@ -312,9 +310,7 @@ class _GlooWork(Work):
             raise (TimeoutError if late else ConnectionError)(why) from error
 
     def _ends_yet(self) -> bool:
-        """Return whether the collective completes within GRACE_S: its data may still arrive after
-        this process was paused.
-        """
+        """Return whether the collective completes within GRACE_S, as it may after a pause."""
         with contextlib.suppress(RuntimeError):
             self._work.wait(_patience(GRACE_S))
         return self.is_done()

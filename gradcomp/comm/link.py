@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from torch import Tensor
 
 from gradcomp.comm.base import Channel, Communicator, Counts, Message, Work
-from gradcomp.comm.rounds import all_gather_rounds, all_to_all_rounds, max_rounds, ring_bytes
+from gradcomp.comm.rounds import ring_bytes, rounds_of
 
 
 class LinkCommunicator(Communicator):
@@ -66,20 +66,21 @@ class LinkCommunicator(Communicator):
         self._comm.check_overlap()
 
     def _start_max(self, values: Tensor, channel: Channel) -> Work:
-        nbytes, rounds = ring_bytes(values.numel(), self.world_size), max_rounds(self.world_size)
-        return self._send(channel, nbytes, rounds, partial(self._comm.start_max, values, channel))
+        nbytes = ring_bytes(values.numel(), self.world_size)
+        start = partial(self._comm.start_max, values, channel)
+        return self._send(channel, nbytes, rounds_of("max", self.world_size), start)
 
     def _start_all_to_all(
         self, send: Tensor, send_nbytes: Counts, recv: Tensor, recv_nbytes: Counts, channel: Channel
     ) -> Work:
         nbytes = sum(send_nbytes) - send_nbytes[self.rank]
         start = partial(self._comm.start_all_to_all, send, send_nbytes, recv, recv_nbytes, channel)
-        return self._send(channel, nbytes, all_to_all_rounds(self.world_size), start)
+        return self._send(channel, nbytes, rounds_of("all_to_all", self.world_size), start)
 
     def _start_all_gather(self, send: Tensor, recv: Tensor, channel: Channel) -> Work:
-        nbytes, rounds = (self.world_size - 1) * send.numel(), all_gather_rounds(self.world_size)
+        nbytes = (self.world_size - 1) * send.numel()
         start = partial(self._comm.start_all_gather, send, recv, channel)
-        return self._send(channel, nbytes, rounds, start)
+        return self._send(channel, nbytes, rounds_of("all_gather", self.world_size), start)
 
     def start_send(self, message: Tensor, to: int) -> Work:
         self.check_peer(to)

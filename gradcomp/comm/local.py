@@ -80,7 +80,7 @@ class _LocalWork(Work):
 
 
 class Sent(Work):
-    """A message that has been delivered."""
+    """A message or collective that is complete."""
 
     def wait(self, timeout_s: float) -> None:
         return

@@ -99,9 +99,7 @@ class _Sending(base.Work):
 class Mailbox:
     """Point-to-point messages between all ranks. The constructor is collective.
 
-    Args:
-        share: an all_gather of bytes of equal length, which returns those of all ranks.
-        timeout_s: timeout of the connection of all ranks, in seconds.
+    `share` is an all_gather of bytes of equal length.
 
     Raises:
         PeerLost: phase "setup"; a rank cannot be reached, or fails to authenticate.
@@ -193,9 +191,8 @@ class Mailbox:
 
 
 class _Post:
-    """Connections and messages of a Mailbox.
-
-    `changed` guards `incoming`, `gone` and `reported`. Only the loop uses the other attributes.
+    """Connections and messages of a Mailbox. `changed` guards `incoming`, `gone` and `reported`;
+    only the loop uses the rest.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -369,10 +366,7 @@ class Stranger(ConnectionError):
 async def greet(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, rank: int, peer: int
 ) -> None:
-    """Authenticate as connector `rank`, after the listener has proved that it is rank `peer`.
-
-    Raises Stranger if the proof of the listener is wrong.
-    """
+    """Authenticate as connector `rank` with listener `peer`; Stranger if its proof is wrong."""
     mine = secrets.token_bytes(NONCE_NBYTES)
     writer.write(_HELLO.pack(MAGIC, rank, mine))
     theirs = await reader.readexactly(NONCE_NBYTES)
@@ -389,10 +383,7 @@ async def answer(
     rank: int,
     world_size: int,
 ) -> int:
-    """Authenticate as listener `rank`, and return the rank of the connector, which is above it.
-
-    Raises Stranger if the first message or the proof of the connector is wrong.
-    """
+    """Authenticate as listener `rank`; return the connector's rank, or raise Stranger."""
     magic, peer, theirs = _HELLO.unpack(await reader.readexactly(_HELLO.size))
     if magic != MAGIC or not rank < peer < world_size:
         raise Stranger(f"no rank above {rank}")

@@ -56,11 +56,7 @@ def _mpi() -> Any:
 
 
 def load() -> Any:
-    """Return the MPI module of mpi4py, as `_mpi`.
-
-    Raises:
-        ValueError: MPI has one process, but a launcher has started several.
-    """
+    """Return mpi4py's MPI module; ValueError if it is alone where a launcher started several."""
     mpi = _mpi()
     if mpi.COMM_WORLD.Get_size() > 1:
         return mpi

@@ -76,9 +76,7 @@ def thread_level() -> str:
 
 
 def call(function: Callable[[], T]) -> T:
-    """Call `function` in a thread that may call MPI; RuntimeError if that is only the main thread,
-    and this is another one.
-    """
+    """Call `function` in a thread that may call MPI; RuntimeError if only the main thread may."""
     level = thread_level()
     if level == "serialized" and not getattr(_here, "calls_mpi", False):
         return _one_thread.submit(function).result()

@@ -31,21 +31,13 @@ BACKLOG = 4096  # length of the queue of probes; Linux does not answer further o
 
 
 class Peer(NamedTuple):
-    """Process and sockets of a rank.
+    """Process and sockets of a rank."""
 
-    Attributes:
-        address: (host, port) of the listening socket of the process; None: it has none.
-        pid: process ID.
-        host: name of the host.
-        identity: equal for processes that see each other's process IDs in /proc.
-        port: port of the communicator's own socket; None: it has none.
-    """
-
-    address: tuple[str, int] | None
+    address: tuple[str, int] | None  # of the process's listening socket; None: it has none
     pid: int
     host: str
-    identity: str
-    port: int | None = None
+    identity: str  # equal for processes that see each other's process IDs in /proc
+    port: int | None = None  # of the communicator's own socket; None: it has none
 
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.host}"
@@ -79,9 +71,7 @@ def make_socket(one_host: bool) -> socket.socket | None:
 def find_lost(cards: Sequence[bytes], rank: int) -> tuple[int, str] | None:
     """Return (rank, description) of a lost rank; None if none or no single one is found.
 
-    Args:
-        cards: results of `here` on all ranks, in rank order.
-        rank: rank of this process.
+    `cards` are the results of `here` on all ranks, in rank order.
     """
     _drain_probes()
     peers = {n: Peer(*json.loads(card)) for n, card in enumerate(cards) if n != rank}
@@ -128,9 +118,7 @@ def _sockets() -> list[socket.socket]:
 
 
 def _drain_probes() -> None:
-    """Accept and close the queued probes, since a probe to a full queue gets no answer, as if the
-    host were down.
-    """
+    """Accept and close the queued probes: a full queue answers none, as if the host were down."""
     for made in _sockets():
         with contextlib.suppress(OSError):  # the queue is empty, or the socket is closed
             while True:

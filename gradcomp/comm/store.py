@@ -128,9 +128,7 @@ def absent(store: Any, keys: list[str]) -> list[int]:
 
 
 def wait_until_read(store: Any) -> None:
-    """Wait, at most for WRITE_S, until all ranks have the result of a meeting, since the store ends
-    with the process that hosts it.
-    """
+    """Wait up to WRITE_S until all ranks have a meeting's result: the store ends with its host."""
     deadline = time.monotonic() + WRITE_S
     with contextlib.suppress(RuntimeError):  # the store is gone
         while store.check(["read"]) and time.monotonic() < deadline:
@@ -195,9 +193,7 @@ class Notes:
         return self._found.get("note") or self._read(patience_s).get("note")
 
     def look_for_cause(self, patience_s: float) -> tuple[int, str] | None:
-        """As `look`, after a connection broke. A peer that has closed takes precedence, since other
-        ranks gave up because of it.
-        """
+        """As `look` after a broken connection; a closed peer first, since others gave up then."""
         found = self._read(patience_s)
         return found.get("closed") or found.get("note")
 

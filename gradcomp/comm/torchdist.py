@@ -25,15 +25,7 @@ from torch import Tensor
 
 from gradcomp.comm import torch_private as private
 from gradcomp.comm.addresses import host_identity
-from gradcomp.comm.base import (
-    Channel,
-    Communicator,
-    Counts,
-    Message,
-    RankGone,
-    Work,
-    first_line,
-)
+from gradcomp.comm.base import Channel, Communicator, Counts, Message, RankGone, Work, first_line
 from gradcomp.comm.gloo import Groups
 from gradcomp.comm.local import LocalCommunicator
 from gradcomp.comm.mailbox import Mailbox
@@ -50,13 +42,7 @@ _RANK = struct.Struct("<IIB")
 
 
 class _Rendezvous:
-    """A store in which sets of ranks meet, each set any number of times.
-
-    Args:
-        store: `torch.distributed.Store` of these ranks.
-        rank: rank of this process in the store.
-        job: see `gradcomp.comm.gloo.Groups`.
-    """
+    """A store in which sets of ranks meet, any number of times; `job` is that of `Groups`."""
 
     def __init__(self, store: Any, rank: int, job: Callable[[], Any]) -> None:
         self._store, self.rank, self.job = store, rank, job
@@ -362,9 +348,7 @@ def all_gather(output: Tensor, given: Tensor, process_group: dist.ProcessGroup) 
 
 
 def divisor(op: Any, world_size: int) -> int | None:
-    """Return the divisor that turns the result of reduce op `op` into a mean: 1 for AVG,
-    `world_size` for SUM, None for any other op.
-    """
+    """Return what turns a reduce op's result into a mean: 1 (AVG), `world_size` (SUM) or None."""
     return {dist.ReduceOp.AVG: 1, dist.ReduceOp.SUM: world_size}.get(getattr(op, "op", op))
 
 

@@ -81,9 +81,7 @@ def platform() -> str:
 
 
 def copy_rates(device: torch.device) -> dict[str, float]:
-    """Return the rates of copies of `NBYTES` between an accelerator and page-locked host memory, in
-    bytes per second.
-    """
+    """Return the bytes per second of copies to and from page-locked host memory."""
     rates = {}
     for stage in COPY_STAGES:
         seconds = timeit.repeat(copying(device, stage, NBYTES // 4), number=1, repeat=REPEATS + 1)

@@ -33,11 +33,7 @@ def link_of(
 
     A node is a host if all hosts have equally many ranks, otherwise it is a rank. The rate of a
     host is the sum over all pairs of its ranks with ranks of other hosts in one round, in the best
-    round. The slowest host determines the link.
-
-    Args:
-        identities: identity of every rank's host.
-        pairs: measurements of `gradcomp.doctor.pairs.measure_all`.
+    round. The slowest host determines the link. `identities` are those of the ranks' hosts.
     """
     apart, inside = measured(pairs, identities)
     counts = {host: identities.count(host) for host in identities}
@@ -63,10 +59,9 @@ def recommend(
     left_s: float,
     device: torch.device = CPU,
 ) -> tuple[dict[str, Any], Rates]:
-    """Return the planner's recommendation for a link of `link_of`, gradients on a device, and the
-    training that the command line describes, as JSON values; and the measured rates of codecs. If
-    `left_s` is below `LEAST_S`, codecs are assumed to take no time, and ``rates_measured`` is
-    False.
+    """Return the planner's recommendation as JSON values, and the measured rates of codecs.
+
+    With `left_s` below `LEAST_S`, codecs are assumed to take no time (``rates_measured`` is False).
     """
     rows = max(1, round(options["parameters"] / WIDTH))
     # matrices of at most a million values, several in each bucket; of large models larger ones

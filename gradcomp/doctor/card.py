@@ -43,13 +43,7 @@ STARTERS = {
 
 
 def card(rank: int, options: Mapping[str, Any], mpi: str | None) -> dict[str, Any]:
-    """Return the report of this rank on itself, with values that JSON supports.
-
-    Args:
-        rank: of this process.
-        options: options on which all ranks must agree.
-        mpi: library and thread level of the MPI; None if MPI is not the transport.
-    """
+    """Return the report of this rank on itself, as JSON values; ranks must agree on `options`."""
     found = interfaces()
     versions = {"gradcomp": __version__, "wire format": str(WIRE), "torch": torch.__version__}
     versions |= {"numpy": np.__version__, "python": platform.python_version()}
@@ -127,12 +121,8 @@ def start_lookup(host: str) -> Callable[[], float]:
 def timeouts(
     over: str, timeout_s: float | None, torch_timeout_s: float | None, apart_s: float
 ) -> dict[str, Any]:
-    """Return the timeouts, in seconds, of a training on these ranks.
-
-    Args:
-        over: transport, "gloo" or "mpi".
-        timeout_s, torch_timeout_s: timeouts that the training script sets; None: the defaults.
-        apart_s: seconds between the first and the last rank's start of the doctor.
+    """Return the timeouts of a training on these ranks, in seconds. Those that the script sets may
+    be None; `apart_s` is the time between the first and the last rank's start of the doctor.
     """
     torch_s = torch_timeout_s or (default_timeout_s() if over == "gloo" else None)
     ours_s = timeout_s or (OVER_MPI_S if torch_s is None or over == "mpi" else torch_s)

@@ -78,9 +78,7 @@ def gloo_takes(found: Sequence[Interface]) -> Choice:
 
 
 def _by_host_name(found: Sequence[Interface]) -> Choice:
-    """Return gloo's choice without the variable: the interface with the host name's address if
-    there is one, otherwise the loopback.
-    """
+    """Return gloo's choice without the variable: by the host name's address, else the loopback."""
     host = socket.gethostname()
     names = tuple(one.name for one in found if one.kind == "loopback" and one.is_up)[:1]
     why = "no address of this host, so gloo falls back to the loopback"

@@ -43,9 +43,8 @@ Said = Iterator[tuple[Level, str, str]]  # level, text and remedy ("" for none) 
 
 
 def findings(found: Found) -> list[dict[str, str]]:
-    """Return the findings of all checks on a dictionary of `gradcomp.doctor.session.examine`, each
-    with its ``level``, ``topic`` (section of the report, a key of `CHECKS`), ``text`` and ``do``
-    (remedy).
+    """Return the findings of all checks on a result of `gradcomp.doctor.session.examine`, as
+    dictionaries: ``level``, ``topic`` (key of `CHECKS`), ``text`` and ``do`` (remedy).
     """
     return [
         {"level": level, "topic": topic, "text": text, "do": remedy}
@@ -148,9 +147,7 @@ def _versions(found: Found) -> Said:
 
 
 def _differing(cards: Sequence[Card], what: str) -> Iterator[tuple[str, str]]:
-    """Yield the keys of the cards' dictionary `what` whose values differ between ranks, and these
-    values as text.
-    """
+    """Yield name and values, as text, of the entries of `what` that differ between cards."""
     for name in dict.fromkeys(name for card in cards for name in card[what]):
         values: dict[str, list[int]] = defaultdict(list)
         for card in cards:
@@ -299,9 +296,7 @@ def _slow_pairs(pairs: Sequence[Found], kind: str, level: Level) -> Said:
 
 
 def _slow_network(cards: Sequence[Card], pairs: Sequence[Found]) -> Said:
-    """Check for a network between hosts that is slower than their interfaces, or so far away that
-    lost packets matter.
-    """
+    """Check for a network slower than its interfaces, or so far that lost packets matter."""
     rate = statistics.median(pair["bits_per_s"] for pair in pairs)
     speeds = [i.mbit * 1e6 for card in cards for i in _used(card) if i.mbit]
     if speeds and rate < SLOW_LINK * min(speeds):

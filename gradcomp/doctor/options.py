@@ -36,9 +36,7 @@ begins with "wrong"), 2 for a command line that is not understood. Notes do not 
 def _number(
     what: str, low: float, high: float, ends: str = "[]", read: Callable[[str], float] = float
 ) -> Callable[[str], float]:
-    """Return a `type` for argparse that reads a number within bounds, which are as in
-    `gradcomp.arguments.check_number`; `what` describes it in the message.
-    """
+    """Return an argparse `type` that reads numbers in bounds; `what` is for the message."""
 
     def parse(text: str) -> float:
         try:

@@ -55,9 +55,7 @@ def rounds(world_size: int) -> list[list[tuple[int, int]]]:
 def measured(
     pairs: Sequence[Mapping[str, Any]], hosts: Sequence[str]
 ) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
-    """Return the successful measurements of `measure_all` between two hosts, and inside one.
-    `hosts` has the identity of every rank's host.
-    """
+    """Return the successful measurements between hosts, and inside one; `hosts` are identities."""
     good = [pair for pair in pairs if not pair["failed"]]
     between = [pair for pair in good if len({hosts[rank] for rank in pair["ranks"]}) == 2]
     return between, [pair for pair in good if pair not in between]
@@ -100,13 +98,9 @@ def _measure(comm: Communicator, ranks: tuple[int, int], number: int, share_s: f
 
 
 def measure_pair(comm: Communicator, ranks: tuple[int, int], message_s: float) -> Pair:
-    """Measure the link between the two ranks of `comm`. Collective; both get the same result.
+    """Measure the link of the two ranks of `comm`; both get the same result. Collective.
 
-    Args:
-        comm: communicator of two ranks.
-        ranks: numbers of these ranks in the result.
-        message_s: seconds that the longest message should take; the smaller value of both ranks
-            is used.
+    `message_s`: seconds that the longest message should take; the smaller value counts.
 
     Raises:
         TimeoutError, ConnectionError: as `Work.wait`.
@@ -128,9 +122,7 @@ def measure_pair(comm: Communicator, ranks: tuple[int, int], message_s: float) -
 
 
 def _bandwidth(comm: Communicator, latency_s: float, message_s: float) -> tuple[float, float, int]:
-    """Return the best bits/s of the slower direction alone and of both directions at the same time,
-    and the bytes of the longest message.
-    """
+    """Return the best bits/s of the slower direction, of both at once, and the longest message."""
     nbytes = FIRST_NBYTES
     while True:
         seconds = [_message_s(comm, nbytes, senders) for senders in ((0,), (1,))]

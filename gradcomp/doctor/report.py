@@ -30,13 +30,7 @@ Found = Mapping[str, Any]
 
 
 def show(found: Found, out: TextIO | None = None, *, plain: bool = False) -> None:
-    """Print the report.
-
-    Args:
-        found: results of `gradcomp.doctor.session.examine`.
-        out: stream to print to; None: standard output.
-        plain: use no colours; they are used only if `out` is a terminal.
-    """
+    """Print the result of `examine` (default: to standard output); colours are for terminals."""
     stream = sys.stdout if out is None else out
     has_colors = not plain and stream.isatty()
 
@@ -98,9 +92,7 @@ def _ranks(found: Found) -> list[str]:
 
 
 def _same(cards: Sequence[Found], text: Callable[[Found], str], *, here: bool = False) -> list[str]:
-    """Return one line for each different text, with its ranks; the text alone if all ranks have the
-    same, unless `here`.
-    """
+    """Return one line for each different text, with its ranks unless all ranks have the same."""
     found = by(cards, text)
     if len(found) == 1 and not here:
         return list(found)

@@ -86,9 +86,7 @@ class Me:
         return me
 
     def meet(self, wait_s: float) -> Words:
-        """Connect to the store, which rank 0 or torchrun serves, within `wait_s` seconds; return
-        the channel to the other ranks, or raise ConnectionError.
-        """
+        """Return the channel to other ranks through a store; ConnectionError after `wait_s`."""
         assert self.address is not None
         host, port = self.address
         by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun serves it
@@ -222,21 +220,17 @@ def _measure(me: Me, words: Words, go: Found) -> Found:
 
 
 def members_of(hosts: Sequence[str]) -> list[int]:
-    """Return the members of a probe: one rank on each of up to three `hosts`, or up to three ranks
-    if there is one host. `hosts` has the identity of every rank's host.
-    """
+    """Return the members of a probe: a rank on each of up to three hosts, or up to three ranks."""
     firsts = [hosts.index(host) for host in dict.fromkeys(hosts)]
     others = [rank for rank in range(len(hosts)) if rank not in firsts]
     return sorted((firsts + (others if len(firsts) == 1 else []))[:3])
 
 
 def _probe(comm: Communicator, members: Sequence[int], left_s: float, words: Words) -> Found:
-    """Take part in a probe of `members`, if all have time for it. They create a communicator, and
+    """Take part in a probe of `members`, if all have time for it: they create a communicator, and
     its last rank stays silent until the others have given up.
 
-    Returns:
-        One of: `lost`, on the silent rank; `silent`, with `error`, `seconds` and `text` of the
-        error on another rank; `skipped` or `failed`, with the reason.
+    Return `lost` on the silent rank, `silent` with the error on others, or `skipped` or `failed`.
     """
     others = [rank for rank in members if rank != comm.rank]
     for rank in others:
@@ -263,9 +257,7 @@ def _probe(comm: Communicator, members: Sequence[int], left_s: float, words: Wor
 
 
 def _wait_for_silent(comm: Communicator, words: Words, silent: int) -> Found:
-    """Return the error that the silence of rank `silent` causes on this rank, and the seconds until
-    it was raised.
-    """
+    """Return the error that the silence of a rank causes on this rank, and its seconds."""
     begun, work, name, text = time.perf_counter(), None, "", "it ended without that member"
     send, recv = (torch.zeros(8 * n, dtype=torch.uint8) for n in (1, comm.world_size))
     try:
@@ -291,10 +283,7 @@ def _conclude(
     apart_s: float,
     silent: Sequence[int] = (),
 ) -> Found:
-    """Return all results, with findings and recommendation.
-
-    `apart_s` is the time between the first and the last rank's arrival, in seconds.
-    """
+    """Return all results; `apart_s`: seconds between the first and the last rank's arrival."""
     pairs = _merged([pair for one in seen.values() for pair in one["pairs"]])
     advice, rates, link = None, Rates(), advise.link_of([one["identity"] for one in cards], pairs)
     if link is not None:

@@ -15,13 +15,8 @@ LONGEST_PAUSE_S = 0.02
 
 
 class Words:
-    """Channel for JSON messages from rank to rank.
-
-    Args:
-        store: store of torch.distributed that all ranks share.
-        rank: rank of this process.
-
-    Raises (every method): ConnectionError: the store does not answer.
+    """Channel for JSON messages between ranks. Every method raises ConnectionError if the store of
+    torch.distributed does not answer.
     """
 
     def __init__(self, store: Any, rank: int) -> None:
@@ -36,9 +31,7 @@ class Words:
         return bool(self._ask("check", [f"{key}/{source}/{self.rank}"]))
 
     def collect(self, sources: Iterable[int], key: str, timeout_s: float) -> dict[int, Any]:
-        """Receive the messages of `sources` to this rank for at most `timeout_s` seconds; return
-        them by rank, without those of ranks that sent none.
-        """
+        """Return the messages of `sources` by rank; wait for them up to `timeout_s` seconds."""
         found: dict[int, Any] = {}
         missing, deadline, pause = set(sources), time.monotonic() + timeout_s, 0.0005
         while True:

@@ -153,12 +153,8 @@ def local_steps(
 
 
 def _carry(accelerator: Any, state: Stateful, engine: Engine, *, needed: bool = False) -> list[Any]:
-    """Save and load `state` in an accelerator's checkpoints. Returns the hook handles, to be
-    removed when `engine` is closed.
-
-    Args:
-        engine: the engine of `state`.
-        needed: whether to raise ValueError for a checkpoint without the state.
+    """Save and load `state` in an accelerator's checkpoints; return the hooks to remove at the end.
+    A checkpoint without a state that is `needed` is a ValueError.
     """
     before = _carried.get(accelerator, {}).items()
     carried = {name: its for name, its in before if (one := its()) and not one.closed}
@@ -207,9 +203,7 @@ class _Whole:
 
 
 def _keep_own(optimizer: torch.optim.Optimizer, _: Any) -> dict[str, Any] | None:
-    """Where accelerate loads rank 0's state, load the one that is there: `_Whole` has loaded this
-    rank's before.
-    """
+    """Keep this rank's state, which `_Whole` has loaded, where accelerate loads rank 0's."""
     loading = load_accelerator_state.__code__
     is_loading = any(frame.f_code is loading for frame, _ in traceback.walk_stack(None))
     return optimizer.state_dict() if is_loading else None

@@ -72,11 +72,8 @@ def restore(state: Stateful, comm: Communicator, found: Any, where: str, remedy:
     """Load the state that was found in a checkpoint; return whether there was one. Without a state,
     rank 0 warns.
 
-    Args:
-        found: this rank's state, a list of the states of all ranks of a run, or None; the same kind
-            on all ranks.
-        where: the checkpoint, for messages.
-        remedy: how to resume without the state, for messages.
+    `found` is this rank's state, a list of all ranks' states, or None, of the same kind on all
+    ranks; `where` and `remedy` (how to resume without it) are for messages.
 
     Raises:
         ValueError: states of another codec, exchange or model.

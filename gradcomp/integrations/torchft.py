@@ -155,9 +155,7 @@ class ManagedAverager(GradientAverager):
             manager._async_quorum = _explained(manager._async_quorum)
         heal, healthy = weakref.WeakMethod(self._heal), weakref.WeakMethod(self._healthy)
         manager.register_state_dict_fn(
-            self._key,
-            lambda state: (heal() or bool)(state),
-            lambda: (healthy() or dict)(),
+            self._key, lambda state: (heal() or bool)(state), lambda: (healthy() or dict)()
         )
         self._forget = weakref.finalize(self, _forget, manager, self._key)
         self._watch = Watch(

@@ -149,9 +149,7 @@ class ReplicaAverage:
             torch_private.after_backward(self._average)  # runs after FSDP's own callback
 
     def _hold(self, *_: Any) -> None:
-        """Do nothing; as a hook it keeps this object alive with the model, even if the all-reduce
-        hooks are replaced.
-        """
+        """As a hook, keep this object alive with the model, even if other hooks are replaced."""
 
     def _average(self) -> None:
         self._averages += 1

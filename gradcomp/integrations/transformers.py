@@ -98,9 +98,7 @@ class CompressedTrainer(Compressed, Trainer):  # type: ignore[misc]  # not seen 
 
 
 class _Compression(TrainerCallback):  # type: ignore[misc]
-    """Callback with the compression state of a trainer: registers on the wrapped model when
-    training begins, and writes a file per rank to each checkpoint.
-    """
+    """Callback of a trainer: registers when training begins, and saves every rank's state."""
 
     def __init__(self, trainer: Any, codec: Codec | str, options: Mapping[str, Any]) -> None:
         self._trainer, self._codec, self._options = trainer, codec, options
@@ -117,9 +115,7 @@ class _Compression(TrainerCallback):  # type: ignore[misc]
         self._resume, self._trial = str(resume) if resume else None, trial
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Register on the wrapped model, unless an earlier ``train()`` did; load the states of the
-        checkpoint to resume from.
-        """
+        """Register on a wrapped model that is new; load the states to resume from."""
         self.on_train_end()
         trainer, model = self._trainer, self._trainer.model_wrapped
         if self._model is not model:

@@ -99,9 +99,7 @@ class DdpWatch(Watch):
 
 
 class _Forward:
-    """Forward pre-hook that counts forward passes for a watch. The hook of a copied or saved model
-    does nothing.
-    """
+    """Hook that counts forward passes; in a copied or saved model it does nothing."""
 
     def __init__(self, watch: DdpWatch | None = None) -> None:
         self._watch = watch

@@ -28,11 +28,7 @@ def attach(
 ) -> CompressionState | None:
     """Register on a wrapped model; return None, with a warning, if there is one rank and no DDP.
 
-    Args:
-        options: common options and ``advanced``, as keyword arguments of `gradcomp.ddp.register`.
-        ranks: number of ranks of the framework's run.
-        wrapper: the function that returns the wrapped model, for the TypeError's message.
-        alone: arguments of `warn_alone`.
+    `wrapper` names the function that returns the wrapped model; `alone` is for `warn_alone`.
 
     Raises:
         TypeError: several ranks, and a model that is not wrapped in DistributedDataParallel.
@@ -73,9 +69,7 @@ def prepared_by(accelerator: Any) -> dict[str, Any]:
 
 
 def inner(optimizer: Any) -> Any:
-    """Return the torch optimizer inside an optimizer that accelerate has prepared; a list of them
-    for a list or tuple.
-    """
+    """Return the torch optimizer (or optimizers) that accelerate has wrapped."""
     from accelerate.optimizer import AcceleratedOptimizer
 
     if isinstance(optimizer, (list, tuple)):

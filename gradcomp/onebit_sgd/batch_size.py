@@ -222,9 +222,7 @@ def candidates(
 
 
 def _scale_lr(optimizer: torch.optim.Optimizer, scale: float) -> None:
-    """Multiply every group's learning rate by `scale`, tensors in place, one that groups share
-    once.
-    """
+    """Scale every group's learning rate; a tensor in place, and once if groups share it."""
     scaled: list[Tensor] = []
     with torch.no_grad():
         for group in optimizer.param_groups:

@@ -420,9 +420,7 @@ class DoubleBuffer:
             self._averager.close()
 
     def _half(self, loss_fn: Callable[..., Tensor], half: tuple[Any, ...], share: float) -> Tensor:
-        """Compute one half's gradients, start their exchange, apply the averages of the half
-        before; return the half's weighted loss.
-        """
+        """Start a half's exchange, and apply the averages before it; return its weighted loss."""
         self._model.zero_grad()
         begun = time.perf_counter()
         loss = loss_fn(*half)
@@ -469,9 +467,7 @@ def _cut(batch: tuple[Any, ...]) -> tuple[list[tuple[Any, ...]], list[float]]:
     first half of an odd number has one sample more.
 
     Raises:
-        ValueError: fewer than 2 samples, tensors with different numbers of samples, a tensor
-            without dimensions, no tensor.
-        TypeError: a value that is neither a tensor, None, nor a container of torch's pytree.
+        ValueError, TypeError: see `DoubleBuffer.step`.
     """
     leaves = [leaf for leaf in tree_flatten(batch)[0] if leaf is not None]
     if foreign := [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor)]:
@@ -499,9 +495,7 @@ def _cut(batch: tuple[Any, ...]) -> tuple[list[tuple[Any, ...]], list[float]]:
 
 
 class _DrainBeforeEvaluation:
-    """Forward pre-hook that drains the buffer if the model is evaluated outside of a step. The hook
-    of a copied or saved model does nothing.
-    """
+    """Hook that drains before an evaluation; in a copied or saved model it does nothing."""
 
     def __init__(self, buffer: DoubleBuffer | None = None) -> None:
         self._buffer = weakref.ref(buffer) if buffer is not None else lambda: None

@@ -225,10 +225,7 @@ class SplitOptimizer(torch.optim.Optimizer):
         return loss
 
     def _entry(self, p: nn.Parameter, group: dict[str, Any]) -> Entry:
-        """Check a parameter and its gradient; return an entry of both.
-
-        A sparse gradient stays in `p.grad`, and the entry has none.
-        """
+        """Check a parameter and its gradient; return their entry, without a sparse gradient."""
         gradient, name = p.grad, self.name_of(p)
         assert gradient is not None
         entry = Entry(p, group, self.state[p])
@@ -281,9 +278,7 @@ class SplitOptimizer(torch.optim.Optimizer):
             )
 
     def _run_sparse(self, entry: Entry) -> None:
-        """Update the rows at a sparse gradient's indices (embeddings), with their state, as a dense
-        update would.
-        """
+        """Update the rows at a sparse gradient's indices as a dense update would."""
         p, state = entry.parameter, entry.state
         assert p.grad is not None
         gradient = p.grad.float().coalesce()  # cast first: it sums duplicate rows
@@ -402,9 +397,7 @@ class SplitOptimizer(torch.optim.Optimizer):
     # ---- packed gradients -------------------------------------------------------------------
 
     def attach_packed(self, packed: Any) -> None:
-        """Read gradients from `packed`, too, while placeholders are in `p.grad`;
-        `gradcomp.ddp.register` calls this.
-        """
+        """Read gradients from `packed`, too, while `p.grad` is a placeholder."""
         self._packed.append(packed)
 
     def detach_packed(self, packed: Any) -> None:

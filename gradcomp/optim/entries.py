@@ -73,13 +73,8 @@ def run_rules(
 ) -> NDArray[np.float64]:
     """Run the rule of each entry on its device, which reads packed gradients from their payloads.
 
-    Args:
-        rules: ``(len(entries),)`` of `rules.RULE`.
-        moments: names of the state; the first two are state0 and state1 of the rules.
-        gradients: False for rules that read no gradients.
-
-    Returns:
-        ``(len(entries), 2)`` float64: the norms, or zeros for rules that compute none.
+    `moments` are names of state, the first two for state0 and state1; rules without `gradients`
+    read none. Return the norms, ``(len(entries), 2)`` float64, zeros for rules that compute none.
     """
     devices = {entry.parameter.device for entry in entries}
     if len(devices) > 1:

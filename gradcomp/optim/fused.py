@@ -69,9 +69,7 @@ def replicated(optimizers: Sequence[SplitOptimizer], engine: Engine) -> Named:
 def agree_on_optimizers(
     optimizers: Sequence[SplitOptimizer], engine: Engine, not_fused: str
 ) -> None:
-    """Raise PeerMismatch ("optimizer") on every rank if the optimizers' classes, their state or
-    `not_fused` differ between ranks. Collective.
-    """
+    """Raise PeerMismatch on every rank if optimizers or `not_fused` differ. Collective."""
     kind = name_of(optimizers)
     text = f"{kind}, {f'not fused: {not_fused}' if not_fused else 'fused'}"
     try:
@@ -122,9 +120,7 @@ class FusedGradients:
         self._adds_up = any(p.grad is not None for _, p in self._engine.named)
 
     def must_unpack(self, *, finds_unused: bool) -> bool:
-        """Return whether the averages of this backward pass must be unpacked: DDP does not change
-        the gradients of unused parameters, and later it is unknown which were unused.
-        """
+        """Return whether to unpack now: unused parameters keep gradients, unknown later."""
         return finds_unused and self._adds_up
 
     def position(self, parameter: Tensor) -> int | None:

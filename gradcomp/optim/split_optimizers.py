@@ -32,9 +32,7 @@ Ranges = dict[str, Callable[[str, Any], None]]
 
 
 def check_option(name: str, value: Any, low: float = 0.0, high: float = inf) -> None:
-    """Raise ValueError unless `value`, a number or a tensor of one element, is finite, at least
-    `low` and below `high`.
-    """
+    """Raise ValueError unless a number, or tensor of one element, is in [low, high) and finite."""
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"{name} as a tensor must have one element, got {value.numel()}")
@@ -172,9 +170,7 @@ class _Adam(SplitOptimizer):
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
     def numbers(self, entry: Entry) -> dict[str, float]:
-        """Return the common fields; bias1 is the first moment's bias correction, bias2 the root of
-        the second's.
-        """
+        """Return the common fields. bias1 corrects the first moment, bias2 the second's root."""
         beta1, beta2 = (float(b) for b in entry.group["betas"])
         return {
             "flags": bool(entry.group["maximize"]) * Flag.MAXIMIZE,

@@ -114,9 +114,7 @@ class Tracking:
 
 
 def check_moved(p: Tensor, state: dict[str, Any], keys: Iterable[str], name: str) -> None:
-    """Raise ValueError unless the tensors of a parameter's state with these keys are on its
-    device.
-    """
+    """Raise ValueError unless these tensors of a parameter's state are on its device."""
     for key in keys:
         if key in state and state[key].device != p.device:
             raise ValueError(

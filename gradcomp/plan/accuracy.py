@@ -42,29 +42,18 @@ OPTIMIZERS = tuple(_NAMES.split())
 
 @dataclass(frozen=True)
 class Training:
-    """Training that was run with fp32 exchanges and with codecs.
+    """Training that was run with fp32 exchanges and with codecs."""
 
-    Attributes:
-        family: optimizer family, a key of `FAMILIES` or `MUON`.
-        optimizer: class name of the optimizer.
-        who, what: the model, and its size or data set, as text.
-        world_size, steps, seeds: number of ranks, steps and seeds.
-        fp32: result with fp32, mean over the seeds: held-out loss in nats, or test accuracy in
-            percent.
-        unit: unit of a loss: "nats", or "points" of test accuracy.
-        source: documentation page with the results.
-    """
-
-    family: str
-    optimizer: str
-    who: str
-    what: str
+    family: str  # optimizer family, a key of `FAMILIES` or `MUON`
+    optimizer: str  # class name
+    who: str  # the model
+    what: str  # its size or data set
     world_size: int
     steps: int
     seeds: int
-    fp32: float
-    unit: str
-    source: str
+    fp32: float  # result with fp32: held-out loss in nats, or test accuracy in percent
+    unit: str  # of a loss: "nats", or "points" of test accuracy
+    source: str  # documentation page with the results
 
     def __str__(self) -> str:
         seeds = f"{self.seeds} seeds" if self.seeds > 1 else "one seed"
@@ -76,33 +65,18 @@ class Training:
 
 @dataclass(frozen=True)
 class Measured:
-    """Result of one training with one codec and its options.
-
-    Attributes:
-        training: the training.
-        codec: the codec with its options.
-        bits: bits per value and phase after the warm-up, scales included.
-        got: result of the training, in the unit of `Training.fp32`.
-        precondition: whether ``precondition=True`` was set.
-        scale_lr: whether the learning rate was scaled to keep the optimizer's step length
-            (`gradcomp.engine.rate`).
-        start: share of the steps that were warm-up steps (``warmup_steps``).
-        warmup_codec: codec of the warm-up steps; None: fp32.
-        every: inner steps per exchange (`gradcomp.DiLoCo`); 1: gradients are exchanged at every
-            step.
-        doubt: why the row is not used for recommendations despite enough seeds; "": it is used.
-    """
+    """Result of one training with one codec and its options."""
 
     training: Training
     codec: Codec
-    bits: float
-    got: float
+    bits: float  # per value and phase after the warm-up, scales included
+    got: float  # result, in the unit of `Training.fp32`
     precondition: bool = False
-    scale_lr: bool = False
-    start: float = 0.0
-    warmup_codec: Codec | None = None
-    every: int = 1
-    doubt: str = ""
+    scale_lr: bool = False  # the learning rate kept the length of steps (`gradcomp.engine.rate`)
+    start: float = 0.0  # share of the steps that were warm-up steps (``warmup_steps``)
+    warmup_codec: Codec | None = None  # of the warm-up steps; None: fp32
+    every: int = 1  # inner steps per exchange (`gradcomp.DiLoCo`)
+    doubt: str = ""  # why the row is not used for recommendations despite enough seeds
 
     @property
     def loss(self) -> float:
@@ -135,9 +109,7 @@ class Measured:
         return codec.resolved_second_phase(self.training.world_size)
 
     def is_of(self, family: str | None, codec: Codec, phase: str, every: int = 1) -> bool:
-        """Return whether the row was measured with this optimizer family, codec, second phase and
-        number of steps per exchange.
-        """
+        """Return whether the row was measured with this family, codec, second phase and `every`."""
         own = self.codec
         mine = self.training.family, self.every, own.name, own.form, own.rotates
         wanted = family, every, codec.name, codec.form, codec.rotates
@@ -294,9 +266,8 @@ def written(codec: Codec) -> str:
 
 
 def family_of(optimizers: Sequence[Any]) -> str | None:
-    """Return the family of the optimizers of one model by the class names of the innermost
-    (unwrapped) optimizers and their bases; None: not in the table, none given, or several families
-    (other than Muon with Adam, or a relative, for what is no matrix).
+    """Return the family of a model's optimizers by the class names of the innermost ones and their
+    bases; None: unknown, none given, or several (other than Muon with Adam).
     """
     families = {
         family_of_names([kind.__name__ for kind in type(unwrapped(one)).__mro__])
@@ -368,8 +339,6 @@ def expected(
 
 
 def within(family: str | None, table: Sequence[Measured] = TABLE) -> list[Measured]:
-    """Return the rows of `ways` that count and whose loss is tolerated, by ascending bits, those
-    without ``precondition`` first.
-    """
+    """Return the rows of `ways` that count and are tolerated, by bits, `precondition` last."""
     found = [row for row in ways(family, table) if row.counts and row.excess() <= 1]
     return sorted(found, key=lambda row: (row.bits, row.precondition))

@@ -16,15 +16,7 @@ from gradcomp.engine.rate import divides_by_squares, gains
 from gradcomp.optim.base import SplitOptimizer
 from gradcomp.payload.order import storage_shape
 from gradcomp.payload.parameters import THIN_GROUP_NUMEL, Parameter, describe_parameters
-from gradcomp.plan.accuracy import (
-    TABLE,
-    TOLERANCES,
-    Measured,
-    decayed,
-    family_of,
-    within,
-    written,
-)
+from gradcomp.plan.accuracy import TABLE, TOLERANCES, Measured, decayed, family_of, within, written
 
 AUTO = "auto"
 # for optimizers that are unknown or not in the table: no training lost anything with it
@@ -33,20 +25,13 @@ BLOCK = 128  # elements of the shortest rows that were measured
 
 
 class Chosen(NamedTuple):
-    """Codec and options that an entry point uses.
-
-    Attributes:
-        codec, options: the given ones, or for "auto" the chosen ones.
-        said: text about the choice for `describe`, "" for none.
-        guarded: whether the guard watches the run (`gradcomp.engine.guard`).
-        faster: ("auto") a codec that takes less time and sends more bytes, for the guard to try.
-    """
+    """Codec and options that an entry point uses: the given ones, or those chosen for "auto"."""
 
     codec: Codec
     options: Options
-    said: str
-    guarded: bool
-    faster: Codec | None = None
+    said: str  # text about the choice for `describe`, "" for none
+    guarded: bool  # whether the guard watches the run (`gradcomp.engine.guard`)
+    faster: Codec | None = None  # a codec that takes less time, for the guard to try
 
 
 def resolve_auto(
@@ -64,20 +49,12 @@ def resolve_auto(
     (`gradcomp.plan.accuracy.decayed`).
 
     "auto" chooses the codec with the fewest bits whose measured loss is tolerated, among rows
-    measured with the second phase that it has on this number of ranks. Explicit options win: a
-    codec that needs other options is not chosen. Neither is one that needs a warm-up, because the
-    number of steps is not known here. If a trained parameter is in no optimizer, another kind may
-    update it, so the codec is one that is safe for all. The choice depends only on the optimizers'
-    classes and parameters, the options, the tensors' shapes and the number of ranks, so all ranks
-    choose the same.
-
-    Args:
-        codec: a codec, its name, or "auto".
-        common, advanced: options as given by the user.
-        optimizers: of these parameters; only their classes are read; empty: not known.
-        sources: the tensors to exchange.
-        world_size: number of ranks; with ``nodes=``, the number of nodes is used instead.
-        table: measured accuracy losses.
+    measured with the second phase that it has on this number of ranks (with ``nodes=``, of nodes).
+    Explicit options win: a codec that needs other options is not chosen. Neither is one that needs
+    a warm-up, because the number of steps is not known here. If a trained parameter is in no
+    optimizer, another kind may update it, so the codec is one that is safe for all. All ranks
+    choose the same: only the optimizers' classes and parameters, the options, the tensors' shapes
+    and the number of ranks count.
 
     Raises:
         TypeError: an option is unknown.
@@ -232,9 +209,7 @@ def _with(row: Measured, mine: Options, given: CommonOptions, scales: bool) -> O
 
 
 def _not_thin(codec: Codec, options: Options, sources: Sequence[Gradient]) -> Codec:
-    """Return the codec with groups of `BLOCK` elements in place of rows if some rows are so short
-    that blocks need fewer scales; otherwise the codec itself.
-    """
+    """Return the codec, with groups of `BLOCK` elements if short rows would need more scales."""
     shapes = [(source.name, storage_shape(source.like)) for source in sources]
 
     def compressed(codec: Codec) -> list[Parameter]:

@@ -360,9 +360,7 @@ def _measurement(found: Any) -> list[str]:
 
 
 def predicted(question: Prediction, *, calibrates: bool) -> Prediction:
-    """Compute a prediction while a status line is shown on stderr; `calibrates`: measure the codecs
-    first.
-    """
+    """Compute a prediction, after measuring the codecs if `calibrates`; show a status line."""
     setting = question.setting
     with Console(stderr=True).status("predicting") as status:
         if calibrates:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from gradcomp.arguments import check_integer
 from gradcomp.codecs import KINDS, Codec, EntropyCoded, Identity
-from gradcomp.comm.rounds import all_gather_rounds, all_to_all_rounds, max_rounds, ring_bytes
+from gradcomp.comm.rounds import ring_bytes, rounds_of
 from gradcomp.exchange.sizing import Strategy, choose
 from gradcomp.payload.form import removal
 from gradcomp.payload.parameters import Parameter
@@ -99,9 +99,7 @@ class Method:
         return replace(self, name=self.name.removesuffix(f" {self.local}"), local=None)
 
     def after(self, local: LocalSteps) -> Method:
-        """Return the same exchange after local steps. A method without a codec becomes `IDENTITY`,
-        the library's own fp32 exchange.
-        """
+        """Return the same exchange after local steps; without a codec it becomes `IDENTITY`."""
         plain = self.each_step if self.codec is not None else IDENTITY
         return replace(plain, name=f"{plain.name} {local}", local=local)
 
@@ -141,11 +139,7 @@ IDENTITY = Method("identity", Identity(), "reduce_scatter", "requantize")  # the
 
 
 def find_method(name: str) -> Method:
-    """Return the method with this name.
-
-    Raises:
-        ValueError: there is no such method.
-    """
+    """Return the method with this name; ValueError if there is none."""
     known = {method.name: method for method in (*METHODS, *HIERARCHICAL, IDENTITY)}
     if name not in known:
         raise ValueError(f"unknown method {name!r}; there are {', '.join(known)}{removal(name)}")
@@ -171,32 +165,21 @@ def between(method: Method, nodes: int) -> Method:
 
 @dataclass(frozen=True)
 class Collective:
-    """Messages and bytes of one collective of a bucket on one rank.
+    """Messages and bytes of one collective of a bucket on one rank."""
 
-    Attributes:
-        kind: "max", "all_to_all", "all_gather", "all_reduce" or "all_reduce_bf16".
-        nbytes: bytes that the rank sends.
-        rounds: number of consecutive messages; each adds the latency of the link.
-        leaving_nbytes: bytes that all ranks of the node together send over the node's link.
-        staying_nbytes: bytes that the rank sends to other ranks of its node.
-    """
-
-    kind: str
-    nbytes: int
-    rounds: int
-    leaving_nbytes: int
-    staying_nbytes: int = 0
+    kind: str  # "max", "all_to_all", "all_gather", "all_reduce" or "all_reduce_bf16"
+    nbytes: int  # that the rank sends
+    rounds: int  # consecutive messages; each adds the latency of the link
+    leaving_nbytes: int  # that all ranks of the node together send over the node's link
+    staying_nbytes: int = 0  # that the rank sends to other ranks of its node
 
     @staticmethod
     def of(kind: str, nbytes: int, ranks: int, node_ranks: int = 1) -> Collective:
-        """Return a collective in which a rank sends `nbytes`: an all_to_all sends to each rank
-        directly; all others are rings that leave each node once.
-        """
+        """Return a collective: an all_to_all sends to each rank directly, the others are rings."""
+        rounds = rounds_of(kind, ranks)
         if kind == "all_to_all":
             leaving = nbytes * (ranks - node_ranks) // max(1, ranks - 1)
-            rounds = all_to_all_rounds(ranks)
             return Collective(kind, nbytes, rounds, node_ranks * leaving, nbytes - leaving)
-        rounds = all_gather_rounds(ranks) if kind == "all_gather" else max_rounds(ranks)
         leaving, staying = nbytes * (ranks > node_ranks), nbytes * (node_ranks > 1)
         return Collective(kind, nbytes, rounds, leaving, staying)
 
@@ -208,25 +191,16 @@ class Collective:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Exchange of one bucket on one rank. Buckets with equal exchanges are equal.
+    """Exchange of one bucket on one rank. Buckets with equal exchanges are equal."""
 
-    Attributes:
-        parameters: indices in ``named_parameters()``; they are not compared.
-        numel: number of values.
-        owned_numel: values that the rank owns in a reduce_scatter; `numel` in other exchanges.
-        collectives: collective that each stage but the last starts at its end; None: none.
-        slices: number of slices in which the bucket is exchanged.
-        whole_second: the second phase is not sliced and follows the last slice.
-        between: exchange with other nodes; hierarchical only.
-    """
-
-    parameters: tuple[int, ...] = field(compare=False)
+    parameters: tuple[int, ...] = field(compare=False)  # indices in ``named_parameters()``
     numel: int
-    owned_numel: int
+    owned_numel: int  # that the rank owns in a reduce_scatter; `numel` in other exchanges
+    # collective that each stage but the last starts at its end; None: none
     collectives: tuple[Collective | None, ...]
     slices: int = 1
-    whole_second: bool = False
-    between: Bucket | None = None
+    whole_second: bool = False  # the second phase is not sliced and follows the last slice
+    between: Bucket | None = None  # exchange with other nodes; hierarchical only
 
     @property
     def leaving_nbytes(self) -> int:
@@ -241,13 +215,10 @@ def plan_buckets(
     bucket_cap_mb: float | None = None,
     node_ranks: int = 1,
 ) -> list[Bucket]:
-    """Return the exchange of every bucket on rank 0, in the order in which they become ready during
-    backward.
+    """Return the exchange of every bucket on rank 0, in the order in which backward completes them.
 
-    Args:
-        method: codec and exchange.
-        shapes, world_size, bucket_cap_mb: as in `gradcomp.plan.nbytes.predict_bytes`.
-        node_ranks: ranks on a node; must divide `world_size`.
+    `shapes`, `world_size` and `bucket_cap_mb` are as in `gradcomp.plan.nbytes.predict_bytes`;
+    `node_ranks` must divide `world_size`.
     """
     planned: dict[tuple[tuple[int, int, bool], ...], Bucket] = {}
     out = []
@@ -286,9 +257,7 @@ def _plan_bucket(method: Method, parameters: list[Parameter], n: int, node_ranks
 def _plan_hierarchical(
     method: Method, parameters: list[Parameter], nodes: int, node_ranks: int
 ) -> Bucket:
-    """Return a hierarchical exchange: fp32 without headers inside nodes, the codec's default
-    exchange of each rank's share between nodes.
-    """
+    """Return a hierarchical exchange: plain fp32 inside nodes, the codec's default between them."""
     share, numel = ByElements(node_ranks), sum(p.numel for p in parameters)
     owned = [replace(p, numel=share.numel(p.numel, 0)) for p in parameters]
     packed = _plan_bucket(between(method, nodes), owned, nodes, 1)

@@ -83,9 +83,7 @@ def parse_link(text: str, latency: str | None = None) -> Link:
 
 
 def parse_rate(text: str) -> float:
-    """Return the bits per second of a text such as "1gbit", "100 Mbit/s" or "inf"; other texts and
-    a rate of zero are a ValueError.
-    """
+    """Return the bits per second of "1gbit", "100 Mbit/s" or "inf"; ValueError for others and 0."""
     plain = re.sub(r"(/s|ps)$", "", _plain(text))
     if plain == "inf":
         return math.inf

@@ -34,9 +34,8 @@ HIDDEN = 768  # hidden size of BERT-base and GPT-2 small
 def _layer(
     name: str, *shape: int, at: int = 1, more: float = 0.0, bias: int | None = None
 ) -> Tensors:
-    """Return weight and bias of a linear layer or convolution that is applied at `at` positions of
-    a sample. The weight's FLOPs include `more`. `bias` is the length of the bias; None: the
-    weight's first dimension.
+    """Return weight and bias (`bias` long; None: the first dimension) of a layer that is applied at
+    `at` positions of a sample; `more` FLOPs are added.
     """
     flops = at * 2.0 * math.prod(shape) + more
     return [(f"{name}.weight", shape, flops), (f"{name}.bias", (bias or shape[0],), 0.0)]
@@ -66,16 +65,10 @@ def _resnet50() -> Tensors:
         for block in range(blocks):
             prefix = f"layer{stage}.{block}"
             before = 2 * side if block == 0 and stage > 1 else side
-            for index, (sides, shape) in enumerate(
-                (
-                    (before, (width, channels, 1, 1)),
-                    (side, (width, width, 3, 3)),
-                    (side, (expanded, width, 1, 1)),
-                ),
-                start=1,
-            ):
-                out += _layer(f"{prefix}.conv{index}", *shape, at=sides**2)[:1]  # without a bias
-                out += _norm(f"{prefix}.bn{index}", shape[0])
+            rows = (before, width, channels, 1), (side, width, width, 3), (side, expanded, width, 1)
+            for index, (sides, wide, inputs, size) in enumerate(rows, start=1):
+                weight, _ = _layer(f"{prefix}.conv{index}", wide, inputs, size, size, at=sides**2)
+                out += [weight, *_norm(f"{prefix}.bn{index}", wide)]
             if block == 0:
                 out += _layer(f"{prefix}.downsample.0", expanded, channels, 1, 1, at=side**2)[:1]
                 out += _norm(f"{prefix}.downsample.1", expanded)
@@ -122,9 +115,8 @@ def _bert_base() -> Tensors:
 
 
 def _gpt2_small() -> Tensors:
-    """transformers' ``GPT2LMHeadModel`` for gpt2, tied head counted once: 124,439,808 values.
-
-    Weights of linear layers have the shape (inputs, outputs), as in the published checkpoint.
+    """transformers' ``GPT2LMHeadModel`` for gpt2, head tied: 124,439,808 values. Weights have the
+    shape (inputs, outputs), as in the checkpoint.
     """
     tokens, attention = GPT2_TOKENS, 4.0 * GPT2_TOKENS**2 * HIDDEN
     head = _layer("wte", 50257, HIDDEN, at=tokens)[:1]

@@ -26,24 +26,14 @@ DDP_BUCKET_NBYTES = (1 << 20, 25 << 20)
 
 @dataclass(frozen=True, slots=True)
 class CollectiveBytes:
-    """Bytes of each collective of one bucket's exchange on one rank, headers, scales and padding
-    included.
+    """Bytes of one bucket's exchange on one rank, headers, scales and padding included."""
 
-    Attributes:
-        scale: bytes sent, and as many received, by the ring that computes shared scales; 0: none.
-        first, first_received: bytes sent and received in the first phase; an all_gather has only
-            this phase.
-        second: bytes sent, and as many received, in the second phase.
-        slices: number of slices in which the bucket is exchanged.
-        whole_second: the second phase is not sliced and follows the last slice.
-    """
-
-    scale: int
-    first: int
+    scale: int  # sent, and as many received, by the ring of shared scales
+    first: int  # sent in the first phase, the only one of an all_gather
     first_received: int
-    second: int = 0
+    second: int = 0  # sent, and as many received, in the second phase
     slices: int = 1
-    whole_second: bool = False
+    whole_second: bool = False  # the second phase is not sliced and follows the last slice
 
 
 def collective_bytes(
@@ -54,16 +44,7 @@ def collective_bytes(
     rank: int = 0,
     slicing: Slicing | None = None,
 ) -> CollectiveBytes:
-    """Return the bytes of one bucket's exchange, equal to those of its `BucketPlan` but fast for
-    thousands of ranks.
-
-    Args:
-        codec: codec of the first phase.
-        strategy: exchange and second phase.
-        parameters: parameters of the bucket, in its order.
-        world_size, rank: number of ranks, and the rank whose bytes are counted.
-        slicing: how the bucket is cut into slices; None: the default.
-    """
+    """Return one bucket's bytes on a rank, equal to its `BucketPlan`'s but fast for many ranks."""
     slicing, others, form = slicing or Slicing(), world_size - 1, codec.form
     groups = sum(-(-p.numel // p.group_numel) for p in parameters if p.compressed)
     scale = ring_bytes(groups, world_size) if codec.shares_scale and groups else 0
@@ -109,9 +90,7 @@ def ddp_buckets(
 
 @dataclass(frozen=True, slots=True)
 class ByteCount:
-    """Bytes of one training step on one rank: sent, received, and (`baseline`) sent by an fp32 ring
-    all_reduce.
-    """
+    """Bytes of a training step on one rank; `baseline` is sent by an fp32 ring all_reduce."""
 
     sent: int
     received: int
@@ -166,8 +145,7 @@ def sliced_nbytes(
     parameters: Sequence[Parameter], bounds: NDArray[np.int64], form: Form
 ) -> NDArray[np.int64]:
     """Return the payload bytes of each slice of each rank's part, headers included, `(slices,
-    ranks)`. `bounds` are the first elements of every slice and the end: `(parameters, slices + 1,
-    ranks)`. `form` is that of compressed parameters.
+    ranks)`. `bounds`, `(parameters, slices + 1, ranks)`, are first elements of slices and the end.
     """
     total: NDArray[np.int64] = np.full_like(bounds[0, 1:], HEADER_NBYTES)
     for p, cuts in zip(parameters, bounds, strict=True):

@@ -64,11 +64,10 @@ def optimal_nodes(
 
 
 def exact(name: str, value: float, *, positive: bool = False) -> Fraction:
-    """Return an argument as an exact fraction.
+    """Return a number as an exact fraction.
 
     Raises:
-        TypeError: `value` is not a real number.
-        ValueError: `value` is not finite, negative, or zero although `positive`.
+        TypeError, ValueError: it is no real number, not finite, negative, or 0 if `positive`.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")

@@ -130,9 +130,8 @@ class Tolerance:
         return method if row is None else replace(method, precondition=row.precondition)
 
     def permits(self, method: Method) -> bool:
-        """Return whether a method may be recommended: always without a codec. Under an optimizer
-        that is not in the table, or that is not named, only the fallback of ``codec="auto"`` may
-        be, unless `by_seconds` permits more.
+        """Return whether a method may be recommended: always without a codec. Under an unknown
+        optimizer only the fallback of ``codec="auto"`` may be, unless `by_seconds` permits more.
         """
         if method.codec is None or method.keeps_loss:
             return True
@@ -151,9 +150,7 @@ class Tolerance:
         )
 
     def start(self, method: Method, methods: Sequence[Method]) -> tuple[float, Method | None]:
-        """Return the share of warm-up steps with which a method's loss was measured, and the one of
-        `methods` that averages gradients in them; None: fp32.
-        """
+        """Return the share of warm-up steps, and the method in them (None: fp32), as measured."""
         row = self.cost(method)
         if row is None or row.warmup_codec is None:
             return (row.start if row is not None else 0.0), None
@@ -252,11 +249,7 @@ class Prediction:
         )
 
     def result(self, method: str, nodes: int) -> Simulation:
-        """Return the simulation of the named method on a number of nodes.
-
-        Raises:
-            KeyError: the method or the number of nodes is not part of this prediction.
-        """
+        """Return the simulation of a method on a number of nodes; KeyError if there is none."""
         return {(row.method.name, row.result.nodes): row.result for row in self.rows}[method, nodes]
 
     @cached_property
@@ -501,9 +494,7 @@ def to_calibrate(
 
 
 def rare(n: int, node: Node) -> Method:
-    """Return the method that is mentioned where over two thirds of a step are exposed exchange:
-    ``terngrad`` with its default exchange, after `RARELY` local steps.
-    """
+    """Return ``terngrad`` with its default exchange, after `RARELY` local steps."""
     method = find_method("terngrad hierarchical")
     return (method if node.ranks > 1 else between(method, n)).after(RARELY)
 
@@ -575,9 +566,7 @@ def _accuracy(them: Prediction) -> str:
 
 
 def _rarely(them: Prediction) -> str:
-    """Return the sentence on local steps if the recommended method spends most of its step waiting
-    for the network; "" if it does not, or if local steps are among the methods.
-    """
+    """Return the sentence on local steps if most of the recommended step waits for the network."""
     method, n, result = them.method, them.nodes, them.best
     local = any(m.local is not None for m in them.methods)
     waits = result.exposed_seconds > WAITS * result.seconds

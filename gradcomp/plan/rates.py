@@ -28,6 +28,7 @@ from torch import Tensor
 
 from gradcomp.codecs import Codec
 from gradcomp.comm.base import Channel, Communicator, Counts, Work
+from gradcomp.comm.local import Sent
 from gradcomp.exchange.bucket import BucketExchange, ExchangeOptions
 from gradcomp.exchange.second import owners_feed_back
 from gradcomp.exchange.sizing import BucketPlan, Strategy
@@ -96,9 +97,7 @@ class Rates:
     def stage_seconds(
         self, method: Method, world_size: int, numel: int, owned: int
     ) -> tuple[float, ...]:
-        """Return the seconds of every stage of a bucket of `numel` values, of which the rank owns
-        `owned`.
-        """
+        """Return the seconds of every stage of a bucket, of which the rank owns `owned` values."""
         rates = self.stages.get(method.name, {})
         seconds = [
             rates.get(stage, FREE_STAGE).seconds(_features(method, stage, world_size, numel, owned))
@@ -306,9 +305,7 @@ def copying(device: torch.device, stage: str, numel: int) -> Callable[[], None]:
 
 
 def _preconditioning(device: torch.device, numel: int) -> Callable[[], None]:
-    """Return a function with the work of ``precondition=True``: divide values and residuals by the
-    second moments, multiply averages by them, and update the moments.
-    """
+    """Return a function with the work of ``precondition=True`` on `numel` values."""
     moments = SecondMoments(Precondition(), {0: numel}, device)
     slot = Slot(0, numel, numel, True, 0)
     values, residual = torch.randn(numel).to(device), torch.randn(numel).to(device)
@@ -327,9 +324,7 @@ def _preconditioning(device: torch.device, numel: int) -> Callable[[], None]:
 
 
 def _outer_step(numel: int) -> Callable[[], None]:
-    """Return a function that computes pseudo-gradients, copies them into buckets and back, and
-    applies them like `DiLoCo`.
-    """
+    """Return a function with the work of a `DiLoCo` sync besides the exchange."""
     weight, bucket = torch.randn(numel), torch.empty(numel)
     anchor = torch.nn.Parameter(weight.clone())
     optimizer = SplitSGD([anchor], lr=0.7, momentum=0.9, nesterov=True)
@@ -347,9 +342,7 @@ def _outer_step(numel: int) -> Callable[[], None]:
 
 
 def fit(points: Sequence[tuple[Features, float]]) -> StageRate:
-    """Return the rates with the least sum of squared relative errors. Features whose rate would be
-    negative are dropped one by one.
-    """
+    """Return the rates, none negative, with the least sum of squared relative errors."""
     rows = np.array([features for features, _ in points])
     seconds = np.array([max(s, 1e-9) for _, s in points])
     kept = [c for c in range(rows.shape[1]) if rows[:, c].any()]
@@ -373,22 +366,17 @@ class _Echo(Communicator):
         self.world_size = world_size
 
     def _start_max(self, values: Tensor, channel: Channel) -> Work:
-        return _Done()
+        return Sent()
 
     def _start_all_to_all(
         self, send: Tensor, send_nbytes: Counts, recv: Tensor, recv_nbytes: Counts, channel: Channel
     ) -> Work:
         recv.view(self.world_size, -1).copy_(send[: send_nbytes[0]])
-        return _Done()
+        return Sent()
 
     def _start_all_gather(self, send: Tensor, recv: Tensor, channel: Channel) -> Work:
         recv.view(self.world_size, -1).copy_(send)
-        return _Done()
+        return Sent()
 
     def close(self) -> None:
-        return
-
-
-class _Done(Work):
-    def wait(self, timeout_s: float) -> None:
         return

@@ -62,9 +62,7 @@ def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], name
 
 
 def seconds_table(found: Prediction) -> Table:
-    """Return the table of accuracy losses and seconds per step, by method and number of nodes; the
-    fastest method on each number of nodes is in bold.
-    """
+    """Return the table of losses and seconds by method and nodes; the fastest are in bold."""
     costs = {method: found.tolerance.costs(method) for method in found.methods}
     heads, mixed = [""], set()  # columns in nats and in points, whose cells name their unit
     for name in found.tolerance.columns:
@@ -150,9 +148,7 @@ def crossing_lines(found: Prediction) -> list[str]:
 
 
 def plot(model: Model, found: Prediction, path: Path) -> None:
-    """Draw seconds per step over nodes, one curve for each method and dotted lines at crossings;
-    the suffix of `path` determines the format.
-    """
+    """Draw seconds per step over nodes by method, and crossings; the suffix is the format."""
     plots = importlib.import_module("gradcomp.bench.plots")  # a higher layer: no import at the top
     counts, methods, setting = found.counts, found.methods, found.setting
     series = {m.name: (counts, [found.simulated(m, n).seconds for n in counts]) for m in methods}

@@ -62,9 +62,7 @@ MAIN, CODECS, LINK, INSIDE, TRANSPORT, COPIER = range(6)  # resources
 
 
 class Jobs:
-    """Jobs with dependencies, on first-in-first-out resources; `servers` is the number of jobs that
-    each resource runs at the same time.
-    """
+    """Jobs on first-in-first-out resources; `servers` of each resource run at the same time."""
 
     def __init__(self, servers: Mapping[Hashable, int]) -> None:
         self._free: dict[Hashable, float] = {None: math.inf, **servers}
@@ -73,9 +71,7 @@ class Jobs:
         self._followers: list[list[int]] = []
 
     def add(self, resource: Hashable, seconds: float, *after: int) -> int:
-        """Add a job that starts after the jobs `after` have ended; return its number. With a
-        `resource` of None or zero `seconds`, it waits for no resource.
-        """
+        """Add a job and return its number; without a resource or seconds it waits for none."""
         self._jobs.append((resource if seconds > 0 else None, seconds))
         self._left.append(len(after))
         self._followers.append([])
@@ -116,9 +112,7 @@ class Jobs:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage's work on one slice: seconds on a core, then seconds of a copy between accelerator
-    and host, and the collective that it starts then.
-    """
+    """A stage's work on a slice: seconds on a core, then of a copy, then a collective."""
 
     seconds: float
     collective: Collective | None
@@ -127,9 +121,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Setting:
-    """Input of a simulation except the method and the number of nodes; attributes and errors are
-    those of `simulate`.
-    """
+    """Input of a simulation; attributes and errors are those of `simulate`."""
 
     workload: Workload
     link: Link
@@ -248,8 +240,7 @@ class Setting:
         """Schedule all jobs of a run. Half steps are whole steps without double buffering.
 
         Args:
-            slices: stages of each slice, in the order in which slices become ready; empty: nothing
-                is exchanged.
+            slices: stages of each slice, in the order of readiness; empty: no exchange.
             pieces: pieces of backward, from `backward_pieces`.
             compute: seconds of forward and backward, ``[half step][node]``.
             update: seconds of a model update.
@@ -302,9 +293,7 @@ class Setting:
     def _exchange(
         self, jobs: Jobs, worked: Sequence[int], collective: Collective | None
     ) -> list[list[int]]:
-        """Add a collective that each node starts after its job of `worked`; return, by node, the
-        jobs that must end before the collective is complete.
-        """
+        """Add a collective that starts after `worked`; return, by node, the jobs to wait for."""
         out = [[job] for job in worked]
         if collective is None:
             return out
@@ -411,9 +400,8 @@ def slice_work(
 def extrapolated(
     schedule: Callable[[int], tuple[list[float], list[float]]], count: int, kept: int
 ) -> tuple[list[float], list[float]]:
-    """Return the times of a step with a run of `count` equal buckets: ``schedule(count)``, or for a
-    long run an extrapolation from two runs of at least `kept` buckets. Times are linear in the
-    length of runs that take much longer than latencies and the filling of the pipeline.
+    """Return ``schedule(count)`` for a run of equal buckets. A long run is extrapolated from two
+    shorter ones: times are linear in long runs.
     """
     while 2 * kept < count:
         few, more = schedule(kept), schedule(2 * kept)

@@ -79,15 +79,11 @@ class Workload:
         return sum(math.prod(shape) for _, shape in self.parameters)
 
     def samples(self, ranks: int) -> float:
-        """Return the samples per step on one rank: at least one, and not rounded (as in
-        `optimal_nodes`).
-        """
+        """Return the samples per step on one rank: at least one, and not rounded."""
         return self.minibatch if self.weak else max(1.0, self.minibatch / ranks)
 
     def shares(self, buckets: Sequence[Bucket]) -> list[float]:
-        """Return each bucket's share of backward: the time until it is ready, counted from the
-        moment at which the previous bucket was ready.
-        """
+        """Return each bucket's share of backward, from when the bucket before it was ready."""
         weights: Sequence[float] = [float(math.prod(shape)) for _, shape in self.parameters]
         if self.flops is not None and any(self.flops):
             weights = self.flops
@@ -163,9 +159,7 @@ class Stragglers:
         return [[statistics.fmean(one)] for one in parts], [nodes]
 
     def _likely(self, count: int, nodes: int) -> list[float]:
-        """Return `count` equally likely factors of the slowest of `nodes` nodes; the factors of one
-        node have a mean of 1.
-        """
+        """Return `count` equally likely factors of the slowest of `nodes` nodes."""
         normal = statistics.NormalDist(0.0, self.jitter)
         shares = [((k + 0.5) / count) ** (1 / nodes) for k in range(count)]
         return [math.exp(normal.inv_cdf(share) - self.jitter**2 / 2) for share in shares]

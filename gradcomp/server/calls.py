@@ -69,9 +69,7 @@ class Requests:
         self._closed = False
 
     def send(self, server: int, message: Message) -> Request:
-        """Assign a request number to a message and start to send it; PeerLost if the server is
-        gone.
-        """
+        """Number a message and start to send it; PeerLost if the server is gone."""
         if self._closed:
             raise RuntimeError("this client is closed")
         number = self._number = self._number % (2**32 - 1) + 1

@@ -391,9 +391,7 @@ class ParameterClient:
         return Pending(self._requests, asked, list).wait()
 
     def _records(self) -> Iterator[tuple[str, int, Tensor]]:
-        """Yield (key, shard, record). The settings of a cut key follow its shards, whose steps they
-        have.
-        """
+        """Yield (key, shard, record); a cut key's settings come last, with its shards' steps."""
         names = set()
         for server in self._servers:
             (reply,) = self._replies([self._requests.send(server, Message(Kind.STATE))])

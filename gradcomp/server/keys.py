@@ -50,9 +50,7 @@ class RawCodes:
         return (self.codec.payload_nbytes(math.prod(self.shape)),)
 
     def payload(self, key: str, codes: Tensor, step: int) -> Tensor:
-        """Return the payload of `codes`, uint8, flagged as non-finite if the scale is; ValueError
-        if the scale has not been pulled or is negative.
-        """
+        """Return the payload of `codes`; ValueError for a scale that is negative or not pulled."""
         scale, numel = 1.0, math.prod(self.shape)
         if self.scale_key is not None:
             if self.scale_key.maximum is None:
@@ -75,21 +73,12 @@ class RawCodes:
 class ClientKey:
     """A key of a client, which is cut into shards if it may have more than `shard_numel` elements.
 
-    Args:
-        key: name of the key.
-        spec: settings on the server's side.
-        raw: converts raw codes to payloads; None: values are pushed unchanged.
-        value: initial values of an asynchronous key, from `check_initial`.
-        shard_numel: most elements of a shard.
+    `raw` converts raw codes to payloads (None: values are pushed unchanged); `value` are the
+    initial values of an asynchronous key.
     """
 
     def __init__(
-        self,
-        key: str,
-        spec: Spec,
-        raw: RawCodes | None,
-        value: Tensor | None,
-        shard_numel: int,
+        self, key: str, spec: Spec, raw: RawCodes | None, value: Tensor | None, shard_numel: int
     ) -> None:
         self.key, self.spec, self._raw = key, spec, raw
         self._dtype = DTYPES[spec.dtype]  # dtype and shape of pushed values
@@ -252,9 +241,7 @@ def _summary(value: Tensor) -> str:
 
 
 def check_initial(spec: Spec, value: Tensor | None) -> Tensor | None:
-    """Return initial values on the CPU; None if there are none. Raise unless they fit: finite
-    float32 for an asynchronous key, None for other keys.
-    """
+    """Return finite float32 initial values on the CPU, or None for a synchronous key."""
     given = None if value is None else f"{value.dtype} of shape {tuple(value.shape)}"
     if spec.asynchronous != (value is not None):
         text = "value and asynchronous=True must be given together"

@@ -150,10 +150,7 @@ def _corrupt(detail: str) -> CorruptPayload:
 
 
 def server_ranks(servers: int | Sequence[int], world_size: int) -> tuple[int, ...]:
-    """Return the ranks of the servers.
-
-    Args:
-        servers: ranks of the servers, or the number of last ranks that serve.
+    """Return the servers' ranks; `servers` may be the number of last ranks that serve.
 
     Raises:
         ValueError: the ranks do not exist, are not distinct, or leave no worker.
@@ -178,11 +175,7 @@ def servers_digest(servers: Sequence[int], world_size: int) -> int:
 
 
 def server_of(key: str, servers: Sequence[int], shard: int = 0) -> int:
-    """Return the server rank that owns a key, or one shard of it.
-
-    A hash that is equal in all processes selects the server of a key; consecutive shards are on
-    consecutive servers.
-    """
+    """Return a shard's server: by a hash of the key, consecutive shards on consecutive servers."""
     return servers[(_hash(key, 8) + max(0, shard - 1)) % len(servers)]
 
 

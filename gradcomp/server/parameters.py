@@ -172,10 +172,7 @@ class StoredParameter:
     # ---- parts ----
 
     def _compare(self, name: str, first: int, mine: object, rank: int, theirs: object) -> None:
-        """Mark the key as broken if a setting differs: `mine` on rank `first`, `theirs` on `rank`.
-
-        `check` raises the error.
-        """
+        """Break the key if a setting differs between two ranks; `check` then raises."""
         if mine != theirs and not self._broken:
             self._broken = {
                 rank: PeerMismatch(name, first, theirs, mine, first=None),
@@ -249,10 +246,7 @@ class StoredParameter:
         return self._encode(mean, pushes[0]) if compressed else mean.view(torch.uint8)
 
     def _encode(self, mean: Tensor, payload: Tensor) -> Tensor:
-        """Return the payload of an average, with codec and step of an averaged `payload`.
-
-        In random draws, the CRC-32 of the key is the parameter number.
-        """
+        """Encode an average as `payload` was; draws use the CRC-32 of the key as parameter."""
         header, codec, _ = parse_payload(self.spec, payload)
         if codec.error_feedback and self._residual is None:
             self._residual = torch.zeros_like(mean)

@@ -65,10 +65,7 @@ def parse_state(record: Tensor) -> State:
 
 
 def write_states(path: str | os.PathLike[str], records: Iterable[tuple[str, int, Tensor]]) -> None:
-    """Write records of (key, shard, ``(nbytes,)`` uint8) to a file.
-
-    The file appears only when it is complete, and then replaces an older one.
-    """
+    """Write (key, shard, bytes) records to a file, which replaces an older one when complete."""
     count = 0
     with replaced(path) as file, zipfile.ZipFile(file, "w") as archive:
         for key, shard, record in records:
@@ -80,11 +77,7 @@ def write_states(path: str | os.PathLike[str], records: Iterable[tuple[str, int,
 def read_states(
     path: str | os.PathLike[str], mine: Callable[[str, int], bool]
 ) -> list[tuple[str, int, State]]:
-    """Check a whole file of `write_states`, and return (key, shard, state) of some records.
-
-    Args:
-        path: path of the file.
-        mine: returns whether to return the record of a key and shard.
+    """Check a whole file of `write_states`; return (key, shard, state) where ``mine(key, shard)``.
 
     Raises:
         ValueError: the file is not a checkpoint, is damaged, or has an older format.
