@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from gradcomp.exchange.averages import Averages
 from gradcomp.exchange.routes import Exchange
 from gradcomp.kernels.staging import Staged, on_stream, refuse_graphs, stream_of
 
@@ -30,8 +31,6 @@ class DeviceExchange:
         exchange: exchange on that device.
     """
 
-    averages = None  # fused updates need averages in host memory
-
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
 
@@ -39,6 +38,11 @@ class DeviceExchange:
     def flagged(self) -> bool:
         """Whether a rank's bucket or the average is not finite."""
         return self._exchange.flagged
+
+    @property
+    def averages(self) -> Averages | None:
+        """The averages if they are kept packed, otherwise None."""
+        return self._exchange.averages
 
     @property
     def slices(self) -> tuple[tuple[Step, ...], ...]:
@@ -58,7 +62,8 @@ class DeviceExchange:
         self._exchange.begin(buffer, step, bucket)
 
     def unpack(self) -> None:
-        """Do nothing: averages are never packed."""
+        """Decode packed averages into the bucket, if there are any, on the current stream."""
+        self._exchange.unpack()
 
     def commit(self) -> None:
         """Commit the residuals and states of this step."""
@@ -86,7 +91,7 @@ class StagedExchange:
         like: a bucket on the accelerator, with the size and dtype of all others.
     """
 
-    averages = None  # fused updates need weights in host memory
+    averages = None  # fused updates need averages on the device
 
     def __init__(self, exchange: Exchange, like: Tensor) -> None:
         self._exchange, self._staged = exchange, Staged(like)
