@@ -56,6 +56,8 @@ class Layouts:
         shards: description of this rank's shard of a sharded tensor (`Source.shard`), by position.
         route: the route over `comm`: flat, of a single rank, or hierarchical.
         store: residuals, states of transforms and second moments, by position.
+        device: where buckets are encoded and averaged: the device of all tensors, if they have one
+            and it has a kernel set, else the CPU.
         probe: samples the error that codes make in gradients.
         keeps_packed: leave averages packed in exchanges where that is safe. Set this before the
             first bucket.
@@ -102,9 +104,9 @@ class Layouts:
         self.lr_factor = 1.0
         self.take(comm)
         tensors = {index: likes[index] for index in sorted(self.trained)}
-        self._device = device_of(tensors.values())
+        self.device = device_of(tensors.values())
         self._staged = sorted(
-            {t.device.type for t in tensors.values() if t.device not in (self._device, CPU)}
+            {t.device.type for t in tensors.values() if t.device not in (self.device, CPU)}
         )
         try:
             transform, states, moments = options.advanced.transform, None, None
@@ -112,9 +114,9 @@ class Layouts:
                 numels = {i: t.numel() for i, t in tensors.items()}
                 if transform.place == "owner":
                     numels = {i: self.route.owner_numel(numel) for i, numel in numels.items()}
-                states = Transforming(transform, numels, self._device)
+                states = Transforming(transform, numels, self.device)
             if isinstance(options.precondition, Precondition):
-                moments = SecondMoments(options.precondition, self._packed, self._device)
+                moments = SecondMoments(options.precondition, self._packed, self.device)
             residuals = self._make_residuals()
             self.store = StateStore(*residuals, states, moments)
         except BaseException:
@@ -189,9 +191,9 @@ class Layouts:
         kind = (members, buffer.dtype, buffer.device, codec)
         if kind in self._exchanges:
             return self._exchanges[kind], None
-        if self._device not in (CPU, buffer.device):
+        if self.device not in (CPU, buffer.device):
             raise UnsupportedTensor(
-                f"the bucket is on {buffer.device}, and its residuals on {self._device}: move the"
+                f"the bucket is on {buffer.device}, and its residuals on {self.device}: move the"
                 " model before it is registered"
             )
         slots = self._slots(members, codec)
@@ -215,12 +217,12 @@ class Layouts:
             probe=None if self.options.is_plain(step) else self.probe,
             seed=codec.seed,
             timeout_s=self._timeout_s,
-            keeps_packed=self.keeps_packed and buffer.is_cpu,
-            device=self._device,
+            keeps_packed=self.keeps_packed and buffer.device == self.device,
+            device=self.device,
         )
         exchange = self.route.exchange(slots, codec, options)
         if not exchange.is_idle:
-            exchange = for_device(exchange, buffer, self._device)
+            exchange = for_device(exchange, buffer, self.device)
         self._exchanges[kind] = exchange
         return exchange, self._compared(slots, buffer, step, bucket)
 
@@ -307,8 +309,8 @@ class Layouts:
         numels = {i: self.route.residual_numel(numel) for i, numel in self._packed.items()}
         owned = {index: self.route.owner_numel(numel) for index, numel in numels.items()}
         # planes allocate memory at the first write, which a codec without residuals never does
-        residuals = Planes(numels, device=self._device)
-        return residuals, Planes(owned, device=self._device) if owner else None
+        residuals = Planes(numels, device=self.device)
+        return residuals, Planes(owned, device=self.device) if owner else None
 
     def _slots(self, members: Members, codec: Codec) -> list[Slot]:
         slots, transform = [], self.store.transform

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from gradcomp.exchange.averages import Averages
 from gradcomp.exchange.bucket import Exchange, Steps
 from gradcomp.kernels.staging import Staged, on_stream, refuse_graphs, stream_of
 
@@ -22,9 +23,7 @@ def for_device(exchange: Exchange, like: Tensor, encodes_on: torch.device) -> Ex
 
 
 class _Wrapped(Exchange):
-    """An exchange of a bucket on an accelerator. It keeps no averages packed, since fused updates
-    need averages and weights in host memory.
-    """
+    """An exchange of a bucket on an accelerator, made from another."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
@@ -41,6 +40,10 @@ class DeviceExchange(_Wrapped):
     """An exchange that averages a bucket on its own device, made from one on that device."""
 
     @property
+    def averages(self) -> Averages | None:
+        return self._exchange.averages
+
+    @property
     def slices(self) -> tuple[Steps, ...]:
         slices = [[partial(self._run, step) for step in steps] for steps in self._exchange.slices]
         slices[0][0] = partial(_both, self._wait, slices[0][0])
@@ -54,6 +57,9 @@ class DeviceExchange(_Wrapped):
             buffer.record_stream(stream)
             self._ready = torch.accelerator.current_stream(buffer.device).record_event()
         self._exchange.begin(buffer, step, bucket)
+
+    def unpack(self) -> None:
+        self._exchange.unpack()
 
     def _wait(self) -> None:
         """Wait on the host until the bucket is ready. A wait on the copy stream would delay other

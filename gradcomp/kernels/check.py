@@ -42,6 +42,9 @@ OTHERS = (
     "split weights",
 )
 SUMS = Code("lanes", world_size=RANKS, bits=3)
+# updates from payloads: their rules, and codes whose sums of squares are added in other parts
+DECODING = Kind.SGD, Kind.ADAGRAD, Kind.ADAMW, Kind.MOMENTS, Kind.SQUARES
+PACKED = Code("block", bits=4, decay=1.0), Code("entropy", stream_nbytes=644, decay=1.0)
 refusals: dict[torch.device, str] = {}  # why a device's kernels are not used, although asked for
 
 
@@ -97,7 +100,12 @@ def differing(kernels: Kernels) -> Iterator[str]:
         _sums(kernels, residual) == _sums(native, residual),
         all(_measured(kernels, each) == _measured(native, each) for each in (x, special)),
         _moments(kernels, x, residual) == _moments(native, x, residual),
-        all(_updated(kernels, kind, x) == _updated(native, kind, x) for kind in Kind),
+        all(_updated(kernels, kind, x) == _updated(native, kind, x) for kind in Kind)
+        and all(
+            _updated(kernels, kind, x, code) == _updated(native, kind, x, code)
+            for kind in DECODING
+            for code in PACKED
+        ),
         all(_split(kernels, x, nearest) == _split(native, x, nearest) for nearest in (False, True)),
     )
     yield from (name for name, equal in zip(OTHERS, is_equal, strict=True) if not equal)
@@ -204,13 +212,22 @@ def _moments(kernels: Kernels, x: Tensor, residual: Tensor) -> list[Any]:
     return [*results, _bytes(values), _bytes(added)]
 
 
-def _updated(kernels: Kernels, kind: Kind, x: Tensor) -> list[Any]:
-    """Return weights, states and sums after an update of an fp32 and of a split parameter."""
-    numel, rules = NUMELS[0], np.zeros(2, RULE)
+def _updated(kernels: Kernels, kind: Kind, x: Tensor, code: Code | None = None) -> list[Any]:
+    """Return weights, states and sums after an update of an fp32 and of a split parameter, from
+    payloads of `code` or from gradients.
+    """
+    numel, rules = NUMELS[1] + 1_000, np.zeros(2, RULE)
     for name in RULE.names or ():
         rules[name] = 0.7
     rules["kind"], rules["flags"], rules["rounding"] = kind, [0, Flag.PRESCALE | Flag.NESTEROV], 1
     rows = [(0, 0, 0, 0, 0, first, 1_000, numel, k) for k in range(2) for first in (0, 1_000)]
+    table, payloads = Table(rows), None
+    if code is not None:
+        table = _table(STREAM if code.kernel == "entropy" else GROUP)
+        table.rows["parameter"] -= 3
+        payload = _payload()
+        NativeKernels().encode(code, x, table, payload)
+        payloads = Payloads([payload] * RANKS, code, torch.bfloat16)
     given = _to_device(kernels, x[:numel]), _to_device(kernels, x[:numel])
     top, trail = (kernels.empty(numel, dtype).zero_() for dtype in (torch.bfloat16, torch.int16))
     kernels.split(given[0], top, trail, nearest=True)
@@ -220,8 +237,8 @@ def _updated(kernels: Kernels, kind: Kind, x: Tensor) -> list[Any]:
         weight=[given[1], top], trail=[None, trail], gradient=gradients, state0=states[0],
         state1=states[1],
     )  # fmt: skip
-    norms = np.zeros(2 * len(rows))
-    kernels.update(Table(rows), targets, rules, norms=norms)
+    norms = np.zeros(2 * len(table))
+    kernels.update(table, targets, rules, payloads, norms)
     return [norms.tobytes(), *map(_bytes, (given[1], top, trail, *states[0], *states[1]))]
 
 

@@ -108,7 +108,7 @@ class WeightKernels(Protocol):
     def targets(self, **tensors: Sequence[Tensor | None]) -> NDArray[Any]:
         """Return the targets of an update, an array with one row per parameter; parameter k uses
         rule k (field "rule"). The caller must keep the tensors as long as the array, which may have
-        their addresses (`rules.TARGET`).
+        their addresses (`rules.TARGET`). Rows may be copied to another array of the same dtype.
 
         Args:
             tensors: lists by field (weight, trail, gradient, state0, state1); None for a parameter

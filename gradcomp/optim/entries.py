@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradcomp import kernels
-from gradcomp.kernels.rules import NO_RULE, RULE, TARGET, Kind
+from gradcomp.kernels.rules import NO_RULE, RULE, Kind
 from gradcomp.kernels.tables import CHUNK_NUMEL, Table
 from gradcomp.optim.split import ROUNDINGS
 
@@ -101,7 +101,7 @@ def run_rules(
         kernel_set.update(table, direct, rules, norms=norms)
     for packed in sources.values():
         mine = [k for k, e in enumerate(entries) if e.packed is packed]
-        by_position = np.zeros(packed.parameter_count, TARGET)
+        by_position = np.zeros(packed.parameter_count, targets.dtype)
         by_position["rule"] = NO_RULE
         by_position[[entries[k].position for k in mine]] = targets[mine]
         packed.update(by_position, rules)

@@ -23,7 +23,7 @@ from gradcomp.engine.step import Engine
 from gradcomp.errors import GradcompError, PeerMismatch
 from gradcomp.exchange.agree import Named
 from gradcomp.exchange.averages import Averages
-from gradcomp.kernels.rules import NO_RULE, RULE, TARGET, Flag, Kind
+from gradcomp.kernels.rules import NO_RULE, RULE, Flag, Kind
 from gradcomp.optim import SplitOptimizer
 from gradcomp.optim.entries import whole_rows
 from gradcomp.optim.placeholder import Placeholder
@@ -48,7 +48,7 @@ def why_not_fused(optimizers: Sequence[Any], engine: Engine, *, has_scaler: bool
     if not optimizer.takes_packed:
         return f"{type(optimizer).__name__} with these options needs the gradients twice"
     trained = {p for group in optimizer.param_groups for p in group["params"]}
-    if any(p.device.type != "cpu" for _, p in engine.named):
+    if any(p.device != engine.layouts.device for _, p in engine.named):
         return "the weights are on an accelerator"
     left = [name for name, p in engine.named if p.requires_grad and p not in trained]
     return f"{left[0]!r} is not in the optimizer" if left else ""
@@ -160,7 +160,8 @@ class FusedGradients:
             GradcompError: a placeholder was written to.
             RuntimeError: the norm is NaN or Inf and `error_if_nonfinite` is True.
         """
-        targets, rules = np.zeros(self.parameter_count, TARGET), np.zeros(1, RULE)
+        kernel_set, rules = kernels.of(self._engine.layouts.device), np.zeros(1, RULE)
+        targets = kernel_set.targets(gradient=[None] * self.parameter_count)
         targets["rule"], rules["kind"] = NO_RULE, Kind.SQUARES
         written: list[Tensor] = []
         for _, p in self._engine.named:

@@ -7,6 +7,7 @@ the host cannot read and whose copies are made only when somebody waits for them
 """
 
 import contextlib
+import copy
 import hashlib
 from functools import partial
 from unittest import mock
@@ -37,6 +38,7 @@ from gradcomp.kernels import check, staging
 from gradcomp.onebit_sgd import AggregateAdagrad, DoubleBuffer, LocalAdagrad
 from gradcomp.onebit_sgd.restore import rolled_back
 from gradcomp.optim import fp32_state_dict, split_parameters
+from gradcomp.optim.placeholder import Placeholder
 
 STEPS = 5
 
@@ -126,7 +128,7 @@ def by_ddp(device, codec="onebit", group=None, **options):
 
 
 def by_split_weights(device, optimizer="SplitSGD", entry="ddp", **options):
-    """DDP on the CPU updates from payloads, everything else from averages."""
+    """DDP updates from payloads where the weights' device encodes, all others from averages."""
     model, data = network(device)
     options |= {"lr": 0.01, "weight_decay": 0.1}
     parameters = split_parameters(
@@ -136,8 +138,11 @@ def by_split_weights(device, optimizer="SplitSGD", entry="ddp", **options):
     if entry == "ddp":
         model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.01)
         state = gradcomp.ddp.register(model, "onebit", min_numel=0, optimizer=optimizer)
+        there = next(model.parameters()).device
         assert state.describe().endswith(
-            "from payloads to weights" if device == "cpu" else "weights are on an accelerator"
+            "from payloads to weights"
+            if kernels.encoding_device(there) == there
+            else "weights are on an accelerator"
         )
         train(model, data, optimizer)
         state.check_replicas()
@@ -148,6 +153,53 @@ def by_split_weights(device, optimizer="SplitSGD", entry="ddp", **options):
     state.close()
     trails = optimizer.state_dict()["state"]
     return digest(list(model.parameters()), trails, fp32_state_dict(model, optimizer), saved)
+
+
+def by_fused(device, optimizer="SplitSGD", codec="onebit", *, ddp=(), to_none=True, **given):
+    """Clipped, skipped and changed gradients, and a checkpoint, all with updates from payloads if
+    the weights' device encodes.
+    """
+    model, data = network(device)
+    parameters = split_parameters(model, predicate=lambda name, p: name != "layers.1.bias")
+    optimizer = getattr(gradcomp.optim, optimizer)(parameters, lr=0.01, weight_decay=0.1)
+    model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.01, **dict(ddp))
+    state = gradcomp.ddp.register(model, codec, min_numel=0, optimizer=optimizer, **given)
+    assert state.describe().endswith("from payloads to weights")
+    if dist.get_rank() == 1:
+        data[2][0][0][3, 4] = float("nan")
+    parts, packed, norms, saved = (model, optimizer, state), [], [], []
+
+    def step(number, batch):
+        optimizer.zero_grad(set_to_none=to_none)
+        model(batch).backward()
+        packed.append(sum(isinstance(p.grad, Placeholder) for p in model.parameters()))
+        if number == 1:
+            norms.append(state.clip_grad_norm_(0.5))
+        if number == 2:
+            norms.append(state.clip_grad_norm_(0.5))
+            state.discard_step()
+            return  # skipped
+        if number == 3:
+            state.materialize_gradients()
+            model.module.layers[1].weight.grad.mul_(0.5)
+        if number == 4:
+            model.module.layers[0].bias.grad.data.zero_()
+        optimizer.step()
+
+    for number, batch in enumerate(data):
+        step(number, batch)
+    saved.append(copy.deepcopy([part.state_dict() for part in parts]))
+    for _ in range(2):  # the second time from the saved states
+        step(0, data[0])
+        saved.append(copy.deepcopy([part.state_dict() for part in parts]))
+        for part, one in zip(parts, saved[0], strict=True):
+            part.load_state_dict(one)
+    assert bits_of(saved[1]) == bits_of(saved[2]) != bits_of(saved[0])
+    state.check_replicas()
+    state.close()
+    assert norms[0] > 0.5 and norms[1].isnan()
+    assert (packed[1] == 4) is (packed[3] == 4) is to_none
+    return digest(saved, norms), packed
 
 
 def by_mixed_group(device):
@@ -380,12 +432,34 @@ def test_bits_are_those_of_the_cpu(gloo, accelerator, row):
     assert accelerator(2, on, function, None, options) == expected
 
 
+FUSED = {
+    "sgd": (by_fused, {}),
+    "adamw": (
+        by_fused,
+        {"optimizer": "SplitAdamW", "codec": EntropyCoded(2.2), "exchange": "reduce_scatter"},
+    ),
+    "lamb": (
+        by_fused,
+        {"optimizer": "SplitLAMB", "codec": Ternary(), "ddp": {"gradient_as_bucket_view": True}},
+    ),
+    "adagrad": (by_fused, {"optimizer": "SplitAdagrad", "warmup_steps": 2, "atomic_steps": True}),
+    "between nodes": (
+        by_fused,
+        {"exchange": "hierarchical", "advanced": Advanced(nodes=((0,), (1,)))},
+    ),
+    "averages that are unpacked": (
+        by_fused,
+        {"ddp": {"find_unused_parameters": True}, "to_none": False},
+    ),
+}
 BY_KERNELS = [
     "ddp",
     "ddp ternary",
     "ddp entropy",
     "ddp slices",
     "ddp of split weights",
+    "ddp of split weights, lamb",
+    "averager of split weights",
     "a stream of the user's",
     "averager delayed",
     "averager on two devices",
@@ -411,8 +485,26 @@ def test_bits_are_those_of_the_cpu_where_the_device_has_kernels(gloo, accelerato
     assert accelerator(2, by_kernels, function, options) == expected
 
 
+@pytest.mark.every_row
+@pytest.mark.parametrize("row", FUSED)
+def test_updates_from_payloads_on_a_device_with_kernels_are_those_of_the_cpu(
+    gloo, accelerator, row
+):
+    """On a GPU these are Triton's programs, which `tests/kernels/test_cuda.py` runs interpreted."""
+    function, options = FUSED[row]
+    expected = gloo(2, on, function, "cpu", options)
+    assert accelerator(2, by_kernels, function, options) == expected
+
+
 def by_kernels(function, options):
     device = torch.accelerator.current_accelerator().type
+    with encoding(device):
+        return on(function, device, options)
+
+
+@contextlib.contextmanager
+def encoding(device):
+    """Let a device encode: by the kernels for GPUs, or `HostedKernels`."""
     made = []
 
     def make(there):
@@ -426,10 +518,10 @@ def by_kernels(function, options):
 
     before = kernels.install(device, make)
     try:
-        return on(function, device, options)
+        yield
     finally:
         kernels.install(device, before)
-        assert made and all(made)
+    assert made and all(made)
 
 
 @pytest.mark.parametrize(
@@ -484,6 +576,102 @@ def test_a_device_without_memory_left_changes_no_state():
     assert digest(list(model.parameters())) == weights
     assert digest(state.state_dict()) == before
     state.close()
+
+
+def fused_on_lazy():
+    """Return model, minibatches, optimizer and state of a training whose updates are fused."""
+    model, data = network("lazy")
+    optimizer = gradcomp.optim.SplitAdamW(split_parameters(model), lr=0.01)
+    model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.001)
+    state = gradcomp.ddp.register(model, "onebit", min_numel=0, optimizer=optimizer, timeout_s=60)
+    return model, data, optimizer, state
+
+
+def states(*parts):
+    return [bits_of(part.state_dict()) for part in parts]
+
+
+@each_rank(2, "lazy")
+def test_an_exchange_without_memory_left_gives_a_fused_step_nothing():
+    with encoding("lazy"):
+        model, data, optimizer, state = fused_on_lazy()
+        train(model, data[:2], optimizer)
+        before = states(model, optimizer, state)
+        instead = contextlib.nullcontext()
+        if dist.get_rank() == 1:
+            full = torch.OutOfMemoryError("out of memory, says the test")
+            instead = mock.patch.object(HostedKernels, "encode", side_effect=full)
+        with instead, pytest.raises((RuntimeError, gradcomp.PeerLost), match="memory, says"):
+            train(model, data[2:3], optimizer)
+        with pytest.raises(gradcomp.GradcompError, match="or from one that failed"):
+            optimizer.step()
+        assert states(model, optimizer, state) == before
+        state.close()
+
+
+@each_rank(2, "lazy")
+def test_a_fused_step_without_memory_left_has_updated_some_buckets():
+    """On one rank: its residuals are those of the exchange, which has ended, and a checkpoint of
+    before the step goes on as if nothing had been.
+    """
+    with encoding("lazy"):
+        model, data, optimizer, state = fused_on_lazy()
+        parts = model, optimizer, state
+        train(model, data[:2], optimizer)
+        saved = copy.deepcopy([part.state_dict() for part in parts])
+        train(model, data[2:3], optimizer)
+        wanted = states(*parts)
+        for part, one in zip(parts, saved, strict=True):
+            part.load_state_dict(one)
+        weights = bits_of(list(model.parameters()))
+        calls, update = [], HostedKernels.update
+
+        def full(self, *given, **named):
+            calls.append(given)
+            if len(calls) == 2:
+                raise torch.OutOfMemoryError("out of memory, says the test")
+            return update(self, *given, **named)
+
+        if dist.get_rank() == 1:
+            with (
+                mock.patch.object(HostedKernels, "update", full),
+                pytest.raises(torch.OutOfMemoryError, match="says the test"),
+            ):
+                train(model, data[2:3], optimizer)
+            pairs = zip(bits_of(list(model.parameters())), weights, strict=True)
+            assert {now == then for now, then in pairs} == {True, False}
+            assert {int(optimizer.state[p]["step"]) for p in model.parameters()} == {2}
+        else:
+            train(model, data[2:3], optimizer)
+            assert states(*parts) == wanted
+        assert states(state) == wanted[2:]
+        with pytest.raises(PeerMismatch):
+            state.check_replicas()
+        for part, one in zip(parts, saved, strict=True):
+            part.load_state_dict(one)
+        train(model, data[2:3], optimizer)
+        assert states(*parts) == wanted
+        state.check_replicas()
+        state.close()
+
+
+@each_rank(2, "lazy")
+def test_updates_are_fused_only_where_all_weights_and_averages_are_on_one_device():
+    """Without kernels averages are in host memory (`by_split_weights`), as they are if the weights
+    are on several devices. Ranks must not differ in it: norms of packed gradients have other bits.
+    """
+    with encoding("lazy"):
+        model, _ = network("lazy")
+        model.layers[1].to("lazy:1")
+        optimizer = gradcomp.optim.SplitSGD(split_parameters(model), lr=0.01)
+        model = nn.parallel.DistributedDataParallel(model)
+        with gradcomp.ddp.register(model, "onebit", optimizer=optimizer) as state:
+            assert state.describe().endswith("not fused: the weights are on an accelerator")
+    with encoding("lazy") if dist.get_rank() else contextlib.nullcontext():
+        text = "rank 0 has SplitAdamW, not fused: the weights are on an .* rank 1 has .*, fused"
+        with pytest.raises(PeerMismatch, match=text) as error:
+            fused_on_lazy()
+    assert error.value.field == "optimizer"
 
 
 def on(function, device, options):

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from _averaging import Run
 from _codes import (
     BLOCKS,
@@ -36,11 +37,13 @@ from _codes import (
     tensor_of,
 )
 from _far import FAR, at_place, sparse
-from _ranks import run_local
+from _ranks import each_rank, run_local
 from _saved import bits_of
 from _tables import ARRAY_DTYPES, KINDS, Piece, guarded, same_bytes, values
 from reference import codec as ref
+from torch import nn
 
+import gradcomp.ddp
 from gradcomp import EntropyCoded, OneBit, Ternary, kernels
 from gradcomp.bench import codec as codec_bench
 from gradcomp.codecs import KINDS as CODECS
@@ -48,6 +51,7 @@ from gradcomp.kernels import Payloads, check
 from gradcomp.kernels.cuda import kernels as cuda_kernels
 from gradcomp.kernels.rules import NO_RULE, RULE, Kind
 from gradcomp.kernels.tables import TORCH_DTYPES, Table
+from gradcomp.optim import SplitAdamW, split_parameters
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.pieces import Slot, whole_pieces
 
@@ -313,6 +317,40 @@ def test_interpreted_kernels_train_as_c(codec, interpreted):
     assert got == want
 
 
+def fused_steps():
+    """Return weights, trails, moments and residuals after two steps of DDP, one of them clipped."""
+    torch.manual_seed(0)
+    model, draws = nn.Linear(12, 5), torch.Generator().manual_seed(dist.get_rank())
+    optimizer = SplitAdamW(split_parameters(model), lr=0.1)
+    model = nn.parallel.DistributedDataParallel(model)
+    options = {"min_numel": 0, "optimizer": optimizer, "timeout_s": 300}
+    with gradcomp.ddp.register(model, "onebit", **options) as state:
+        assert state.describe().endswith("from payloads to weights")
+        for step in range(2):
+            optimizer.zero_grad()
+            x = torch.randn(3, 12, generator=draws).bfloat16()
+            model(x).float().square().sum().backward()
+            if step:
+                state.clip_grad_norm_(0.1)
+            optimizer.step()
+        return bits_of([list(model.parameters()), optimizer.state_dict(), state.state_dict()])
+
+
+@each_rank(2)
+@np.errstate(all="ignore")
+def test_interpreted_kernels_update_from_the_payloads_of_ddp():
+    from gradcomp.kernels.cuda import TritonKernels
+
+    found = []
+    for kernel_set in (NATIVE, TritonKernels(kernels.CPU)):
+        before = kernels.install("cpu", lambda _, made=kernel_set: made)
+        try:
+            found.append(fused_steps())
+        finally:
+            kernels.install("cpu", before)
+    assert found[0] == found[1]
+
+
 @np.errstate(all="ignore")
 def test_the_benchmark_compares_results_before_it_times(interpreted, monkeypatch):
     monkeypatch.setattr(codec_bench, "measure", lambda *_: {"ratio": 1.0})
@@ -328,6 +366,8 @@ def test_the_benchmark_compares_results_before_it_times(interpreted, monkeypatch
 def test_the_self_check_passes(interpreted, monkeypatch, caplog):
     monkeypatch.setattr(check, "CODES", {"bf16": check.CODES["bf16"]})
     monkeypatch.setattr(check, "LARGE", 3_000)
+    monkeypatch.setattr(check, "DECODING", (Kind.ADAMW,))  # of streams and sums: above
+    monkeypatch.setattr(check, "PACKED", check.PACKED[:1])
     assert check.checked(kernels.CPU, lambda device: interpreted) is interpreted
     assert not [one for one in caplog.records if one.levelname == "WARNING"]
 

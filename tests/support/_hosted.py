@@ -7,22 +7,23 @@ the lazy device they have the values of another stream only if that was waited f
 import inspect
 import threading
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 
 from gradcomp.kernels import Kernels
 from gradcomp.kernels.native import NativeKernels
-from gradcomp.kernels.weights import TorchWeights
+from gradcomp.kernels.rules import NO_RULE, TARGET
+from gradcomp.kernels.weights import FIELDS, TorchWeights
+
+WRITTEN = [name for name in FIELDS if name != "gradient"]  # of a target
 
 
-class HostedKernels(TorchWeights, Kernels):
-    """The CPU's kernels on copies of the values of `device`; weights are updated in torch
-    operations.
-    """
+class HostedKernels(Kernels):
+    """The CPU's kernels on copies of the values of `device`."""
 
     def __init__(self, device):
-        super().__init__(device)
-        self._native = NativeKernels()
+        self.device, self._native = device, NativeKernels()
         # whole tensors are copied back, so slices of one must not be at work meanwhile
         self._lock = threading.Lock()
 
@@ -31,6 +32,23 @@ class HostedKernels(TorchWeights, Kernels):
 
     def scratch(self, groups, free=None):
         return self._native.scratch(groups)
+
+    def targets(self, **tensors):
+        return TorchWeights(self.device).targets(**tensors)  # the tensors, not their addresses
+
+    def update(self, table, targets, rules, payloads=None, norms=None):
+        with self._lock:
+            has_rule = targets["rule"] != NO_RULE
+            ruled, given = targets[has_rule], np.zeros(len(targets), TARGET)
+            here = {name: [_copied(one) for one in ruled[name]] for name in FIELDS}
+            given[has_rule] = self._native.targets(**here)
+            given["rule"] = targets["rule"]
+            bad = self._native.update(table, given, rules, payloads, norms)
+            for name in WRITTEN:
+                for there, one in zip(ruled[name], here[name], strict=True):
+                    if one is not None:
+                        there.copy_(one)
+        return bad
 
     def _call(self, name, given):
         there = []
@@ -49,6 +67,10 @@ class HostedKernels(TorchWeights, Kernels):
         return found
 
 
+def _copied(tensor):
+    return None if tensor is None else tensor.to("cpu", copy=True)
+
+
 def _kernel(name):
     signature = inspect.signature(getattr(Kernels, name))
 
@@ -61,5 +83,5 @@ def _kernel(name):
 
 for _name in ("scales", "encode", "sum_decode", "are_finite", "divide", "multiply", "follow"):
     setattr(HostedKernels, _name, _kernel(_name))
-for _name in ("rotate", "unbias", "rescale"):
+for _name in ("rotate", "unbias", "rescale", "split", "join"):
     setattr(HostedKernels, _name, _kernel(_name))

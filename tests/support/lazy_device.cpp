@@ -12,6 +12,7 @@
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/is_set_to_native.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
 #include <ATen/native/Resize.h>
@@ -349,6 +350,19 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
   return copy_from(from, to, false);
 }
 
+// Not by the fallback, which copies back to every element: those of a placeholder share their memory.
+at::Tensor& fill(at::Tensor& self, const at::Scalar& value) {
+  if (self.numel() == 0) return self;
+  c10::DeviceGuard guard(self.device());
+  queue(self.device().index(), [target = plain(self), value] {
+    at::AutoDispatchBelowADInplaceOrView inner;
+    target.fill_(value);
+  });
+  return self;
+}
+
+at::Tensor& zero(at::Tensor& self) { return fill(self, 0); }
+
 at::Scalar local_scalar(const at::Tensor& tensor) { return tensor.cpu().item(); }
 
 const at::Tensor& resize(const at::Tensor& self, c10::IntArrayRef sizes,
@@ -392,6 +406,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("_local_scalar_dense", &local_scalar);
+  m.impl("fill_.Scalar", &fill);
+  m.impl("zero_", &zero);
+  m.impl("is_set_to", &at::native::is_set_to);
   m.impl("resize_", &resize);
   m.impl("record_stream", &record_stream);
   m.impl("set_.source_Storage_storage_offset", &set_storage);
