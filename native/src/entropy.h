@@ -22,8 +22,18 @@ enum {
     GC_PAIRS_NUMEL = GC_STREAM_NUMEL / 2,
     /* of half a stream's pairs, each a symbol and two codes of 4 + 15 bits, and a flush */
     GC_HALF_NBYTES = GC_PAIRS_NUMEL / 2 * 7 + 16,
-    GC_PUT_PAIRS = 16 /* that are written together */
+    GC_PUT_PAIRS = 16, /* that are written together */
+    GC_QUAD_TOP = 3,   /* largest |code| in a quad */
+    GC_QUADS_COUNT = 7 * 7 * 7 * 7
 };
+
+/* The one or two symbols that GC_CODE_NBITS bits hold: up to four codes, and their number; bits of
+ * all symbols and of the first one. An escape symbol is alone, with 0 codes and 0 bits, but for its
+ * own. */
+typedef struct {
+    int8_t codes[4];
+    uint8_t bits, numel, first_bits, unused;
+} gc_look;
 
 /* One Huffman code of pairs (a, b), least significant bit first. Pairs without a symbol, and those
  * with |a| or |b| above 7, follow the escape symbol. */
@@ -33,11 +43,12 @@ typedef struct {
     uint64_t symbols[GC_SYMBOLS_COUNT];
     /* the same: the lower eight bits, their number << 8, the other bits << 12 */
     uint16_t joined[GC_SYMBOLS_COUNT];
-    int top; /* largest |code| that has a symbol */
-    /* by the next GC_CODE_NBITS bits, the one or two symbols that they hold: up to four codes, a
-     * byte each; from bit 32 on the symbols' bits, from 48 on those of the first symbol, from 56 on
-     * the codes' number. An escape symbol is alone, with zeros but for its bits from 48 on. */
-    uint64_t decode[1 << GC_CODE_NBITS];
+    /* of quads (a, b, c, d) of codes up to GC_QUAD_TOP, by ((7 a + b) 7 + c) 7 + d with 3 added to
+     * each: both symbols' bits << 7, their number at the bottom. Codes above `top` have no symbol. */
+    uint32_t quads[GC_QUADS_COUNT];
+    int is_narrow; /* one code in forty at most is above GC_QUAD_TOP */
+    int top;       /* largest |code| that has a symbol */
+    gc_look decode[1 << GC_CODE_NBITS]; /* by the next bits */
     /* in 1/64 bit: of a pair by |a| and |b|, the mean over signs */
     uint32_t pair_costs[GC_COUNTED_CODES][16];
 } gc_entropy_table;
@@ -68,6 +79,15 @@ size_t gc_streams_code_nbytes(uint32_t start, uint32_t numel, uint32_t stream_nb
 GC_INLINE uint32_t gc_front_pairs(uint32_t numel) { return ((numel + 1) / 2 + 1) / 2; }
 
 /* ---- encoding -------------------------------------------------------------------------------- */
+/* What codes leave of x: (x - code * scale) * decay. */
+typedef struct {
+    float *out; /* NULL: not wanted */
+    float scale, inverse, decay;
+    int streams;    /* write past the caches */
+    int is_written; /* by `put` already, and `left` set */
+    double left;    /* the sum of the magnitudes before the decay */
+} gc_entropy_rest;
+
 typedef struct {
     gc_block_stage block; /* x, read by `take` */
     int16_t codes[GC_STREAM_NUMEL + 64];
@@ -75,6 +95,7 @@ typedef struct {
     uint16_t escapes[GC_PAIRS_NUMEL / GC_PUT_PAIRS + 2]; /* a bit for each pair that is escaped */
     uintptr_t next_src, next_residual;                   /* of the next stream; no residual: 0 */
     uint32_t src_size;
+    gc_entropy_rest rest;
 } gc_entropy_stage;
 
 /* Ask for elements [i, i + 32) of the next stream, which need not exist. */
@@ -106,16 +127,13 @@ typedef struct {
     /* sums[i]: counts times column i. */
     void (*weigh)(const uint32_t counts[GC_COUNTED_CODES], const uint32_t (*matrix)[16],
                   uint32_t sums[16]);
-    /* Write these codes, pairs of them, and which escape a table that reaches to `top`. */
-    void (*quantize)(gc_entropy_stage *stage, uint32_t numel, float inverse, int top);
-    /* Write pairs to the bytes behind the first of the codes', zeros in between; 0 if they do not
-     * fit. *needed: bytes of the codes. */
-    int (*put)(const gc_entropy_stage *stage, const gc_entropy_table *table, uint32_t numel,
+    /* Write x * rest.inverse, rounded, in pairs to the bytes behind the first of the codes', zeros
+     * in between; 0 if they do not fit. *needed: bytes of the codes. May write the rest of x
+     * meanwhile. Leaves codes that `rest` needs. */
+    int (*put)(gc_entropy_stage *stage, const gc_entropy_table *table, uint32_t numel,
                uint32_t code_nbytes, uint8_t *codes, size_t *needed);
-    /* Write what codes leave of x, decayed, to `out`; return the sum of the magnitudes before the
-     * decay. `streams` writes past the caches. */
-    double (*rest)(const gc_entropy_stage *stage, uint32_t numel, float scale, float decay,
-                   float *out, int streams);
+    /* Write the rest of x. */
+    void (*rest)(gc_entropy_stage *stage, uint32_t numel);
 } gc_entropy_encoder;
 
 void gc_weigh_avx2(const uint32_t counts[GC_COUNTED_CODES], const uint32_t (*matrix)[16],

@@ -158,18 +158,20 @@ static int find_step(const stream *of, int32_t limit, choice *found)
 }
 
 /* ---- a stream -------------------------------------------------------------------------------- */
-static void quantize(const stream *of, const choice *with)
+static void set_scale(gc_entropy_stage *stage, float scale, float inverse)
 {
-    of->tier->quantize(of->stage, of->numel, 1.0f / with->scale,
-                       of->tables->tables[with->table].top);
+    stage->rest.scale = scale;
+    stage->rest.inverse = inverse;
+    stage->rest.is_written = 0;
 }
 
+/* Write the codes; 0 if they do not fit. */
 static int put(const stream *of, const choice *with, uint8_t *codes, size_t *needed)
 {
-    const gc_entropy_tables *all = of->tables;
+    const gc_entropy_table *table = &of->tables->tables[with->table];
+    set_scale(of->stage, with->scale, 1.0f / with->scale);
     codes[0] = (uint8_t)with->table;
-    return of->tier->put(of->stage, &all->tables[with->table], of->numel, of->code_nbytes, codes,
-                         needed);
+    return of->tier->put(of->stage, table, of->numel, of->code_nbytes, codes, needed);
 }
 
 /* Choose a step and write the codes; return the step, 0 where none fits: the largest are cut where
@@ -181,7 +183,6 @@ static float encode_stream(const stream *of, uint8_t *codes)
     size_t needed;
     choice now;
     int j = find_step(of, limit, &now);
-    quantize(of, &now);
     int fits = put(of, &now, codes, &needed);
     /* Costs are those of independent codes. Where the codes of a stream are not, what it took says
      * how much more or less it needs. */
@@ -190,13 +191,11 @@ static float encode_stream(const stream *of, uint8_t *codes)
         int again = find_step(of, limit + now.size - (int32_t)(needed - 1) * 8 * 64, &now);
         if (again != j) {
             j = again;
-            quantize(of, &now);
             fits = put(of, &now, codes, &needed);
         }
     }
     while (!fits && j < LAST_STEP) {
         now = choice_at(of, ++j, GC_SAMPLE_EVERY);
-        quantize(of, &now);
         fits = put(of, &now, codes, &needed);
     }
     return fits ? now.scale : 0;
@@ -219,9 +218,13 @@ static void encode_group(gc_encode_job *job, const gc_segment *segment, gc_run r
         uint32_t numel = run.numel - i < GC_BLOCK_NUMEL ? run.numel - i : GC_BLOCK_NUMEL;
         tier->take(&totals, stage->block.x + i, &view, i, numel);
     }
-    memset(stage->block.x + run.numel, 0, 64 * sizeof(float)); /* which `quantize` may read */
+    memset(stage->block.x + run.numel, 0, 64 * sizeof(float)); /* which are made codes, too */
     gc_keep_residuals(job, segment, run.first, run.numel);
     of.rms = sqrt(totals.sum_squares / run.numel);
+    stage->rest = (gc_entropy_rest){.out = job->residual_out ? job->residual_out + residual : NULL,
+                                    .decay = job->decay,
+                                    .streams = job->residual_out != job->residual_in &&
+                                               segment->numel >= 1 << 15};
     float scale = 0;
     if (totals.absmax_bits >= GC_INF_BITS) {
         job->nonfinite = 1;
@@ -232,19 +235,21 @@ static void encode_group(gc_encode_job *job, const gc_segment *segment, gc_run r
     if (!(scale > 0)) {
         memset(codes, 0, of.code_nbytes);
         codes[0] = GC_ZEROS_TABLE;
-        tier->quantize(stage, run.numel, 0, 0);
+        memset(stage->codes, 0, sizeof stage->codes);
+        set_scale(stage, scale, 0);
     }
     gc_store_u32(job->payload + segment->scales + 4 * (size_t)run.group, gc_bits_of(scale));
-    if (!job->residual_out)
+    float *out = stage->rest.out;
+    if (!out)
         return;
-    float *out = job->residual_out + residual;
     if (job->nonfinite && !(scale >= 0)) {
         for (uint32_t i = 0; i < run.numel; i++)
             out[i] = gc_float_of(GC_NAN_BITS);
         return;
     }
-    int streams = job->residual_out != job->residual_in && segment->numel >= 1 << 15;
-    gc_count_dropped(job, tier->rest(stage, run.numel, scale, job->decay, out, streams));
+    if (!stage->rest.is_written)
+        tier->rest(stage, run.numel);
+    gc_count_dropped(job, stage->rest.left);
 }
 
 void gc_encode_streams(gc_encode_job *job, const gc_segment *segment,
@@ -280,9 +285,9 @@ void gc_entropy_tables_of(uint32_t *symbols, uint32_t *decode, uint32_t *costs,
             *symbols++ = (uint32_t)(from->symbols[i] >> (64 - length)) | length << 16;
         }
         for (int i = 0; i < 1 << GC_CODE_NBITS; i++) {
-            uint64_t found = from->decode[i];
-            *decode++ = (uint32_t)(found & 0xFFFF) | (uint32_t)(found >> 48 & 15) << 16 |
-                        (uint32_t)!(found >> 56) << 24;
+            const gc_look *look = &from->decode[i];
+            *decode++ = (uint8_t)look->codes[0] | (uint32_t)(uint8_t)look->codes[1] << 8 |
+                        (uint32_t)look->first_bits << 16 | (uint32_t)!look->numel << 24;
         }
     }
 }

@@ -21,7 +21,7 @@ typedef struct {
     unsigned used;               /* bits of the first byte that have been read, 0 to 7 */
     const uint8_t *first, *last; /* of the stream; beyond there are zeros */
     const uint8_t *limit;        /* of `at`, for a whole word to be read */
-    const uint64_t *table;
+    const gc_look *table;
     int8_t *codes, *end; /* of the next pair, and behind its last */
 } gc_chain;
 
@@ -82,10 +82,10 @@ GC_INLINE void gc_read_pair(gc_chain *from, int backwards, gc_stream_codes *into
         }
         word >>= from->used;
     }
-    uint64_t found = from->table[word & ((1 << GC_CODE_NBITS) - 1)];
-    unsigned bits = found >> 48 & 15;
-    gc_store_u16((uint8_t *)from->codes, (uint32_t)found);
-    if (!(found >> 56)) {
+    const gc_look *look = &from->table[word & ((1 << GC_CODE_NBITS) - 1)];
+    unsigned bits = look->first_bits;
+    memcpy(from->codes, look->codes, 2);
+    if (!look->numel) {
         unsigned more, length = bits;
         gc_escaped *one = &into->escaped[into->escaped_count++];
         one->pair = (uint32_t)(from->codes - into->codes) / 2;
@@ -108,19 +108,20 @@ GC_INLINE int gc_has_many(const gc_chain *from, int backwards)
  * looks that follow stay. */
 GC_INLINE void gc_read_pairs(gc_chain *from, int backwards, gc_stream_codes *into)
 {
-    uint64_t word = gc_word_of(from, backwards), found = 0;
-    uint64_t bits = 0; /* in the lowest byte */
+    uint64_t word = gc_word_of(from, backwards);
+    const gc_look *look = from->table;
+    unsigned bits = 0;
     int8_t *codes = from->codes;
     for (int i = 0; i < GC_AT_A_TIME; i++) {
-        found = from->table[word & ((1 << GC_CODE_NBITS) - 1)];
-        gc_store_u32((uint8_t *)codes, (uint32_t)found);
-        codes += found >> 56;
-        word >>= found >> 32 & 63;
-        bits += found >> 32;
+        look = &from->table[word & ((1 << GC_CODE_NBITS) - 1)];
+        memcpy(codes, look->codes, 4);
+        codes += look->numel;
+        word >>= look->bits;
+        bits += look->bits;
     }
-    gc_skip_bits(from, backwards, (uint8_t)bits);
+    gc_skip_bits(from, backwards, bits);
     from->codes = codes;
-    if (!(found >> 56))
+    if (!look->numel)
         gc_read_pair(from, backwards, into);
 }
 

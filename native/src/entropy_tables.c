@@ -149,19 +149,37 @@ static void set_costs(const distribution from, gc_entropy_table *table,
         costs[a][0] = (uint32_t)((rows[a] - all / (2 * TOTAL)) / TOTAL);
 }
 
-static unsigned first_length(uint64_t found) { return found >> 48 & 15; }
+static void set_quads(const distribution from, gc_entropy_table *table)
+{
+    enum { T = GC_QUAD_TOP, EACH = 2 * T + 1 };
+    uint32_t above = 0;
+    for (int k = T + 1; k <= GC_TABLE_TOP; k++)
+        above += 2u * from[k];
+    table->is_narrow = above < TOTAL / 40;
+    for (int i = 0; i < GC_QUADS_COUNT; i++) {
+        uint64_t first = table->symbols[gc_pair_index(i / (EACH * EACH * EACH) - T,
+                                                      i / (EACH * EACH) % EACH - T)],
+                 second = table->symbols[gc_pair_index(i / EACH % EACH - T, i % EACH - T)];
+        uint32_t length = first & 63, more = second & 63;
+        uint64_t bits = first >> (64 - length) | second >> (64 - more) << length;
+        table->quads[i] = (uint32_t)bits << 7 | (length + more);
+    }
+}
 
 /* Put a second symbol behind the first one where the bits hold it whole. */
 static void add_second_symbols(gc_entropy_table *table)
 {
-    uint64_t first[1 << GC_CODE_NBITS];
+    gc_look first[1 << GC_CODE_NBITS];
     memcpy(first, table->decode, sizeof first);
     for (uint32_t bits = 0; bits < 1u << GC_CODE_NBITS; bits++) {
-        unsigned taken = first_length(first[bits]);
-        uint64_t next = first[bits >> taken];
-        if (first[bits] >> 56 && next >> 56 && taken + first_length(next) <= GC_CODE_NBITS)
-            table->decode[bits] += (next & 0xFFFF) << 16 | (uint64_t)first_length(next) << 32 |
-                                   UINT64_C(2) << 56;
+        gc_look *look = &table->decode[bits];
+        const gc_look *next = &first[bits >> look->bits];
+        if (!look->numel || !next->numel || look->bits + next->bits > GC_CODE_NBITS)
+            continue;
+        look->codes[2] = next->codes[0];
+        look->codes[3] = next->codes[1];
+        look->bits += next->bits;
+        look->numel = 4;
     }
 }
 
@@ -183,11 +201,15 @@ static void make_table(const distribution from, gc_entropy_table *table,
                 continue;
             uint32_t code = reversed(next >> (GC_CODE_NBITS - length), length);
             table->symbols[one->index] = (uint64_t)code << (64 - length) | length;
-            uint64_t a = (uint8_t)((one->index >> 4) - 8), b = (uint8_t)((one->index & 15) - 8);
-            uint64_t pair = a | b << 8 | (uint64_t)length << 32 | UINT64_C(2) << 56;
-            uint64_t found = one->index ? pair : 0;
+            gc_look look = {.first_bits = (uint8_t)length};
+            if (one->index) {
+                look.codes[0] = (int8_t)((one->index >> 4) - 8);
+                look.codes[1] = (int8_t)((one->index & 15) - 8);
+                look.bits = (uint8_t)length;
+                look.numel = 2;
+            }
             for (uint32_t bits = code; bits < 1u << GC_CODE_NBITS; bits += 1u << length)
-                table->decode[bits] = found | (uint64_t)length << 48;
+                table->decode[bits] = look;
             next += 1u << (GC_CODE_NBITS - length);
         }
     add_second_symbols(table);
@@ -197,6 +219,7 @@ static void make_table(const distribution from, gc_entropy_table *table,
         uint64_t length = table->symbols[index] & 63, bits = table->symbols[index] >> (64 - length);
         table->joined[index] = (uint16_t)((bits & 0xFF) | length << 8 | bits >> 8 << 12);
     }
+    set_quads(from, table);
     set_costs(from, table, costs);
 }
 

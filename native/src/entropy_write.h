@@ -102,6 +102,20 @@ GC_INLINE size_t gc_write_pairs(const gc_entropy_table *table, const gc_entropy_
     return gc_end(&to, out);
 }
 
+/* Both halves of a stream's bits, the second backwards from the end; 0 if they do not fit. */
+GC_INLINE int gc_join_halves(const uint8_t *front, size_t head, const uint8_t *back, size_t tail,
+                             uint32_t code_nbytes, uint8_t *codes, size_t *needed)
+{
+    *needed = 1 + head + tail;
+    if (*needed > code_nbytes)
+        return 0;
+    memcpy(codes + 1, front, head);
+    memset(codes + 1 + head, 0, code_nbytes - *needed);
+    for (size_t i = 0; i < tail; i++)
+        codes[code_nbytes - 1 - i] = back[i];
+    return 1;
+}
+
 /* gc_entropy_encoder.put, by what writes pairs */
 GC_INLINE int gc_put_stream(const gc_entropy_stage *stage, const gc_entropy_table *table,
                             uint32_t numel, uint32_t code_nbytes, uint8_t *codes, size_t *needed,
@@ -111,14 +125,7 @@ GC_INLINE int gc_put_stream(const gc_entropy_stage *stage, const gc_entropy_tabl
     uint32_t pairs = (numel + 1) / 2, first = gc_front_pairs(numel);
     size_t head = write(table, stage, 0, first, front);
     size_t tail = write(table, stage, first, pairs, back);
-    *needed = 1 + head + tail;
-    if (*needed > code_nbytes)
-        return 0;
-    memcpy(codes + 1, front, head);
-    memset(codes + 1 + head, 0, code_nbytes - *needed);
-    for (size_t i = 0; i < tail; i++)
-        codes[code_nbytes - 1 - i] = back[i];
-    return 1;
+    return gc_join_halves(front, head, back, tail, code_nbytes, codes, needed);
 }
 
 #endif

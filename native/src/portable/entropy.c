@@ -60,28 +60,27 @@ static void quantize(gc_entropy_stage *stage, uint32_t numel, float inverse, int
     }
 }
 
-static double rest(const gc_entropy_stage *stage, uint32_t numel, float scale, float decay,
-                   float *out, int streams)
+static void rest(gc_entropy_stage *stage, uint32_t numel)
 {
-    double all = 0;
-    (void)streams;
+    gc_entropy_rest *to = &stage->rest;
+    to->left = 0;
     for (uint32_t i = 0; i < numel; i++) {
-        float left = stage->block.x[i] - (float)stage->codes[i] * scale;
-        out[i] = decay * left;
-        all += left < 0 ? -left : left;
+        float left = stage->block.x[i] - (float)stage->codes[i] * to->scale;
+        to->out[i] = to->decay * left;
+        to->left += left < 0 ? -left : left;
     }
-    return all;
 }
 
-static int put(const gc_entropy_stage *stage, const gc_entropy_table *table, uint32_t numel,
+static int put(gc_entropy_stage *stage, const gc_entropy_table *table, uint32_t numel,
                uint32_t code_nbytes, uint8_t *codes, size_t *needed)
 {
+    quantize(stage, numel, stage->rest.inverse, table->top);
     return gc_put_stream(stage, table, numel, code_nbytes, codes, needed, gc_write_pairs);
 }
 
 void gc_entropy_encode_portable(gc_encode_job *job, const gc_segment *segment)
 {
-    static const gc_entropy_encoder tier = {take, count, weigh, quantize, put, rest};
+    static const gc_entropy_encoder tier = {take, count, weigh, put, rest};
     gc_encode_streams(job, segment, &tier);
 }
 

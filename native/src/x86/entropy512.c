@@ -95,8 +95,7 @@ GC_AVX512_INLINE __m512i look_up(const __m512i table[8], __m512i indices)
     __m512i quarters[4];
     for (int k = 0; k < 4; k++)
         quarters[k] = _mm512_permutex2var_epi16(table[2 * k], indices, table[2 * k + 1]);
-    return _mm512_mask_blend_epi16(upper,
-                                   _mm512_mask_blend_epi16(second, quarters[0], quarters[1]),
+    return _mm512_mask_blend_epi16(upper, _mm512_mask_blend_epi16(second, quarters[0], quarters[1]),
                                    _mm512_mask_blend_epi16(second, quarters[2], quarters[3]));
 }
 
@@ -121,9 +120,10 @@ GC_AVX512_INLINE void join_symbols(__m512i symbols, uint64_t bits[8], uint64_t l
 }
 
 /* Write thirty-two pairs of which some escape. */
-__attribute__((noinline)) GC_AVX512 static gc_writer
-put_escaping32(gc_writer to, const gc_entropy_table *table, const gc_entropy_stage *stage,
-               uint32_t first)
+__attribute__((noinline)) GC_AVX512 static gc_writer put_escaping32(gc_writer to,
+                                                                    const gc_entropy_table *table,
+                                                                    const gc_entropy_stage *stage,
+                                                                    uint32_t first)
 {
     gc_put_pairs(&to, table, stage, first, first + 32);
     return to;
@@ -157,19 +157,21 @@ GC_AVX512 static size_t write_pairs(const gc_entropy_table *table, const gc_entr
     return gc_end(&to, out);
 }
 
-GC_AVX512 static int put_stream(const gc_entropy_stage *stage, const gc_entropy_table *table,
+GC_AVX512 static int put_stream(gc_entropy_stage *stage, const gc_entropy_table *table,
                                 uint32_t numel, uint32_t code_nbytes, uint8_t *codes,
                                 size_t *needed)
 {
+    quantize(stage, numel, stage->rest.inverse, table->top);
     return gc_put_stream(stage, table, numel, code_nbytes, codes, needed, write_pairs);
 }
 
-GC_AVX512 static double rest(const gc_entropy_stage *stage, uint32_t numel, float scale,
-                             float decay, float *out, int streams)
+GC_AVX512 static void rest(gc_entropy_stage *stage, uint32_t numel)
 {
-    const __m512 scales = _mm512_set1_ps(scale), keep = _mm512_set1_ps(decay);
+    float *out = stage->rest.out;
+    const __m512 scales = _mm512_set1_ps(stage->rest.scale),
+                 keep = _mm512_set1_ps(stage->rest.decay);
     __m512 all = _mm512_setzero_ps();
-    streams = streams && (uintptr_t)out % sizeof(__m512) == 0;
+    int streams = stage->rest.streams && (uintptr_t)out % sizeof(__m512) == 0;
     for (uint32_t i = 0; i < numel; i += 16) {
         uint32_t left_over = numel - i;
         __mmask16 valid = left_over < 16 ? (__mmask16)((1u << left_over) - 1) : (__mmask16)0xFFFF;
@@ -184,13 +186,13 @@ GC_AVX512 static double rest(const gc_entropy_stage *stage, uint32_t numel, floa
         else
             _mm512_mask_storeu_ps(out + i, valid, left);
     }
-    return (double)_mm512_reduce_add_ps(all);
+    stage->rest.left = (double)_mm512_reduce_add_ps(all);
 }
 
 void gc_entropy_encode_avx512(gc_encode_job *job, const gc_segment *segment)
 {
-    static const gc_entropy_encoder tier = {gc_take_squares_avx512, count, gc_weigh_avx2, quantize,
-                                            put_stream,           rest};
+    static const gc_entropy_encoder tier = {gc_take_squares_avx512, count, gc_weigh_avx2,
+                                            put_stream, rest};
     gc_encode_streams(job, segment, &tier);
 }
 #endif
