@@ -44,7 +44,7 @@ typedef struct {
     /* the same: the lower eight bits, their number << 8, the other bits << 12 */
     uint16_t joined[GC_SYMBOLS_COUNT];
     /* of quads (a, b, c, d) of codes up to GC_QUAD_TOP, by ((7 a + b) 7 + c) 7 + d with 3 added to
-     * each: both symbols' bits << 7, their number at the bottom. Codes above `top` have no symbol. */
+     * each: both symbols' bits << 7, their number at the bottom. Not for codes above `top`. */
     uint32_t quads[GC_QUADS_COUNT];
     int is_narrow; /* one code in forty at most is above GC_QUAD_TOP */
     int top;       /* largest |code| that has a symbol */
