@@ -95,7 +95,8 @@ GC_AVX512_INLINE __m512i look_up(const __m512i table[8], __m512i indices)
     __m512i quarters[4];
     for (int k = 0; k < 4; k++)
         quarters[k] = _mm512_permutex2var_epi16(table[2 * k], indices, table[2 * k + 1]);
-    return _mm512_mask_blend_epi16(upper, _mm512_mask_blend_epi16(second, quarters[0], quarters[1]),
+    return _mm512_mask_blend_epi16(upper,
+                                   _mm512_mask_blend_epi16(second, quarters[0], quarters[1]),
                                    _mm512_mask_blend_epi16(second, quarters[2], quarters[3]));
 }
 
@@ -120,10 +121,9 @@ GC_AVX512_INLINE void join_symbols(__m512i symbols, uint64_t bits[8], uint64_t l
 }
 
 /* Write thirty-two pairs of which some escape. */
-__attribute__((noinline)) GC_AVX512 static gc_writer put_escaping32(gc_writer to,
-                                                                    const gc_entropy_table *table,
-                                                                    const gc_entropy_stage *stage,
-                                                                    uint32_t first)
+__attribute__((noinline)) GC_AVX512 static gc_writer
+put_escaping32(gc_writer to, const gc_entropy_table *table, const gc_entropy_stage *stage,
+               uint32_t first)
 {
     gc_put_pairs(&to, table, stage, first, first + 32);
     return to;
