@@ -109,7 +109,7 @@ def test_the_address_on_the_way_to_the_master_is_that_of_a_route(monkeypatch):
     assert not list(addresses._on_the_way_to("no-such-host.invalid"))
 
 
-SENT = [64 << 20, 64 << 20, 64 << 20, 3]
+SENT = [16 << 20, 16 << 20, 16 << 20, 3]  # above what sockets hold, below what takes CLOSE_S
 
 
 def closes_at_once(comm, box, cards):
