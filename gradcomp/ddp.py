@@ -193,7 +193,7 @@ class CompressionState(Controls):
             error_if_nonfinite: if the norm is NaN or Inf, raise and change nothing.
 
         Returns:
-            The norm before clipping, a float32 scalar.
+            The norm before clipping, a float32 scalar on the gradients' device.
 
         Raises:
             ValueError: `max_norm` is negative or NaN.
@@ -204,7 +204,8 @@ class CompressionState(Controls):
         if not limit >= 0:
             raise ValueError(f"max_norm must not be negative, got {max_norm!r}")
         if self._fused is not None:
-            return torch.tensor(self._fused.clip(limit, error_if_nonfinite=error_if_nonfinite))
+            norm = self._fused.clip(limit, error_if_nonfinite=error_if_nonfinite)
+            return torch.tensor(norm, device=self._engine.layouts.device)
         trained = [p for _, p in self._engine.named]
         return nn.utils.clip_grad_norm_(trained, limit, error_if_nonfinite=error_if_nonfinite)
 

@@ -54,6 +54,9 @@ class Recorder:
             partial.replace(path)
         except OSError as error:
             print(f"gradcomp.launch: rank {self.rank} left no record: {error}", file=sys.stderr)
+            if kind == "ended":  # a rank that started and left none counts as killed
+                with contextlib.suppress(OSError):
+                    (self.folder / f"started.{self.rank}").unlink(missing_ok=True)
 
 
 def _is_private(folder: str) -> bool:

@@ -249,7 +249,8 @@ def is_ending(folder: Path) -> bool:
     """
     note = folder / KILLED
     if not note.exists() and any(map(_is_unwatched, folder.glob("started.*"))):
-        note.write_text(str(time.time_ns()), encoding="utf-8")
+        with contextlib.suppress(OSError):  # a full disk must not end ranks that run
+            note.write_text(str(time.time_ns()), encoding="utf-8")
     return note.exists() or bool(failures(folder))
 
 

@@ -172,7 +172,7 @@ def sweep() -> None:
 
 
 def _run(command: str, *, check: bool = True) -> str:
-    """Run a command without quoted words; return its output, or raise `NoHosts` if `check`."""
+    """Run a command (split at spaces); return its output, or raise `NoHosts` if `check`."""
     found = subprocess.run(command.split(), capture_output=True, text=True, check=False)
     if check and found.returncode:
         raise NoHosts(f"{command}: {found.stderr.strip()}")

@@ -101,7 +101,9 @@ def measure_here(ranks: int | None) -> Measurement:
 def measure(
     emit: Emit, methods: Sequence[Method] = ASKED, steps: int = STEPS, largest: int = LARGEST
 ) -> None:
-    """Emit a `Measurement`, equal on every rank, from `steps` steps of LeNet. Collective."""
+    """Emit a `Measurement`, equal on every rank, from `steps` steps of LeNet and buckets of up to
+    `largest` values. Collective.
+    """
     world = dist.get_world_size()
     own = train(lambda message: None, Task("lenet-noise", "sgd", "none", world, steps))
     update = np.array(own["update_seconds"])

@@ -23,7 +23,9 @@ def _decayed(model: nn.Module) -> list[dict[str, object]]:
 
 
 def muon(model: nn.Module, lr: float) -> list[Optimizer]:
-    """Return Muon for hidden matrices, AdamW at a tenth of `lr` for the others."""
+    """Return Muon for hidden matrices, AdamW at a tenth of `lr` for the others; ValueError if this
+    torch has no Muon.
+    """
     if not hasattr(torch.optim, "Muon"):
         raise ValueError(f"torch {torch.__version__} has no Muon: 2.9 or newer does")
     ends = ("embedding", "position", "head", "stem")

@@ -78,7 +78,7 @@ class Workload:
     lower_is_better: ClassVar[bool] = True
 
     def check(self, optimizer: str, workers: int) -> None:
-        """Raise ValueError for an optimizer without a rate, or too many workers for a batch."""
+        """Raise ValueError if the optimizer has no rate, or workers cannot share a batch."""
         rates = self.settings.rates
         if optimizer not in rates:
             raise ValueError(f"{self.name} has no rate for {optimizer}; it has {', '.join(rates)}")

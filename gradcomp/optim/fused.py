@@ -48,7 +48,8 @@ def why_not_fused(optimizers: Sequence[Any], engine: Engine, *, has_scaler: bool
     if not optimizer.takes_packed:
         return f"{type(optimizer).__name__} with these options needs the gradients twice"
     trained = {p for group in optimizer.param_groups for p in group["params"]}
-    if any(p.device != engine.layouts.device for _, p in engine.named):
+    device = engine.layouts.device
+    if any(p.requires_grad and p.device != device for _, p in engine.named):
         return "the weights are on an accelerator"
     left = [name for name, p in engine.named if p.requires_grad and p not in trained]
     return f"{left[0]!r} is not in the optimizer" if left else ""

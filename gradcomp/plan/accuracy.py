@@ -339,6 +339,6 @@ def expected(
 
 
 def within(family: str | None, table: Sequence[Measured] = TABLE) -> list[Measured]:
-    """Return the rows of `ways` that count and are tolerated, by bits, `precondition` last."""
+    """Return the rows of `ways` that count and are tolerated, by bits, then `precondition`."""
     found = [row for row in ways(family, table) if row.counts and row.excess() <= 1]
     return sorted(found, key=lambda row: (row.bits, row.precondition))

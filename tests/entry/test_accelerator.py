@@ -175,6 +175,7 @@ def by_fused(device, optimizer="SplitSGD", codec="onebit", *, ddp=(), to_none=Tr
         packed.append(sum(isinstance(p.grad, Placeholder) for p in model.parameters()))
         if number == 1:
             norms.append(state.clip_grad_norm_(0.5))
+            assert norms[-1].device == next(model.parameters()).device
         if number == 2:
             norms.append(state.clip_grad_norm_(0.5))
             state.discard_step()

@@ -368,6 +368,22 @@ def test_a_folder_that_others_can_write_gets_no_record(tmp_path):
         assert sorted(p.name for p in folder.iterdir()) == expected
 
 
+def test_a_rank_whose_end_cannot_be_recorded_does_not_count_as_killed(tmp_path):
+    """The launcher ended the other ranks, on a full disk say."""
+    folder, script = tmp_path / "records", tmp_path / "program.py"
+    folder.mkdir(mode=0o700)
+    script.write_text(
+        "import os, resource\n"
+        "for process in (0, os.getppid()):\n"
+        "    resource.prlimit(process, resource.RLIMIT_FSIZE, (0, 0))\n"
+    )
+    with bootstrap(folder, script, stderr=subprocess.PIPE) as rank:
+        assert "rank 0 left no record" in rank.communicate()[1]
+    assert rank.returncode == 0
+    assert not list(folder.glob("started.*"))
+    assert not cli.is_ending(folder)
+
+
 HOLD = """
 import mmap, os, sys
 mapped, opened = (os.open(path, os.O_RDWR) for path in sys.argv[1:])
