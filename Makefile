@@ -24,7 +24,7 @@ TORCH_TESTS := amp averager bench_measure codecs ddp double_buffer exchange fuse
 NATIVE := $(shell find native -type f \( -name '*.[ch]' -o -name '*.txt' -o -name '*.py' \))
 EXTENSION := gradcomp/_gc.abi3.so
 
-.PHONY: help demo docs figures test quick test-torch test-framework promises coverage mutants soak test-long test-triton test-triton-long test-cuda lint native-test native-test-aarch64 fuzz fuzz-kernels wheels release hashes build tools everything mpi test-together test-timed clean distclean
+.PHONY: help demo docs figures test quick test-torch test-framework promises coverage mutants soak test-long test-triton test-triton-long test-cuda lint native-test native-test-avx512 native-test-aarch64 fuzz fuzz-kernels wheels release hashes build tools everything mpi test-together test-timed clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -41,6 +41,7 @@ help:
 	@echo 'make test-long    the tests that take minutes: accuracy of whole trainings, whole tables on every transport'
 	@echo 'make soak         20,000 steps of every entry point and 1,000 registrations: nothing grows (SOAK_STEPS=2000)'
 	@echo 'make native-test  the C tests under the address, undefined-behaviour and thread sanitizers'
+	@echo 'make native-test-avx512  the C tests of the AVX-512 kernels on a processor with AVX2, emulated (Debian: libsimde-dev)'
 	@echo 'make native-test-aarch64  the C tests for aarch64 under qemu (Debian: gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user)'
 	@echo 'make fuzz         kernels, payloads, messages and states under coverage-guided fuzzing: an hour each (FUZZ_SECONDS=60; Debian: clang, libclang-rt-dev)'
 	@echo 'make wheels       wheels for x86_64 and aarch64 in dist, checked       (WHEEL_PYTHONS="python3.10 python3.13", WHEEL_AARCH64=root)'
@@ -169,6 +170,9 @@ lint: everything
 native-test:
 	bash tests/native/run.sh
 	bash tests/native/run.sh threads
+
+native-test-avx512:
+	bash tests/native/run.sh avx512
 
 native-test-aarch64:
 	bash tests/native/run.sh aarch64

@@ -28,6 +28,9 @@ int gc_cpu_has_avx2(void)
 
 int gc_cpu_has_avx512(void)
 {
+#ifdef GC_EMULATE_AVX512 /* tests/native/avx512_emulated.h */
+    return gc_cpu_has_avx2();
+#endif
     const unsigned wanted = bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL;
     unsigned a, b, c, d;
     if (!gc_cpu_has_avx2() || !os_saves(ZMM_STATE) || !__get_cpuid_count(7, 0, &a, &b, &c, &d))

@@ -4,12 +4,14 @@
 #   tests/native/run.sh threads                      kernels of several threads at once under the thread sanitizer
 #   tests/native/run.sh fuzz SECONDS [CORPUS]        the same built by clang, then test_tiers with cases that libFuzzer chooses; from
 #                                                    tests/native/corpus.txt on, new ones into the folder CORPUS, where one that fails stays
+#   tests/native/run.sh avx512 [rounds] [seed]       the kernels for AVX-512 on a processor with AVX2, their instructions replaced by
+#                                                    SIMDe's (Debian: apt-get install libsimde-dev)
 #   tests/native/run.sh aarch64 [rounds] [seed]      for aarch64 under qemu; undefined behaviour traps. CC_AARCH64 chooses the
 #                                                    compiler: "python3 -m ziglang cc -target aarch64-linux-musl" does, too
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 leg=sanitize
-case ${1:-} in sanitize | threads | fuzz | aarch64) leg=$1 && shift ;; esac
+case ${1:-} in sanitize | threads | fuzz | avx512 | aarch64) leg=$1 && shift ;; esac
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
 flags=(-std=c11 -ffp-contract=off -fno-math-errno -Wall -Wextra -Werror -Inative/include -Inative/src -DGC_ALWAYS_INLINE=)
@@ -26,6 +28,9 @@ elif [ "$leg" = fuzz ]; then
     compiler=${CC:-clang}
     command -v "$compiler" >/dev/null || { echo 'fuzzing needs clang (Debian: apt-get install clang libclang-rt-dev)' >&2; exit 1; }
     flags+=(-g1 -O1 -fno-omit-frame-pointer -fsanitize=fuzzer-no-link,address,undefined -fno-sanitize-recover=all)
+elif [ "$leg" = avx512 ]; then
+    compiler=${CC:-gcc}
+    flags+=(-O2 -DGC_EMULATE_AVX512 -Itests/native -mavx2 -mfma -mf16c -mbmi2 -Wno-psabi)
 else
     compiler=${CC_AARCH64:-aarch64-linux-gnu-gcc}
     flags+=(-O2 -static -fsanitize=undefined -fsanitize-undefined-trap-on-error)

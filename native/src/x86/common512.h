@@ -4,9 +4,13 @@
 
 #include "common.h"
 
+#ifdef GC_EMULATE_AVX512
+#include "avx512_emulated.h"
+#else
 #define GC_AVX512   \
     __attribute__(( \
         target("avx512f,avx512bw,avx512dq,avx512vl,bmi2,avx2,fma,f16c,sse4.2,popcnt")))
+#endif
 #define GC_AVX512_INLINE static inline GC_ALWAYS_INLINE GC_AVX512
 
 GC_AVX512_INLINE __m512 gc_load16(const void *src, int dtype, uint64_t i)
