@@ -18,6 +18,7 @@ from torch.nn.modules import module as modules
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from gradcomp.engine.buckets import local_part
 from gradcomp.errors import GradcompError
 
 logger = logging.getLogger("gradcomp")
@@ -231,7 +232,8 @@ class Growth:
     that do not diverge it grows by at most 2.6.
 
     Args:
-        weights: the trained tensors, float32, bfloat16 or float16.
+        weights: the trained tensors, float32, bfloat16 or float16; of sharded ones this rank's part
+            is watched.
     """
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
@@ -258,5 +260,6 @@ class Growth:
 
     @torch.no_grad()
     def _norm(self) -> float:
-        norms = [float(torch.linalg.vector_norm(w, dtype=torch.float32)) for w in self._weights]
+        parts = map(local_part, self._weights)
+        norms = [float(torch.linalg.vector_norm(w, dtype=torch.float32)) for w in parts]
         return math.hypot(*norms)

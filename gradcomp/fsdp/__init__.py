@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from gradcomp.codecs import Codec, Ternary, resolve
+from gradcomp.codecs import Codec, resolve
 from gradcomp.engine.options import Options, ShardedOptions, takes
 from gradcomp.fsdp.state import FsdpState
 from gradcomp.fsdp.weights import weights_codec
@@ -51,9 +51,10 @@ def register(
     Args:
         model: an FSDP module, or a model that contains some. Each may be sharded over another group
             of ranks.
-        codec: codec or name; "auto": `Ternary(error_feedback=False)`, which needs no memory. With
-            `Ternary()`, `OneBit` and `Block` every rank has residuals as large as the unsharded
-            gradients; their size is logged.
+        codec: codec or name; "auto": `Ternary(error_feedback=False)`, which needs no memory; its
+            measured loss is logged. With `Ternary()`, `OneBit` and `Block` every rank has residuals
+            as large as the unsharded gradients; their size is logged. Rank 0 logs
+            `FsdpState.describe` to the logger "gradcomp", at INFO.
         weights: codec of the weights that are gathered for forward and backward: "block8",
             "block4", "bfloat16", or `Block` with another group; None: not compressed. Shards and
             optimizer steps stay exact (Wang et al. 2023, ZeRO++, section 3.1).
@@ -75,13 +76,19 @@ def register(
         PeerMismatch: a rank has other parameters, another codec or other options.
         PeerLost: a rank did not answer.
     """
+    chosen = ""
+    if isinstance(codec, str) and codec == "auto":
+        from gradcomp.plan.accuracy import SHARDED
+
+        codec, chosen = SHARDED.codec, f"auto: {SHARDED.cost} ({SHARDED.training})"
     return FsdpState(
         model,
-        Ternary(error_feedback=False) if codec == "auto" else resolve(codec),
+        resolve(codec),
         Options(**common),
         weights=None if weights is None else weights_codec(weights),
         keep_weights=keep_weights,
         residuals=residuals,
+        chosen=chosen,
     )
 
 

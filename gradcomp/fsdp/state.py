@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from gradcomp.codecs import Codec, Identity, resolve
+from gradcomp.codecs import Codec, Identity, TernGrad, resolve
 from gradcomp.comm import torch_private
 from gradcomp.comm.torchdist import (
     TorchCommunicator,
@@ -28,7 +28,7 @@ from gradcomp.comm.torchdist import (
 )
 from gradcomp.engine.buckets import check_layers, poison
 from gradcomp.engine.options import Options
-from gradcomp.engine.watch import NOT_CALLED, OR_TWICE, Mine, Steps, before_any_step, remove
+from gradcomp.engine.watch import NOT_CALLED, OR_TWICE, Growth, Mine, Steps, before_any_step, remove
 from gradcomp.errors import GradcompError, PeerMismatch
 from gradcomp.exchange.agree import agree
 from gradcomp.exchange.gather import BufferPool
@@ -75,6 +75,7 @@ class FsdpState:
         weights: Codec | None = None,
         keep_weights: bool = False,
         residuals: str = "fp32",
+        chosen: str = "",
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -83,7 +84,7 @@ class FsdpState:
             raise ValueError(
                 "keep_weights=True keeps packed weights: say how they are packed, weights='block8'"
             )
-        self.codec, self.weights, self._options = codec, weights, options
+        self.codec, self.weights, self._options, self._chosen = codec, weights, options, chosen
         self.stats, self.weights_stats, self.plain = Stats(), Stats(), 0
         self._residuals = ModelResiduals(residuals, can_discard=options.grad_scaler is not None)
         # of this backward pass: the loss scale, and the communicators of its modules
@@ -130,6 +131,11 @@ class FsdpState:
                 codec,
                 self._residuals.nbytes / 1e6,
             )
+        packed = [part for one in self._reduces for part in one.parts if part.parameter.compressed]
+        noisy = isinstance(codec, TernGrad) and group_rank() == 0
+        self._growth = Growth([part.sharded for part in packed] if noisy else [])
+        if group_rank() == 0:
+            logger.info(self.describe())
 
     def _replace_collectives(
         self, model: nn.Module, sharded: Sequence[torch_private.Sharded], options: Options
@@ -305,6 +311,7 @@ class FsdpState:
             self._pipeline.wait()  # for what a backward pass that failed has left, with its scale
             self._residuals.scale_by(loss_scale or 1.0)
         self._loss_scale = loss_scale
+        self._growth.look(self._backwards)
         self._used.clear()
         self._steps_before = [(one, one.steps) for one in self._reduces]
 
@@ -398,7 +405,9 @@ class FsdpState:
             )
 
     def describe(self) -> str:
-        """Return one line of text: codec, compressed parameters, ranks, warm-up and weights."""
+        """Return one line of text: codec, compressed parameters, ranks, warm-up, weights, and why
+        "auto" took this codec.
+        """
         parts = [part for module in self._reduces for part in module.parts]
         packed = sum(part.parameter.compressed for part in parts)
         ranks = (
@@ -412,10 +421,9 @@ class FsdpState:
         if self._options.warmup_steps:
             first = self._options.warmup_codec or Identity()
             text += f", from step {self._options.warmup_steps} on ({first!r} before it)"
-        if self.weights is None:
-            return text
         kept = ", which backward takes from forward" if self._forward is not None else ""
-        return f"{text}; weights gathered as {self.weights!r}{kept}"
+        gathered = f"weights gathered as {self.weights!r}{kept}" if self.weights is not None else ""
+        return "; ".join(filter(None, [text, gathered, self._chosen]))
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, for a bitwise equal continuation together with model and
