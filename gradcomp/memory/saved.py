@@ -218,9 +218,11 @@ def _check_format(state: Any) -> None:
         check_mapping(state, "this state", ("format",))
     found = state.get("format")
     if type(found) is not int or found != FORMAT:
+        old = ", convert it (docs/reference/compatibility.md)" if "version" in state else ""
         raise ValueError(
             f"another version of gradcomp wrote this state (format {found!r}, {FORMAT} expected):"
-            " go on with that version, or leave the state out and begin with residuals of zero"
+            f" go on with that version{old}, or leave the state out and begin with residuals of"
+            " zero"
         )
 
 

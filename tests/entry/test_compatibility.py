@@ -7,6 +7,7 @@ changes.
 
 import base64
 import json
+import re
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 import gradcomp
 import gradcomp.fsdp
-from gradcomp import DiLoCo, GradientAverager, Ternary
+from gradcomp import DiLoCo, GradientAverager, OneBit, Ternary
 from gradcomp.amp import DynamicLossScaler
 from gradcomp.checkpoint import Checkpoints
 from gradcomp.codecs import EntropyCoded
@@ -289,3 +290,75 @@ def test_files_of_checkpoints_of_a_version_are_read(file, request, tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(base64.b64decode(text))
     assert bits_of(decoded(run_local(2, load_files))) == bits_of(decoded(saved))
+
+
+# ---- states of before 0.1 ------------------------------------------------------------------------
+
+OLD = json.loads((VECTORS / "before-0.1.json").read_text())  # written by commit c3a419b
+PAGE = (VECTORS.parents[1] / "docs/reference/compatibility.md").read_text(encoding="utf-8")
+(CONVERTER,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+DECAYED = OneBit(residual_decay=1.0)
+
+
+def convert(*args, **options):
+    """Call the function that the page shows."""
+    names = {}
+    exec(CONVERTER, names)
+    return names["converted"](*args, **options)
+
+
+def next_of_averager(old, comm):
+    entry = Averaged(comm, DECAYED, precondition=True)
+    with pytest.raises(ValueError, match=r"format None, 2 expected\): go on .* convert it \(docs/"):
+        entry.state.load_state_dict(old["state"])
+    entry.state.load_state_dict(convert(old["state"]))
+    entry.step(2)
+    return [p.grad for p in entry.model.parameters()]
+
+
+def next_of_local_steps(old, comm):
+    entry = Local(comm, DECAYED)
+    with torch.no_grad():
+        for parameter, saved in zip(entry.model.parameters(), old["weights"], strict=True):
+            parameter.copy_(saved)
+    entry.state.load_state_dict(convert(old["state"], sync_every=1))
+    entry.step(2)
+    return [p.detach() for p in entry.model.parameters()]
+
+
+def next_of_fsdp2(old, comm):
+    model = layers()
+    fully_shard(model)
+    state = gradcomp.fsdp.register(model, DECAYED, min_numel=0)
+    state.load_state_dict(convert(old["state"]))
+    x = ((torch.arange(48).view(3, 16) * 7 + 10 + comm.rank) % 13 - 6) / 8
+    model(x).sum().backward()
+    found = [p.grad.to_local() for p in model.parameters()]
+    state.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "follow"),
+    [("averager", next_of_averager), ("local", next_of_local_steps), ("FSDP2", next_of_fsdp2)],
+    ids=["averager", "local steps", "FSDP2"],
+)
+def test_states_from_before_residual_decay_are_converted_with_a_decay_of_1(name, follow, request):
+    assert of_ranks(name, partial(goes_on, name, follow), request) == [(True, True)] * 2
+
+
+def goes_on(name, follow, comm):
+    """Return whether the next values are those of the old version, and whether it had residuals."""
+    old = decoded(OLD["fsdp" if name == "FSDP2" else name])[comm.rank]
+    found = follow(old, comm)
+    residuals = any(bool(t.any()) for t in tensors_of(old["state"], "residual"))
+    return bits_of(found) == bits_of(old["next"]), residuals
+
+
+def tensors_of(state, part):
+    """Yield the tensors under a key of this name, at any depth."""
+    for key, value in state.items() if isinstance(state, dict) else enumerate(state):
+        if key == part:
+            yield from torch.utils._pytree.tree_leaves(value)
+        elif isinstance(value, (dict, list)):
+            yield from tensors_of(value, part)
