@@ -24,7 +24,7 @@ TORCH_TESTS := amp averager bench_measure codecs ddp double_buffer exchange fuse
 NATIVE := $(shell find native -type f \( -name '*.[ch]' -o -name '*.txt' -o -name '*.py' \))
 EXTENSION := gradcomp/_gc.abi3.so
 
-.PHONY: help demo docs figures test quick test-torch test-framework promises coverage mutants soak test-long test-triton test-triton-long test-cuda lint native-test native-test-avx512 native-test-aarch64 fuzz fuzz-kernels wheels release hashes build tools everything mpi test-together test-timed clean distclean
+.PHONY: help demo docs figures test quick test-torch test-framework promises coverage mutants soak test-tiers test-long test-triton test-triton-long test-cuda lint native-test native-test-avx512 native-test-aarch64 fuzz fuzz-kernels wheels release hashes build tools everything mpi test-together test-timed clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -38,6 +38,7 @@ help:
 	@echo 'make promises     break each promise on purpose and see that a test notices'
 	@echo 'make coverage     which lines and branches the tests reach, ranks and programs included: no file under 90 %'
 	@echo 'make mutants      change one thing in a function and see that a test notices: 85 % of them (MUTANTS=50 SEED=0 MUTATED=codecs/)'
+	@echo 'make test-tiers   the tests with the kernels of processors without AVX-512, and without AVX2'
 	@echo 'make test-long    the tests that take minutes: accuracy of whole trainings, whole tables on every transport'
 	@echo 'make soak         20,000 steps of every entry point and 1,000 registrations: nothing grows (SOAK_STEPS=2000)'
 	@echo 'make native-test  the C tests under the address, undefined-behaviour and thread sanitizers'
@@ -86,7 +87,12 @@ test-timed: tools
 quick: everything
 	$(BIN)/python -m pytest -q -m 'not long and not timed and not slow' -n $(WORKERS) $(PYTEST_ARGS)
 
-test-long: everything mpi test-triton-long
+# The suite on processors with less: without AVX-512, and without AVX2.
+test-tiers: tools mpi
+	GRADCOMP_DISABLE_CPU_FEATURES=avx512f $(MAKE) --no-print-directory test-together
+	GRADCOMP_DISABLE_CPU_FEATURES=avx2 $(MAKE) --no-print-directory test-together
+
+test-long: everything mpi test-triton-long test-tiers
 	$(BIN)/python -m pytest -rfEs -m 'long and not soak' --hypothesis-profile long --timeout 1800 $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -rfEs -m 'not long and not timed' --every-row --hypothesis-profile long $(SPREAD) $(PYTEST_ARGS)
 
