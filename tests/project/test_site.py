@@ -14,8 +14,11 @@ import pytest
 from _ranks import output_of
 from test_docs import FENCE, FRAMEWORKS, PAGES, PUBLIC, ROOT
 
-# one build for all of them, by one worker
-pytestmark = [pytest.mark.slow, pytest.mark.extras, pytest.mark.xdist_group("site")]
+# one build for all of them, by one worker; on a busy machine it takes minutes
+pytestmark = [
+    *(pytest.mark.slow, pytest.mark.extras, pytest.mark.xdist_group("site")),
+    pytest.mark.timeout(900),
+]
 NOTEBOOK = "examples/notebook.ipynb"
 EXTENSIONS = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 SHOWN = [page for page in PAGES if page.name != "index.md" and page != ROOT / "README.md"]
@@ -70,7 +73,7 @@ def site(tmp_path_factory):
     command = [*sphinx, "-d", folder / "doctrees", ".", folder / "html"]
     proxies = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
     nowhere = os.environ | dict.fromkeys(proxies, "http://127.0.0.1:9")
-    built = output_of(*command, cwd=ROOT, env=nowhere, timeout=280)
+    built = output_of(*command, cwd=ROOT, env=nowhere, timeout=800)
     assert built.returncode == 0, built.stdout + built.stderr
     return folder / "html"
 
