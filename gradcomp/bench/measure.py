@@ -2,7 +2,8 @@
 
 Ranks of one machine share its cores, caches and memory, so all of them work during each
 measurement: after a barrier every rank does the same, and the seconds of the slowest rank are used.
-Figures are medians over repetitions. No measurement overlaps an exchange with a training step.
+Figures are medians over repetitions; ranges are of `TIMES` measurements. No measurement overlaps an
+exchange with a training step.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ from gradcomp.plan.workload import Transport, Workload
 
 BATCH = 64  # samples per rank and step
 STEPS = 33
-REPEATS = 15
+TIMES = 3  # measurements of everything, for the ranges
+REPEATS = 5  # collectives of a measurement
+CODEC_REPEATS = 3
 LARGEST = 512 * 2442  # LeNet's gradients, rounded so that all ranks own equally many
 CALIBRATED = 1 << 20, 1 << 22  # least and most values of the largest bucket that is timed
 # the last one adds the rates of local steps
@@ -58,6 +61,10 @@ class Measurement:
     rates: Rates  # CPU seconds of the codecs
     transport: Transport  # seconds of collectives
     cores: float  # cores of this machine per rank
+    # of each measurement; the figures above are their medians
+    frames: tuple[float, ...] = ()
+    repeated: tuple[Rates, ...] = ()
+    transports: tuple[Transport, ...] = ()
 
     def workload(self, model: Model, minibatch: float | None) -> Workload:
         """Return a model's workload, scaled from LeNet's; `minibatch` None: as measured."""
@@ -107,24 +114,33 @@ def measure(
     world = dist.get_world_size()
     own = train(lambda message: None, Task("lenet-noise", "sgd", "none", world, steps))
     update = np.array(own["update_seconds"])
-    computing = slowest(own["seconds"] - update)
+    computing = own["seconds"] - update
+    frames = [slowest(part) / BATCH for part in np.array_split(computing, TIMES)]
+    t_frame = slowest(computing) / BATCH
     numel = own["parameters"]
     gradients, adagrad = torch.full((numel,), 0.01), Transforming(AggregateAdagrad(), {0: numel})
     post = _together(lambda: adagrad.run(gradients, [(0, 0, numel)]), len(update))
     comm = TorchCommunicator(timeout_s=TIMEOUT_S)
-    rates, transport = _measure_exchange(comm, methods, largest)
+    found = [
+        _measure_exchange(comm, methods, largest, repeats=(CODEC_REPEATS, REPEATS))
+        for _ in range(TIMES)
+    ]
+    repeated, transports = zip(*found, strict=True)
     comm.close()
     emit(
         Measurement(
             ranks=world,
             batch=BATCH,
-            t_frame=computing / BATCH,
-            forward_share=slowest(own["forward_seconds"]) / computing,
+            t_frame=t_frame,
+            forward_share=slowest(own["forward_seconds"]) / (t_frame * BATCH),
             t_update=slowest(update),
             t_post=slowest(post),
-            rates=rates,
-            transport=transport,
+            rates=Rates.median(repeated),
+            transport=Transport.median(transports),
             cores=(os.cpu_count() or 1) / world,
+            frames=tuple(frames),
+            repeated=repeated,
+            transports=transports,
         )
     )
 
@@ -154,13 +170,15 @@ def _measure_exchange(
     methods: Sequence[Method],
     largest: int,
     device: torch.device = torch.device(CPU),  # noqa: B008 - immutable
+    repeats: tuple[int, int] = (7, 15),
 ) -> tuple[Rates, Transport]:
     """Return the rates of the codecs and the transport, equal on every rank, for gradients on a
-    device; the largest bucket has `largest` values, a multiple of 512. Collective.
+    device; the largest bucket has `largest` values, a multiple of 512. `repeats`: of each codec and
+    of each collective. Collective.
     """
     unique = list({method.name: method for method in methods}.values())
     rates = calibrate(
-        unique, sizes=(1 << 13, largest), repeats=7, before=dist.barrier, device=device
+        unique, sizes=(1 << 13, largest), repeats=repeats[0], before=dist.barrier, device=device
     )
     alphas: dict[str, float] = {}
     betas: dict[str, float] = {}
@@ -168,7 +186,7 @@ def _measure_exchange(
         points = []
         for nbytes in (1 << 12, 1 << 16, largest // 2, largest * 4):
             action, count = _collective(comm, kind, nbytes, device)
-            points.append((per_value(count), slowest(_together(action, REPEATS))))
+            points.append((per_value(count), slowest(_together(action, repeats[1]))))
         rate = fit(points)
         alphas[kind], betas[kind] = rate.fixed_s, rate.per_value_s
     return _slowest_rates(rates), Transport(alphas, betas)

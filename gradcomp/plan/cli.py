@@ -10,10 +10,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from gradcomp.arguments import Parser, suggestion
 from gradcomp.payload.form import removal
 from gradcomp.plan.accuracy import TOLERANCES
 from gradcomp.plan.costs import METHODS, LocalSteps, Method, between
-from gradcomp.plan.links import Node, format_seconds, parse_link, parse_seconds
+from gradcomp.plan.links import Node, format_seconds, format_times, parse_link, parse_seconds
 from gradcomp.plan.models import Model, find_model, load_shapes
 from gradcomp.plan.nodes import exact
 from gradcomp.plan.predict import Prediction, Tolerance, to_calibrate, ways
@@ -249,10 +250,15 @@ def understand(args: argparse.Namespace, found: Any = None) -> tuple[Model, Pred
                 f"--rates {args.rates} has no rates of {name!r}: leave it out, and they are"
                 " measured here"
             )
+    repeated: tuple[Rates, ...] = ()
     if found is not None:
-        nodes, rates = nodes if args.nodes else [1, found.ranks], rates or found.rates
+        nodes = nodes if args.nodes else [1, found.ranks]
+        repeated = found.repeated if rates is None else ()
+        rates = rates or found.rates
     setting = replace(setting, rates=rates or Rates())
-    return model, Prediction(setting, tuple(methods), tuple(nodes), tolerance)
+    transports = () if found is None else found.transports
+    question = Prediction(setting, tuple(methods), tuple(nodes), tolerance, repeated, transports)
+    return model, question
 
 
 def parse_nodes(text: str) -> list[int]:
@@ -345,7 +351,9 @@ def _refuse(text: str) -> int:
 
 
 def _measurement(found: Any) -> list[str]:
-    frame, update, post = map(format_seconds, (found.t_frame, found.t_update, found.t_post))
+    """Return lines on a measurement; with each figure of repeated ones its range."""
+    update, post = format_seconds(found.t_update), format_seconds(found.t_post)
+    frame = _with_range(found.t_frame, found.frames)
     ranks = f"{found.ranks} ranks at once, {found.cores:g} cores each"
     lenet = f"LeNet: {frame} a sample ({found.forward_share:.0%} of it forward), update {update}"
     lines = [
@@ -353,10 +361,18 @@ def _measurement(found: Any) -> list[str]:
         f"{lenet}, AdaGrad {post} over all ranks together (--post-time)",
     ]
     for kind, alpha in found.transport.alpha_s.items():
-        beta = found.transport.beta_s[kind]
-        rate = "no time a byte" if beta == 0 else f"{1e-9 / beta:.3g} GB/s"
-        lines.append(f"{kind}: {format_seconds(alpha)} and {rate}")
+        alphas = [one.alpha_s[kind] for one in found.transports]
+        betas = [found.transport.beta_s[kind], *(one.beta_s[kind] for one in found.transports)]
+        rate, *rates = (1e-9 / beta if beta else math.inf for beta in betas)
+        text = "no time a byte" if rate == math.inf else f"{rate:.3g} GB/s"
+        text += f" ({min(rates):.3g} to {max(rates):.3g})" if rates else ""
+        lines.append(f"{kind}: {_with_range(alpha, alphas)} and {text}")
     return lines
+
+
+def _with_range(seconds: float, repeated: Sequence[float]) -> str:
+    """Return a time, with the range of its repeated measurements if there were any."""
+    return format_seconds(seconds) + (f" ({format_times(repeated)})" if repeated else "")
 
 
 def predicted(question: Prediction, *, calibrates: bool) -> Prediction:

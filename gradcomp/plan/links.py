@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradcomp.arguments import check_integer, suggestion
@@ -119,7 +120,15 @@ def format_rate(bits_per_s: float) -> str:
 
 def format_rates(least: float, most: float) -> str:
     """Return a range of rates such as "50 to 98 Gbit/s", or one rate if both ends read the same."""
-    first, last = format_rate(least), format_rate(most)
+    return _range(format_rate(least), format_rate(most))
+
+
+def format_times(seconds: Sequence[float]) -> str:
+    """Return the least and the largest time as text such as "12.3 to 14.0 ms"."""
+    return _range(format_seconds(min(seconds)), format_seconds(max(seconds)))
+
+
+def _range(first: str, last: str) -> str:
     number, unit = first.split(" ", 1)
     return last if first == last else f"{number if last.endswith(f' {unit}') else first} to {last}"
 

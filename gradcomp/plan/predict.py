@@ -223,6 +223,7 @@ class Prediction:
         counts: numbers of nodes, ascending.
         tolerance: accuracy losses of the methods, and the accepted loss.
         repeated: codec rates of each repeated measurement; empty if there was only one.
+        transports: the same for the transport of `setting`.
     """
 
     setting: Setting
@@ -230,6 +231,7 @@ class Prediction:
     counts: tuple[int, ...]
     tolerance: Tolerance
     repeated: tuple[Rates, ...] = ()
+    transports: tuple[Transport, ...] = ()
     _simulated: dict[tuple[str, int], Simulation] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -320,17 +322,20 @@ class Prediction:
         `nodes`: inf if some method is at every rate, 0 if none is at any. None on one node, without
         fp32, or with fp32 alone.
         """
-        return self._break_even(self.setting.rates)
+        return self._break_even(self.setting)
 
     @cached_property
     def break_even_range(self) -> tuple[float, float] | None:
-        """Lowest and highest `break_even_bits_per_s` over the rates of `setting` and `repeated`;
+        """Lowest and highest `break_even_bits_per_s` over `setting` and the repeated measurements;
         None where it is None, 0 or inf.
         """
         even = self.break_even_bits_per_s
         if not even or even == math.inf:
             return None
-        evens = [even, *filter(None, map(self._break_even, self.repeated))]
+        here, evens = self.setting, [even]
+        for rates, over in itertools.zip_longest(self.repeated, self.transports):
+            other = replace(here, rates=rates or here.rates, transport=over or here.transport)
+            evens.append(self._break_even(other) or even)
         return min(evens), max(evens)
 
     @property
@@ -390,15 +395,15 @@ class Prediction:
         limit = (1 + TIE) * min(self.seconds(m, n) for m in self.candidates)
         return next(m for m in self.candidates if self.seconds(m, n) <= limit)
 
-    def _break_even(self, rates: Rates) -> float | None:
+    def _break_even(self, setting: Setting) -> float | None:
         plain, n = self.plain, self.nodes
         others = [m for m in self.candidates if m is not plain]
         if plain is None or not others or n == 1:
             return None
 
         def pays(rate: float) -> bool:
-            link = Link(rate, self.setting.link.latency_s)
-            at = replace(self, setting=replace(self.setting, link=link, rates=rates))
+            link = Link(rate, setting.link.latency_s)
+            at = replace(self, setting=replace(setting, link=link))
             limit = at.simulated(plain, n).seconds / (1 + ENOUGH)
             return any(at.simulated(m, n).seconds < limit for m in others)
 

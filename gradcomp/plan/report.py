@@ -15,7 +15,7 @@ from rich.table import Table
 
 from gradcomp.plan.accuracy import FAMILIES, Measured
 from gradcomp.plan.costs import FP32_NBYTES, Method, label
-from gradcomp.plan.links import format_rates, format_seconds
+from gradcomp.plan.links import format_rates, format_seconds, format_times
 from gradcomp.plan.models import Model
 from gradcomp.plan.predict import Prediction
 
@@ -132,8 +132,7 @@ def spread_lines(found: Prediction) -> list[str]:
     ranks = max(2, found.best.ranks)
     owned = SAMPLE if method.exchange == "all_gather" else SAMPLE // ranks
     each = [sum(one.stage_seconds(method, ranks, SAMPLE, owned)) for one in found.repeated]
-    least, most = format_seconds(min(each)), format_seconds(max(each))
-    takes = f"{method.name} takes {least} to {most} a million values"
+    takes = f"{method.name} takes {format_times(each)} a million values"
     return [f"Codecs were timed {len(each)} times here: {takes}."]
 
 

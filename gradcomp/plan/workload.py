@@ -187,6 +187,14 @@ class Transport:
         kind = kind if kind in self.beta_s else kind.removesuffix("_bf16")
         return self.alpha_s.get(kind, 0.0), self.beta_s.get(kind, 0.0) * nbytes
 
+    @staticmethod
+    def median(repeated: Sequence[Transport]) -> Transport:
+        """Return the medians over repeated measurements of the same kinds of collectives."""
+        many = ([one.alpha_s for one in repeated], [one.beta_s for one in repeated])
+        return Transport(
+            *({kind: statistics.median(one[kind] for one in m) for kind in m[0]} for m in many)
+        )
+
 
 @dataclass(frozen=True)
 class Simulation:

@@ -1,13 +1,15 @@
 """Measuring ranks at hand: the fits, and a whole measurement over gloo."""
 
+import json
+
 import pytest
 
 from gradcomp.bench import measure
 from gradcomp.bench.predict import planned
 from gradcomp.bench.ranks import Place, run
 from gradcomp.plan import Rates, Transport, find_model
-from gradcomp.plan.cli import build_parser, understand
-from gradcomp.plan.rates import OUTER, StageRate, fit, per_value
+from gradcomp.plan.cli import build_parser, main, understand
+from gradcomp.plan.rates import OUTER, PRECONDITION, STAGES, StageRate, fit, per_value
 
 pytestmark = pytest.mark.slow
 
@@ -63,6 +65,46 @@ def test_measured_figures_take_the_place_of_defaults(words, wanted):
     assert setting.transport is transport and setting.as_measured and setting.rates == rates
 
 
+@pytest.mark.parametrize("own_rates", [False, True])
+def test_what_was_measured_several_times_is_shown_with_its_range(
+    monkeypatch, tmp_path, capsys, own_rates
+):
+    """With --measure every figure was one median, and the rate at which compression stops paying
+    was one number.
+    """
+
+    def take(seconds):
+        stages = {stage: StageRate(per_value_s=seconds) for stage in STAGES}
+        methods = ("onebit all_gather", "onebit reduce_scatter")
+        return Rates(dict.fromkeys(methods, stages) | {OUTER: {}, PRECONDITION: {}})
+
+    def transport(alpha, beta):
+        return Transport(dict.fromkeys(measure.KINDS, alpha), dict.fromkeys(measure.KINDS, beta))
+
+    repeated = tuple(map(take, (1e-9, 2e-9, 4e-9)))
+    transports = transport(1e-3, 1e-9), transport(2e-3, 2e-9), transport(5e-3, 0.0)
+    found = measure.Measurement(
+        *(2, 64, 1e-3, 0.4, 2e-3, 4e-3, repeated[1], Transport.median(transports), 1.5),
+        *((9e-4, 1.2e-3, 1e-3), repeated, transports),
+    )
+    monkeypatch.setattr(measure, "measure_here", lambda ranks: found)
+    words = ["--measure", "--ranks", "2", "--codec", "fp32,onebit"]
+    if own_rates:
+        rates = tmp_path / "rates.json"
+        rates.write_text(json.dumps(repeated[0].to_dict()))
+        words += ["--rates", str(rates)]
+    file = tmp_path / "found.json"
+    assert main([*words, "--json", str(file)]) == 0
+    text, answer = capsys.readouterr().out, json.loads(file.read_text())
+    assert "LeNet: 1.00 ms (900 us to 1.20 ms) a sample" in text
+    assert "all_gather: 2.00 ms (1.00 to 5.00 ms) and 1 GB/s (0.5 to inf)" in text
+    # one bit of a million values: statistics, encode, owner, decode over 2 ranks
+    times = "Codecs were timed 3 times here: onebit all_gather takes 5.00 to 20.0 ms"
+    assert (times in text) == (not own_rates) == bool(answer["rates_repeated"])
+    least, most = answer["break_even_range"]
+    assert least < 0.9 * most
+
+
 def rates_of_the_slowest():
     """Rank 0 is slow in one stage, rank 1 in the other."""
     one, two = (0.1, 0.2) if measure.dist.get_rank() else (0.05, 0.3)
@@ -87,6 +129,9 @@ def test_all_ranks_measure_the_same():
     run(Place(2), measure_quickly, on_message=results.append)
     first, second = results
     assert first == second and first.ranks == 2
+    assert len(first.frames) == len(first.repeated) == len(first.transports) == measure.TIMES
+    assert first.rates == Rates.median(first.repeated)
+    assert first.transport == Transport.median(first.transports)
     assert set(first.transport.alpha_s) == set(measure.KINDS)
     assert first.t_frame > 0 and 0 < first.forward_share < 1
     assert first.rates.stages["terngrad all_gather"]["encode"].per_value_s > 0
