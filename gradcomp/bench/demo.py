@@ -97,10 +97,12 @@ def main(argv: list[str]) -> int:
     console.print(f"[bold]gradcomp demo[/bold]: LeNet, {args.ranks} ranks, {trainings}")
     start = time.perf_counter()
     # the server imports modules while this process reads the data
-    warm_context(trainer.__name__, *(DIGITS if args.data is None else ()))
+    status = Console(stderr=True).status  # shown on terminals only
     try:
         args.out.mkdir(parents=True, exist_ok=True)
-        data = load(args.data)
+        with status("reading the data"):
+            warm_context(trainer.__name__, *(DIGITS if args.data is None else ()))
+            data = load(args.data)
         if (have := len(data.train_labels)) < args.batch:
             raise ValueError(f"--batch {args.batch}: larger than the training set of {have} images")
     except (OSError, ValueError) as error:
@@ -119,7 +121,8 @@ def main(argv: list[str]) -> int:
     except RankFailed as error:
         print(f"demo: a rank failed: {error}", file=sys.stderr)
         return 1
-    predicted = predict_steps(args.codecs, args.ranks, results[NONE, 0])
+    with status("predicting"):
+        predicted = predict_steps(args.codecs, args.ranks, results[NONE, 0])
     report = summarise(args, data, results, predicted)
     report["wall_s"] = round(time.perf_counter() - start, 1)
     file, picture = args.out / "demo.json", args.out / "demo.png"

@@ -7,14 +7,14 @@ import multiprocessing
 import os
 import queue
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 
 from gradcomp.bench import trainer
 from gradcomp.bench.ranks import Place, RankFailed, all_cores, warm_context
@@ -23,6 +23,7 @@ from gradcomp.bench.trainer import KEY, Task, train_rank
 
 HANG_S = 600.0
 Result = dict[str, Any]
+Finished = tuple[Task, list[Result], float]  # with the seconds of the run
 
 
 def run_all(
@@ -33,7 +34,7 @@ def run_all(
     hang_s: float = HANG_S,
     failed: dict[Task, str] | None = None,
     spread: bool = True,
-) -> Iterator[tuple[Task, list[Result], float]]:
+) -> Iterator[Finished]:
     """Run tasks, `processes` at a time; yield each when it ends, with the results of `train` on all
     ranks (in a launched job only on rank 0) and its seconds.
 
@@ -50,12 +51,18 @@ def run_all(
     for number in range(processes):
         cores.put(() if spread else (all_cores()[number % len(all_cores())],))
 
-    def run(task: Task) -> tuple[Task, list[Result], float]:
+    def run(task: Task) -> Finished:
         mine, begun = cores.get(), time.perf_counter()
         where = replace(place or Place(task.workers), shift=1 + tasks.index(task))
         placed = replace(task, cores=mine or (all_cores() if where.launched else ()))
         results: list[Result] = []
-        heard = lambda found: results.extend(found or ())  # None is a heartbeat
+
+        def heard(found: list[Result] | int | None) -> None:  # None is a heartbeat
+            if isinstance(found, int):
+                show(task, found)
+            elif found is not None:
+                results.extend(found)
+
         try:
             run_ranks(where, train_rank, placed, on_message=heard, hang_s=hang_s)
         except RankFailed as error:
@@ -64,19 +71,42 @@ def run_all(
             failed[task] = str(error)
         finally:
             cores.put(mine)
+            show(task, task.steps)
         return task, results, time.perf_counter() - begun
 
     warm_context(trainer.__name__)  # in the main thread, which handles an interrupt meanwhile
+    with _progress() as progress:
+        text = f"{{}} of {len(tasks)} trainings"
+        bar = progress.add_task(text.format(0), total=sum(task.steps for task in tasks))
+        steps = dict.fromkeys(tasks, 0)
+
+        def show(task: Task, done: int) -> None:
+            steps[task] = max(steps[task], done)  # the ranks tell it in any order
+            ended = sum(steps[one] == one.steps for one in tasks)
+            completed = sum(steps.values())
+            progress.update(bar, completed=completed, description=text.format(ended), refresh=True)
+
+        yield from _run_each(run, tasks, processes)
+
+
+def _progress() -> Progress:
+    """Return a progress bar of steps, which rank 0 shows if stderr is a terminal."""
     console = Console(stderr=True)
-    shown: dict[str, Any] = {"total": len(tasks), "console": console}
-    shown["disable"] = not console.is_terminal or os.environ.get("RANK", "0") != "0"
+    off = not console.is_terminal or os.environ.get("RANK", "0") != "0"
+    columns = SpinnerColumn(), *Progress.get_default_columns(), TimeElapsedColumn()
+    return Progress(*columns, console=console, disable=off)
+
+
+def _run_each(
+    run: Callable[[Task], Finished], tasks: Sequence[Task], processes: int
+) -> Iterator[Finished]:
     if processes == 1:
-        yield from map(run, track(tasks, "trainings", **shown))
+        yield from map(run, tasks)
         return
     pool = ThreadPoolExecutor(processes)
     try:
         futures = [pool.submit(run, task) for task in tasks]
-        for future in track(as_completed(futures), "trainings", **shown):
+        for future in as_completed(futures):
             yield future.result()
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)

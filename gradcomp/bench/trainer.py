@@ -85,7 +85,8 @@ class Seconds(NamedTuple):
 
 
 def train(emit: Emit, task: Task) -> dict[str, Any]:
-    """Train as a rank and return the measurements; heartbeats call `emit(None)`. Collective."""
+    """Train as a rank and return the measurements; heartbeats emit the number of finished
+    steps, or None between steps. Collective."""
     rank, world = dist.get_rank(), dist.get_world_size()
     comm = MpiCommunicator(timeout_s=TIMEOUT_S) if task.over == "mpi" else None
     workload = find(task.workload, Path(task.data) if task.data else None, task.batch)
@@ -126,7 +127,7 @@ def train(emit: Emit, task: Task) -> dict[str, Any]:
         taken.append(seconds)
         if time.perf_counter() - emitted > TELL_S:
             emitted = time.perf_counter()
-            emit(None)
+            emit(len(taken))
         if step + 1 in points and step + 1 < task.steps:
             measured = _measure(emit, workload, plain, ready, quick=True)
             curve.append((step + 1, math.fsum(one.seconds for one in taken), measured))
