@@ -61,7 +61,7 @@ def main() -> None:
     )
     parser.add_argument(
         "--codec",
-        default="ternary",
+        default="terngrad",
         choices=["identity", "ternary", "terngrad", "block2", "block4", "onebit"],
     )
     parser.add_argument(

@@ -60,7 +60,7 @@ class GradientAverager(Controls):
     Gradients are copied to buckets, whose exchanges overlap. Use it after ``loss.backward()`` and
     before ``optimizer.step()``::
 
-        averager = gradcomp.GradientAverager(model.named_parameters(), "ternary")
+        averager = gradcomp.GradientAverager(model, "auto", optimizer=optimizer)
         ...
         loss.backward()
         averager.average()

@@ -56,7 +56,7 @@ def register(
     ::
 
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        state = register(accelerator, model, "ternary")
+        state = register(accelerator, model, "auto", optimizer=optimizer)
 
     An optimizer step raises GradcompError if gradcomp has exchanged no gradients since the step
     before.
@@ -64,7 +64,7 @@ def register(
     Args:
         accelerator: an ``accelerate.Accelerator``.
         model: the model that its ``prepare`` returned, together with the optimizer or after it.
-        codec: codec or name; "auto" needs `optimizer`.
+        codec: codec or name; "auto" chooses by `optimizer`; without one it is `Block(8)`.
         optimizer: as for `gradcomp.ddp.register`, prepared or not. A split optimizer then reads
             gradients from the payloads: call ``state.materialize_gradients()`` before
             ``accelerator.clip_grad_norm_``.

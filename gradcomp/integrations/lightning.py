@@ -35,14 +35,14 @@ class CompressedDDPStrategy(DDPStrategy):  # type: ignore[misc]  # mypy does not
 
     ::
 
-        strategy = CompressedDDPStrategy("ternary")
+        strategy = CompressedDDPStrategy()
         trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy=strategy)
 
     After the backward pass ``p.grad`` is the averaged gradient, for clipping, for hooks that read
     gradients and for split optimizers.
 
     Args:
-        codec: codec or name; "auto" chooses by all optimizers of the module.
+        codec: codec or name; "auto", the default, chooses by all optimizers of the module.
         others: options of `gradcomp.ddp.register`, and arguments of Lightning's DDPStrategy and of
             DistributedDataParallel: ``CompressedDDPStrategy("onebit", warmup_steps=100,
             find_unused_parameters=True)``.
@@ -55,7 +55,7 @@ class CompressedDDPStrategy(DDPStrategy):  # type: ignore[misc]  # mypy does not
     the errors of `gradcomp.ddp.register`.
     """
 
-    def __init__(self, codec: Codec | str = "ternary", **others: Any) -> None:
+    def __init__(self, codec: Codec | str = "auto", **others: Any) -> None:
         if codec != "auto":
             codec = resolve(codec)
         options = {name: others.pop(name) for name in _OPTIONS if name in others}

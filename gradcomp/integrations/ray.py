@@ -29,7 +29,7 @@ with imported("ray"):
 @takes(CommonOptions)
 def register(
     model: nn.Module,
-    codec: Codec | str = "ternary",
+    codec: Codec | str = "auto",
     *,
     optimizer: torch.optim.Optimizer | None = None,
     advanced: Advanced | None = None,
@@ -41,14 +41,15 @@ def register(
     ::
 
         model = ray.train.torch.prepare_model(model)
-        state = register(model, "ternary")
+        state = register(model, optimizer=optimizer)
 
     An optimizer step raises GradcompError if gradcomp has exchanged no gradients since the step
     before.
 
     Args:
         model: the model that ``prepare_model`` returned.
-        codec: codec or name; "auto" needs `optimizer`.
+        codec: codec or name; "auto", the default, chooses by `optimizer`; without one it is
+            `Block(8)`.
         optimizer: see `gradcomp.ddp.register`.
         common, advanced: see `gradcomp.ddp.register`.
 

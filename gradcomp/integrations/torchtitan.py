@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from gradcomp.averager import GradientAverager
@@ -46,7 +47,7 @@ class ReplicaAverage:
 
         mesh = init_device_mesh("cuda", (machines, gpus), mesh_dim_names=("replica", "shard"))
         fully_shard(model, mesh=mesh["shard"])
-        replicas = ReplicaAverage(model, mesh["replica"].get_group(), "onebit")
+        replicas = ReplicaAverage(model, mesh["replica"].get_group(), optimizer=optimizer)
 
     It replaces the hook of torchtitan's ``maybe_set_all_reduce_hook(model_parts)``. Gradients that
     accumulate over several backward passes are averaged once, if ``set_requires_gradient_sync``
@@ -56,7 +57,10 @@ class ReplicaAverage:
     Args:
         models: a module with FSDP modules inside, or a list of them.
         group: process group of the ranks that have the same shard of other replicas.
-        codec: codec or name.
+        codec: codec or name; "auto", the default, chooses by `optimizer`; without one it is
+            `Block(8)`.
+        optimizer: the optimizer of these models, or a list of several; see
+            `gradcomp.GradientAverager`.
         common, advanced: see `gradcomp.ddp.register`.
 
     Attributes:
@@ -76,8 +80,9 @@ class ReplicaAverage:
         self,
         models: nn.Module | Sequence[nn.Module],
         group: Any,
-        codec: Codec | str = "onebit",
+        codec: Codec | str = "auto",
         *,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         advanced: Advanced | None = None,
         **common: Unpack[CommonOptions],
     ) -> None:
@@ -97,7 +102,9 @@ class ReplicaAverage:
         ]
         comm = TorchCommunicator(group)
         try:
-            self.averager = GradientAverager(named, codec, comm=comm, advanced=advanced, **common)
+            self.averager = GradientAverager(
+                named, codec, optimizer=optimizer, comm=comm, advanced=advanced, **common
+            )
         except BaseException:
             comm.close()
             raise

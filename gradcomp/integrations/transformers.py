@@ -31,14 +31,14 @@ class Compressed:
 
         class MyTrainer(Compressed, Seq2SeqTrainer): ...
 
-        trainer = MyTrainer(model, args, train_dataset=data, codec="ternary")
+        trainer = MyTrainer(model, args, train_dataset=data)
 
     After the backward pass ``p.grad`` is the averaged gradient, for clipping and norms. An
     optimizer step raises GradcompError if gradcomp was not called since the step before.
 
     Args:
         args, kwargs: arguments of the Trainer.
-        codec: codec or name; "auto" chooses by the optimizer.
+        codec: codec or name; "auto", the default, chooses by the optimizer.
         compression: options of `gradcomp.ddp.register`, as a dictionary: ``{"warmup_steps": 100}``,
             ``{"advanced": gradcomp.Advanced(quality_every=2)}``.
 
@@ -53,7 +53,7 @@ class Compressed:
     def __init__(
         self,
         *args: Any,
-        codec: Codec | str = "ternary",
+        codec: Codec | str = "auto",
         compression: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:

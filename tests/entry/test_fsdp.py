@@ -662,6 +662,22 @@ def between_nodes(codec, by):
     return out
 
 
+@each_rank(2)
+def test_the_codec_of_replicas_is_chosen_by_the_optimizer():
+    """There was no way to name it, and 1 bit was the default, under AdamW too."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "shard"))
+    model = wrap(fresh(), mesh=mesh["shard"])
+    optimizer = torch.optim.AdamW(model.parameters())
+    group = mesh["replica"].get_group()
+    with ReplicaAverage(model, group, optimizer=optimizer) as replicas:
+        said = replicas.averager.describe()
+        assert "auto: EntropyCoded(1.25) with precondition=True for AdamW" in said
+        loss_of(model, 0).backward()
+        assert replicas.averager.stats.steps == 1
+    with ReplicaAverage(model, group) as replicas:
+        assert replicas.averager.describe().startswith("gradcomp: Block(bits=8")
+
+
 @each_rank(4)
 def test_replicas_of_shards_are_checkpointed_apart(tmp_path):
     """torch.distributed.checkpoint kept the residuals of one shard for all."""

@@ -2,6 +2,8 @@
 `_frameworks.FRAMEWORKS`.
 """
 
+import importlib
+import inspect
 import re
 import shutil
 import sys
@@ -73,6 +75,22 @@ def test_a_run_resumes_bit_for_bit(tmp_path, name):
     become_a_run_of_one()  # the same checkpoint, each rank for itself
     state = framework.fit("onebit", 3, f"{tmp_path}/{rank}", half).state
     assert state.step == 12 + state.stats.steps > 12
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "lightning.CompressedDDPStrategy",
+        row("transformers.Compressed"),
+        "ray.register",
+        "torchtitan.ReplicaAverage",
+    ],
+)
+def test_the_codec_is_chosen_by_the_optimizer_unless_one_is_named(where):
+    """It was "ternary" or "onebit", whatever the optimizer, AdamW above all."""
+    module, name = where.split(".")
+    entry = getattr(importlib.import_module(f"gradcomp.integrations.{module}"), name)
+    assert inspect.signature(entry).parameters["codec"].default == "auto"
 
 
 @pytest.mark.parametrize("name", [row(name) for name in FRAMEWORKS if name != "lightning"])

@@ -123,6 +123,16 @@ def test_marks_of_snippets_are_known_and_few_are_not_run():
     assert kinds.count("no-run") <= len(kinds) // 4
 
 
+def test_no_page_starts_adam_with_few_bits_outside_of_units_of_second_moments():
+    """Pages of frameworks did, with "ternary" for the Trainer's and Ray's AdamW."""
+    adam = re.compile(r"\bAdamW?\(|\bTrainingArguments\(")
+    few = re.compile(r'"(ternary|onebit)"|\b(Ternary|OneBit)\(')
+    found = [(place, source) for place, _, source, _ in SNIPPETS if adam.search(source)]
+    assert len(found) > 8
+    for place, source in found:
+        assert "precondition=True" in source or not few.search(source), place
+
+
 # ---- links, placeholders, commands ---------------------------------------------------------------
 
 
