@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from _ranks import as_torchrun
+from _ranks import as_torchrun, logged
 
 import gradcomp
 import gradcomp.ddp
@@ -115,6 +115,31 @@ def test_snippets_run_and_print_what_is_shown(place, source, output, tmp_path):
 def test_snippets_of_ranks_run_and_print_what_is_shown(place, source, output, tmp_path, gloo):
     printed = gloo(2, execute_as_rank, place, source, str(tmp_path))[0]
     assert output is None or printed == output
+
+
+def execute_and_listen(place, source, folder):
+    with logged("weights have grown") as warned:
+        printed = execute_as_rank(place, source, folder)
+    return printed, len(warned)
+
+
+@pytest.mark.long
+def test_the_tutorial_loses_in_200_steps_what_it_says(tmp_path, gloo):
+    """Its own scripts, which run with 50 steps above; runs that diverge differ by more."""
+    page = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
+    plain, packed = (s for p, _, s, _ in SNIPPETS if "tutorial" in p and "in the last ten" in s)
+    text = re.search(r"With 200 steps instead of 50, .*? logs a warning", " ".join(page.split()))[0]
+    said = re.findall(r"([\d.]+) (?:in|with) `?\"?(fp32|\w+)", text)
+    found = {name: float(loss) for loss, name in said}
+    assert list(found) == ["fp32", "ternary", "onebit", "terngrad"]
+    for name, loss in found.items():
+        source = plain if name == "fp32" else packed.replace('"ternary"', f'"{name}"')
+        source = source.replace("range(50)", "range(200)")
+        results = gloo(2, execute_and_listen, "tutorial", source, str(tmp_path))
+        ended = float(re.search(r", ([\d.]+) in the last ten", results[0][0])[1])
+        diverges = name == "terngrad"
+        assert abs(ended - loss) < (0.5 if diverges else 0.06), (name, ended)
+        assert [warned for _, warned in results] == [diverges, 0], name
 
 
 def test_marks_of_snippets_are_known_and_few_are_not_run():
