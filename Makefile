@@ -29,7 +29,8 @@ EXTENSION := gradcomp/_gc.abi3.so
 
 help:
 	@echo 'make demo         train LeNet in fp32, 2 bits and 1 bit, and compare (DEMO_ARGS="--short", "--data DIR", "--help")'
-	@echo 'make test         build, ruff, mypy, pytest                        (PYTEST_ARGS="-k ddp")'
+	@echo 'make test         build, pytest                                    (PYTEST_ARGS="-k ddp")'
+	@echo 'make lint         ruff, mypy --strict; CI runs both, make test does not'
 	@echo 'make quick        what starts no processes, for the inner loop: a minute'
 	@echo 'make test-torch TORCH=2.15.0   the tests under another torch, in .venv-torch-2.15.0 (fetches several GB)'
 	@echo 'make test-framework RELEASE=lightning==2.5.0   the tests of an integration under another release of its framework'
@@ -70,7 +71,7 @@ ONCE_MORE := --reruns 1 --max-suite-reruns 2 --rerun-show-tracebacks --only-reru
 
 # Tests marked `extras` come last and need `everything`: what installs it while the others run (.ci/run) sees to that.
 # What measures seconds runs by itself, after the rest, and again where it fails: others on this machine make it slower, never faster; status 5 is pytest's "nothing to run", as with PYTEST_ARGS="-k ddp".
-test: lint mpi
+test: everything mpi
 	@$(MAKE) --no-print-directory test-together
 	@$(MAKE) --no-print-directory test-timed
 

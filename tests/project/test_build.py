@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from unittest import mock
 
+import hypothesis
 import pytest
 from _ranks import output_of
 
@@ -98,3 +99,20 @@ def test_the_demo_installs_only_what_it_needs(tmp_path):
     assert "-e '.[bench]'" in installs("demo")
     assert not [extra for extra in heavy if extra in installs("demo")]
     assert all(extra in installs("lint") for extra in heavy)
+
+
+def test_lint_is_a_target_of_its_own_and_contributing_says_so():
+    """`make test` stopped at a long line before it ran a test."""
+
+    def runs(target):
+        command = ["make", "-n", target, "INSTALLER="]
+        return re.findall(
+            r"bin/(ruff|mypy|python -m pytest)\b", output_of(*command, cwd=ROOT).stdout
+        )
+
+    assert set(runs("test")) == {"python -m pytest"} and runs("lint") == ["ruff", "mypy"]
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert re.search(r"^make lint ", text, re.MULTILINE)
+    assert "make lint " in (ROOT / ".ci/run").read_text(encoding="utf-8")
+    examples = hypothesis.settings.get_profile("short").max_examples
+    assert f"Hypothesis draws {examples} examples, " in text
