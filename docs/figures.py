@@ -87,7 +87,7 @@ def at(row: Any, number: int) -> float:
 
 def demo(name: str, codec: str) -> tuple[float, float]:
     """Return mean and deviation of a codec's accuracy in a result of bench demo."""
-    found = load(f"demo-fashion-{name}.json")["codecs"][codec]
+    found = load(f"demo-{name}.json")["codecs"][codec]
     return found["accuracy_mean"], found["accuracy_spread"]
 
 
@@ -146,13 +146,15 @@ def readme() -> Iterator[Figure]:
         ('`"ternary"` | 2', "ternary"),
         ('`"onebit"` | 1', "onebit"),
     ):
-        yield f"| {cells} | {{:.0f}} |", exposed("mlp-1gbit", method)
-    entropy = exposed("mlp-entropy", "entropy:bits=1.25", link="1gbit")
-    yield '| `"auto"`: `EntropyCoded(1.25)` | 1.25 | {:.0f} |', entropy
+        seconds, accuracy = exposed("mlp-1gbit", method), demo("digits", method)
+        yield f"| {cells} | {{:.0f}} | {SPREAD} |", (*seconds, *accuracy)
+    method = "entropy:bits=1.25"
+    entropy = (*exposed("mlp-entropy", method, link="1gbit"), *demo("digits", method))
+    yield f'| `"auto"`: `EntropyCoded(1.25)` | 1.25 | {{:.0f}} | {SPREAD} |', entropy
 
 
 def benchmarks() -> Iterator[Figure]:
-    nine = [demo("9-seeds", codec) for codec in ("fp32", "ternary", "onebit")]
+    nine = [demo("fashion-9-seeds", codec) for codec in ("fp32", "ternary", "onebit")]
     yield row_of("Fashion-MNIST", *[SPREAD] * 3), sum(nine, ())
     lost = [nine[0][0] - mean for mean, _ in nine[1:]]
     yield "On Fashion-MNIST ternary lost {:.2f} points and 1 bit {:.2f}", tuple(lost)
@@ -269,13 +271,13 @@ def other_models() -> Iterator[Figure]:
 
 def codecs() -> Iterator[Figure]:
     for label, fashion, method in (
-        ("fp32 | 32", demo("9-seeds", "fp32"), "fp32"),
+        ("fp32 | 32", demo("fashion-9-seeds", "fp32"), "fp32"),
         ("bf16, buckets cast | 16", (), "bf16"),
-        ("`Block(4)` | 4", demo("codecs", "b4"), "block4"),
-        ('`"ternary"` | 2', demo("9-seeds", "ternary"), "ternary"),
+        ("`Block(4)` | 4", demo("fashion-codecs", "b4"), "block4"),
+        ('`"ternary"` | 2', demo("fashion-9-seeds", "ternary"), "ternary"),
         ('`"terngrad"` | 2', (None, None), "terngrad"),  # an earlier run has no file
         ("`Block(2), precondition=True` | 2", (), "block2"),
-        ('`"onebit"` | 1', demo("9-seeds", "onebit"), "onebit"),
+        ('`"onebit"` | 1', demo("fashion-9-seeds", "onebit"), "onebit"),
     ):
         seconds = ms(step("mlp-1gbit", method)), ms(step("mlp", method, "100mbit"))
         cells = [SPREAD if fashion else "", "{} ± {}", "{:.0f}", "{:,.0f}"]
@@ -285,6 +287,12 @@ def codecs() -> Iterator[Figure]:
     entropy = [ms(step("mlp-entropy", "entropy:bits=1.25", link)) for link in ("1gbit", "100mbit")]
     text = '| `EntropyCoded(1.25)`, what `"auto"` takes | 1.25 | | {:.3f} ± {:.3f} |'
     yield text + " {:.0f} | {:.0f} |", (fmean(found), stdev(found), *entropy)
+    digits = load("demo-digits.json")["codecs"]
+    means = {codec: demo("digits", codec) for codec in digits}
+    (ternary, onebit) = (digits[codec]["compression_ratio"] for codec in ("ternary", "onebit"))
+    text = f"3 seeds): {SPREAD} % in fp32, {SPREAD} with ternary and {{:.1f}} times fewer bytes,"
+    values = (*means["fp32"], *means["ternary"], ternary, *means["onebit"], onebit)
+    yield f"{text} {SPREAD} with 1 bit and {{:.1f}} times fewer", values
     here = exposed("mlp", "fp32", "ternary", "onebit", "bf16", link="none")
     yield "fp32 adds {:.0f} ms, ternary {:.0f}, 1 bit {:.0f} and bf16 {:.0f}", here
     for label, method in (
@@ -535,7 +543,10 @@ def images() -> Iterator[Figure]:
     values = (*with_mean(plain), *against(packed, fmean(plain)))
     yield row_of(label, cell, cell, "{:+.2f} points"), values
     yield table_of_images()
-    lost = [demo("9-seeds", "fp32")[0] - demo("9-seeds", c)[0] for c in ("ternary", "onebit")]
+    lost = [
+        demo("fashion-9-seeds", "fp32")[0] - demo("fashion-9-seeds", c)[0]
+        for c in ("ternary", "onebit")
+    ]
     yield "({:+.2f} points of test error; `OneBit()` {:+.2f})", tuple(lost)
 
 
@@ -558,7 +569,7 @@ def table_of_images() -> Figure:
             several = len(names) > 1  # means alone
             cells.append(", ".join(["{:.2f}" if several else SPREAD] * len(names)))
             for name in names:
-                values += demo(run, name)[: 1 if several else 2]
+                values += demo(f"fashion-{run}", name)[: 1 if several else 2]
         lines.append(row_of(label, *cells))
     return "\n".join(lines), tuple(values)
 

@@ -36,6 +36,7 @@ def test_pages_say_what_results_say():
     ("page", "right", "wrong"),
     [
         ("README.md", "| 32 | 837 |", "| 32 | 836 |"),
+        ("README.md", "| 54 | 97.85 ± 0.13 |", "| 54 | 97.85 ± 1.13 |"),
         ("docs/howto/benchmarks.md", "9,108 (1.0x; -11 %)", "9,108 (1.0x; +11 %)"),
         ("docs/howto/benchmarks.md", "57.76 ± 0.61", "57.76 ± 0.62"),
         ("docs/explanation/accuracy.md", "1.5629 / 1.6080 / 1.5593: 1.5768", "1 / 2 / 3: 4"),
