@@ -122,8 +122,13 @@ class Guard:
         return self._judge_error(max((r[-1] for r in reports if not math.isnan(r[-1])), default=0))
 
     def state(self) -> dict[str, int]:
-        """Return the state to save."""
+        """Return the state to save, which is equal on all ranks."""
         return {"level": self.level, "first": self._first, "bad": self._bad}
+
+    def describe(self) -> str:
+        """Return `state` in words."""
+        bad = f", {self._bad} errors in a row above the limit" if self._bad else ""
+        return f"{self.codec!r} (level {self.level}), steps counted from {self._first}{bad}"
 
     def load(self, state: dict[str, int] | None, step: int) -> None:
         """Resume at `step` from `state`; None: start watching there, as in a new run."""

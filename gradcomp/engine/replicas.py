@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from gradcomp.comm.base import Channel
 from gradcomp.engine.buckets import Source
+from gradcomp.engine.guard import Guard
 from gradcomp.engine.layouts import Layouts
 from gradcomp.errors import PeerMismatch
 from gradcomp.exchange.agree import (
@@ -22,13 +23,14 @@ from gradcomp.exchange.stats import Stats
 
 
 class Replicas:
-    """Compares the replicated state across ranks: parameters, second moments and `more`.
+    """Compares the replicated state across ranks: parameters, second moments, the guard and `more`.
 
     Args:
         sources: the tensors, in the same order on every rank.
         layouts: the exchanges of the tensors, with their communicator.
         timeout_s: longest wait for a peer, in seconds.
         stats: counts bytes.
+        guard: the guard of ``codec="auto"``, if there is one.
 
     Attributes:
         more: function that returns (name, value) pairs of the entry point that must also be equal
@@ -39,12 +41,18 @@ class Replicas:
     """
 
     def __init__(
-        self, sources: Sequence[Source], layouts: Layouts, timeout_s: float, stats: Stats
+        self,
+        sources: Sequence[Source],
+        layouts: Layouts,
+        timeout_s: float,
+        stats: Stats,
+        guard: Guard | None,
     ) -> None:
-        self._sources, self._layouts = sources, layouts
+        self._sources, self._layouts, self._guard = sources, layouts, guard
         self._timeout_s, self._stats = timeout_s, stats
         self.more: Callable[[], Named] = list
-        self.watched, self.is_due = layouts.store.moments is not None, False
+        self.watched = layouts.store.moments is not None or guard is not None
+        self.is_due = False
 
     def first_bucket(self, step: int) -> tuple[dict[str, object], Named]:
         """Return the fields that the first bucket of a step compares, and the replicated state that
@@ -54,10 +62,13 @@ class Replicas:
         """
         if not self.watched or self._layouts.comm.world_size == 1:
             return {}, ()
-        named = self._named() if self.is_due else []
-        text = f"{'a' if self.is_due else 'no'} state loaded since the last exchange"
-        values = {"step": step, "loaded": Shown(int(self.is_due), text), "state": digests(named)}
-        return values, named
+        named, due = self._named() if self.is_due else [], self.is_due
+
+        def text() -> str:
+            guard = "" if self._guard is None else f" (guard: {self._guard.describe()})"
+            return f"{'a' if due else 'no'} state loaded since the last exchange{guard}"
+
+        return {"step": step, "loaded": Shown(int(due), text), "state": digests(named)}, named
 
     def agree(self, values: dict[str, object], named: Named, bucket: int) -> None:
         """Compare fields across ranks; if "state" differs, find the entry of `named` that differs.
@@ -92,11 +103,11 @@ class Replicas:
             self.agree(values | {"state": digests(named)}, named, -1)
 
     def check(self) -> None:
-        """Compare hashes of all tensors, of second moments and of `more`. Collective.
+        """Compare hashes of all tensors, of second moments, the guard and `more`. Collective.
 
         Raises:
-            PeerMismatch: "layout"; "parameter <name>", "second moment of <name>" or a name of
-                `more`, with the first rank that differs from rank 0.
+            PeerMismatch: "layout"; "parameter <name>", "second moment of <name>", "guard" or a
+                name of `more`, with the first rank that differs from rank 0.
             PeerLost: a rank did not answer.
         """
         self._compare(self._named(), "check_replicas", Channel.CONTROL)
@@ -134,6 +145,8 @@ class Replicas:
             (f"parameter {source.name}", source.like) for source in self._sources
         ]
         named += self.more()
+        if self._guard is not None:
+            named.append(("guard", self._guard.describe()))
         moments = self._layouts.store.moments
         if moments is not None:
             states = moments.planes.state(self._layouts.names)

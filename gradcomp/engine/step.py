@@ -275,14 +275,14 @@ class Engine:
             sources, resolve(codec), self.comm, options, self.timeout_s, self.stats
         )
         self.codec, self.store = self.layouts.codec, self.layouts.store
-        self.replicas = Replicas(self.sources, self.layouts, self.timeout_s, self.stats)
-        self.orders = self.layouts.orders
-        self._growth = Growth(self._noisy_weights())
         self.guard = (
             Guard(self.codec, options.warmup_steps, self.layouts.probe, faster)
             if guarded and comm.world_size > 1
             else None
         )
+        self.replicas = Replicas(self.sources, self.layouts, self.timeout_s, self.stats, self.guard)
+        self.orders = self.layouts.orders
+        self._growth = Growth(self._noisy_weights())
         self.step = 0
         self._longer: LongerSteps | None = None
         self.reports: list[Telemetry] = []

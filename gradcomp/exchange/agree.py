@@ -50,6 +50,8 @@ EXCHANGE_FIELDS = (
     "state",
     "bucket",
 )
+# fields that do not depend on whether a bucket's layout is new
+_BEFORE_LAYOUTS = ("wire_version", "call", "optimizer", "loaded", "state")
 SLOTS = 24
 _RECORD = struct.Struct(f"<{SLOTS}Q")
 NBYTES = _RECORD.size
@@ -137,7 +139,11 @@ def agree(
             raise PeerMismatch(
                 "call", rank, _text(own_values["call"]), "another call", first=comm.rank
             )
-    for name, column in zip(names, zip(*records, strict=True), strict=False):
+    columns = dict(zip(names, zip(*records, strict=True), strict=False))
+    # a state loaded by some ranks may be why they alone have a new bucket layout
+    odd = bool(fields) and len({number == 0 for number in columns["codec"]}) > 1
+    for name in sorted(names, key=lambda name: odd and name not in _BEFORE_LAYOUTS):
+        column = columns[name]
         others = [rank for rank, number in enumerate(column) if number != column[0]]
         if others and name == "wire_version":
             raise PeerMismatch(name, others[0], column[0], column[others[0]])

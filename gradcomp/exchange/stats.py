@@ -33,7 +33,8 @@ class Stats:
         bytes_sent, bytes_received: bytes to and from other ranks, with headers, scales and padding;
             without messages to itself.
         baseline_bytes: bytes an fp32 ring all_reduce would have sent: 2 (N - 1) / N * 4 * numel.
-        setup_bytes: bytes of fingerprints (once per bucket layout), not in `bytes_sent`.
+        setup_bytes: bytes of fingerprints (once per bucket layout, and in every step with state
+            that must be equal on all ranks), not in `bytes_sent`.
         inside_nodes: (hierarchical) `Stats` of the fp32 exchange inside nodes, whose bytes are not
             in `bytes_sent`.
         nonfinite_buckets: buckets with NaN or Inf on some rank, or whose average overflowed.

@@ -5,6 +5,7 @@ Exchanges and errors are real; seconds are those of a clock that the test moves.
 """
 
 import contextlib
+import copy
 import math
 import re
 import threading
@@ -19,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp
 import gradcomp.ddp
-from gradcomp import Advanced, EntropyCoded, GradientAverager, OneBit, PeerLost
+from gradcomp import Advanced, EntropyCoded, GradientAverager, OneBit, PeerLost, PeerMismatch
 from gradcomp.engine import guard
 from gradcomp.engine.guard import COMPRESSED, LADDER, PLAIN, UNTIMED
 from gradcomp.engine.rate import shortening
@@ -41,10 +42,11 @@ def clock(monkeypatch):
     return now
 
 
-def averager_of(comm, codec="auto", guarded=None, quality_every=0):
+def averager_of(comm, codec="auto", guarded=None, quality_every=0, kind=torch.optim.AdamW):
     p = nn.Parameter(torch.zeros(40, 130))
-    optimizer, rare = torch.optim.AdamW([p]), Advanced(guard=guarded, quality_every=quality_every)
-    return GradientAverager([("w", p)], codec, optimizer=optimizer, comm=comm, advanced=rare), p
+    options = {"optimizer": kind([p], lr=1e-3), "comm": comm, "timeout_s": 30}
+    rare = Advanced(guard=guarded, quality_every=quality_every)
+    return GradientAverager([("w", p)], codec, advanced=rare, **options), p
 
 
 def gradient(p, step, rank):
@@ -353,6 +355,70 @@ def test_foreign_states(comm, wrong):
     state["extra"]["guard"] = wrong
     with pytest.raises(ValueError, match="guard"):
         averager.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("kind", "who", "live", "change", "field"),
+    [
+        (torch.optim.SGD, (1,), True, {"level": 1}, "loaded"),
+        (torch.optim.SGD, (1,), True, {"first": 2}, "loaded"),
+        (torch.optim.SGD, (0, 1), True, {"level": 1}, "guard"),
+        (torch.optim.SGD, (0, 1), False, {"first": 2}, "guard"),
+        (torch.optim.AdamW, (1,), True, {"level": 2}, "loaded"),
+        (torch.optim.AdamW, (0, 1), True, {"bad": 1}, "guard"),
+    ],
+)
+@each_rank(2, "over")
+def test_a_guard_that_one_rank_loads_wrongly_is_a_mismatch(comm, kind, who, live, change, field):
+    """Both ranks waited for the whole timeout and got PeerLost. Then all load the right state and
+    go on.
+    """
+
+    def averaged(averager, p, step):
+        p.grad = gradient(p, step, comm.rank)[0]
+        averager.average()
+        return p.grad.clone()
+
+    mine = averager_of(comm, kind=kind)
+    for step in range(3):
+        averaged(*mine, step)
+    state = copy.deepcopy(mine[0].state_dict())
+    other = averager_of(comm, kind=kind)
+    other[0].load_state_dict(state)
+    wanted = averaged(*other, 3)
+    averager, p = mine if live else averager_of(comm, kind=kind)
+    wrong = copy.deepcopy(state)
+    wrong["extra"]["guard"] |= change
+    if comm.rank in who:
+        averager.load_state_dict(wrong if comm.rank else state)
+    has = "level {level}), steps counted from {first}".format
+    one, two = (re.escape(has(**{"level": 0, "first": 0} | one)) for one in ({}, change))
+    text = f"rank 0 has .*{one}.*, rank 1 has .*{two}"
+    with pytest.raises(PeerMismatch, match=f"guard: {text}"):
+        averager.check_replicas()
+    with pytest.raises(PeerMismatch, match=text) as caught:
+        averaged(averager, p, 3)
+    assert (caught.value.field, caught.value.rank) == (field, 1)
+    averager.reset()
+    averager.load_state_dict(state)
+    assert torch.equal(averaged(averager, p, 3), wanted)
+
+
+@each_rank(2)
+def test_a_guard_that_one_rank_loads_wrongly_is_a_mismatch_under_ddp():
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64)))
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(2, 64)
+    with gradcomp.ddp.register(model, "auto", optimizer=optimizer, timeout_s=60) as state:
+        for _ in range(3):
+            model(x).sum().backward()
+        saved = state.state_dict()
+        if torch.distributed.get_rank():
+            saved["extra"]["guard"]["level"] = 1
+            state.load_state_dict(saved)
+        with pytest.raises(
+            PeerMismatch, match=r"loaded: .*\(level 0\).*Block\(bits=8.*\(level 1\)"
+        ):
+            model(x).sum().backward()
 
 
 def test_options():

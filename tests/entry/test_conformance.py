@@ -219,18 +219,32 @@ def test_a_resumed_run_is_the_uninterrupted_one(name, codec):
     assert closed(again) == whole
 
 
-@pytest.mark.parametrize("name", ["ddp", "averager", "fsdp"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("ddp", {}),
+        ("averager", {}),
+        ("fsdp", {}),
+        # means are encoded again: their owners' residuals decay, too
+        ("ddp", {"exchange": "reduce_scatter"}),
+        ("averager", {"exchange": "reduce_scatter"}),
+    ],
+)
 @each_rank(2)
-def test_what_a_decay_drops_is_counted(name):
-    """A decay of one half drops as much as it keeps, here in the one exchange of a step."""
+def test_what_a_decay_drops_is_counted(name, options):
+    """A decay of one half drops as much as it keeps, in each phase of the step's exchange."""
     entry = ENTRIES[name]
     for decay in (0.5, 1.0):
-        run = trained(entry, OneBit(residual_decay=decay), range(entry.sync_every))
+        run = trained(entry, OneBit(residual_decay=decay), range(entry.sync_every), **options)
         state, found = run.save()[2]["ranks"][str(run.rank)], run.opened.stats.dropped_residual
-        planes = tree_leaves([plane for key, plane in state.items() if "residual" in key])
-        kept = sum(plane.double().abs().sum().item() for plane in planes)
         run.close()
-        assert kept > 0 and found == pytest.approx(kept * (decay < 1), rel=1e-5)
+        kept = {
+            key: sum(plane.double().abs().sum().item() for plane in tree_leaves(planes))
+            for key, planes in state.items()
+            if "residual" in key
+        }
+        assert kept["residual"] > 0 and (kept.get("owner_residual", 0) > 0) == bool(options)
+        assert found == pytest.approx(sum(kept.values()) * (decay < 1), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", RESUME)

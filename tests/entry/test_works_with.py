@@ -23,7 +23,9 @@ from gradcomp import UnsupportedTensor
 from gradcomp.kernels import staging
 
 OPTIONS = {"min_numel": 0, "timeout_s": 20}
-BACKEND = "aot_eager"  # inductor's kernels may round otherwise than torch's
+# Calls the operators that eager torch calls, with the same values, strides and dtypes (compared in
+# torch's profiler), so bits may be compared; inductor's kernels may round otherwise.
+BACKEND = "aot_eager"
 compiled = partial(torch.compile, backend=BACKEND)
 
 

@@ -15,7 +15,15 @@ from _saved import parts_of
 from torch import nn
 
 import gradcomp
-from gradcomp import GradcompError, GradientAverager, Identity, OneBit, PeerLost, PeerMismatch
+from gradcomp import (
+    GradcompError,
+    GradientAverager,
+    Identity,
+    OneBit,
+    PeerLost,
+    PeerMismatch,
+    Ternary,
+)
 from gradcomp.codecs import EntropyCoded
 from gradcomp.comm import LinkCommunicator, LocalCommunicator, TorchCommunicator
 from gradcomp.onebit_sgd import DoubleBuffer, OverlapReport
@@ -134,7 +142,7 @@ def test_weights_lack_the_update_under_way_and_no_other(over, world, whole, drai
 
 
 @pytest.mark.parametrize("how", ["forward", "state_dict"])
-@pytest.mark.parametrize("codec", [Identity(), OneBit()], ids=repr)
+@pytest.mark.parametrize("codec", [Identity(), OneBit(), Ternary()], ids=repr)
 @each_rank(3, "over")
 def test_one_rank_drains_alone_and_replicas_stay_equal(comm, codec, how):
     """Rank 0 evaluates in the middle, with a schedule going on; the other ranks do not. An update
@@ -160,20 +168,24 @@ def test_one_rank_drains_alone_and_replicas_stay_equal(comm, codec, how):
     return bits(net)
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["halves", "whole"])
+@pytest.mark.parametrize(
+    ("codec", "whole"),
+    [(OneBit(), False), (OneBit(), True), (Ternary(), False)],
+    ids=["onebit-halves", "onebit-whole", "ternary-halves"],
+)
 @each_rank(2, "over")
-def test_resume_equals_the_uninterrupted_drained_run(comm, whole):
-    net, _, buffer = buffered(comm, whole_steps=whole)
+def test_resume_equals_the_uninterrupted_drained_run(comm, codec, whole):
+    net, _, buffer = buffered(comm, codec, whole_steps=whole)
     for first, last in ((0, 3), (3, 6)):
         steps(net, buffer, comm, first, last)
         buffer.drain()
     wanted = bits(net)
 
-    net, optimizer, buffer = buffered(comm, whole_steps=whole)
+    net, optimizer, buffer = buffered(comm, codec, whole_steps=whole)
     steps(net, buffer, comm, 0, 3)
     states = buffer.state_dict(), net.state_dict(), optimizer.state_dict()
     states = copy.deepcopy(states)
-    net, optimizer, buffer = buffered(comm, whole_steps=whole)
+    net, optimizer, buffer = buffered(comm, codec, whole_steps=whole)
     steps(net, buffer, comm, 0, 1)  # an exchange is under way: it is dropped
     for target, state in zip((buffer, net, optimizer), states, strict=True):
         target.load_state_dict(state)

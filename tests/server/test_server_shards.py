@@ -10,7 +10,7 @@ import torch
 from _ranks import run_local
 from _serving import CUT, caught, meet, noise, play, push_payloads, same_bits
 
-from gradcomp import Identity, OneBit, TernGrad
+from gradcomp import Identity, OneBit, Ternary, TernGrad
 from gradcomp.codecs import EntropyCoded, RngKey
 from gradcomp.errors import CorruptPayload
 from gradcomp.payload import wire
@@ -76,6 +76,9 @@ CODECS = [
     TernGrad(),
     TernGrad(group=64),
     TernGrad(group=20),
+    Ternary(),
+    Ternary(group=64),
+    Ternary(group=20),
     OneBit(group=56),
     OneBit(group="tensor"),
     EntropyCoded(2.2),
