@@ -51,16 +51,17 @@ class Replicas:
         self._sources, self._layouts, self._guard = sources, layouts, guard
         self._timeout_s, self._stats = timeout_s, stats
         self.more: Callable[[], Named] = list
-        self.watched = layouts.store.moments is not None or guard is not None
-        self.is_due = False
+        self.watched, self.is_due = layouts.store.moments is not None, False
 
-    def first_bucket(self, step: int) -> tuple[dict[str, object], Named]:
+    def first_bucket(self, step: int, *, is_new: bool) -> tuple[dict[str, object], Named]:
         """Return the fields that the first bucket of a step compares, and the replicated state that
-        field "state" is a digest of.
+        field "state" is a digest of. `is_new`: whether ranks compare the bucket's layout anyway; a
+        guard alone is compared only then, which costs no step a round trip.
 
         The state is empty unless `is_due`: hashing it at every step would take too long.
         """
-        if not self.watched or self._layouts.comm.world_size == 1:
+        compares = self.watched or (is_new and self._guard is not None)
+        if not compares or self._layouts.comm.world_size == 1:
             return {}, ()
         named, due = self._named() if self.is_due else [], self.is_due
 

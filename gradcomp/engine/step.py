@@ -91,7 +91,11 @@ class Step:
         check_tensor(buffer, "the bucket")
         engine, bucket = self._engine, len(self.buckets)
         exchange, new = engine.layouts.exchange(buffer, members, self.number, bucket)
-        shared, named = engine.replicas.first_bucket(self.number) if bucket == 0 else ({}, ())
+        shared, named = (
+            engine.replicas.first_bucket(self.number, is_new=new is not None)
+            if bucket == 0
+            else ({}, ())
+        )
         compared = (new or {}) | shared
         self.buckets.append((exchange, members))
         if bucket == 0:
