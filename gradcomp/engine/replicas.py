@@ -141,13 +141,11 @@ class Replicas:
 
     def _named(self) -> Named:
         """Return (name, value) pairs of the replicated state."""
+        guard = "none" if self._guard is None else self._guard.describe()
+        named: list[tuple[str, object]] = [("guard", guard)]
         # read `like` again: torch may have swapped the tensors
-        named: list[tuple[str, object]] = [
-            (f"parameter {source.name}", source.like) for source in self._sources
-        ]
+        named += [(f"parameter {source.name}", source.like) for source in self._sources]
         named += self.more()
-        if self._guard is not None:
-            named.append(("guard", self._guard.describe()))
         moments = self._layouts.store.moments
         if moments is not None:
             states = moments.planes.state(self._layouts.names)
