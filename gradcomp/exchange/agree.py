@@ -4,7 +4,8 @@
 other value as a 64-bit hash of its repr. The values themselves are sent only after a difference, as
 text for the error message. `agree_on_tensors` compares digests of tensors, `gather` all-gathers a
 few bytes. All three start with a message of `NBYTES` bytes, since gloo ends the process if message
-lengths differ. So ranks that have called different functions get a PeerMismatch ("call").
+lengths differ. So ranks that have called different functions get a PeerMismatch ("call"). Where
+there is room, these messages end with the name of the call.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gradcomp.codecs import Codec
-from gradcomp.comm.base import Channel, Communicator
+from gradcomp.comm.base import Channel, Communicator, first_line
 from gradcomp.errors import PeerMismatch, peers_answer
 from gradcomp.payload import wire
 
@@ -128,17 +129,15 @@ def agree(
         **values,
     }
     numbers = [_number(value) for value in own_values.values()]
-    packed = _RECORD.pack(*numbers, *[0] * (SLOTS - len(numbers)))
+    packed = _framed(struct.pack(f"<{len(numbers)}Q", *numbers), called)
     with peers_answer(phase, bucket, called=called):
-        records = [
-            _RECORD.unpack(record) for record in comm.all_gather_bytes(packed, timeout_s, channel)
-        ]
+        messages = comm.all_gather_bytes(packed, timeout_s, channel)
+    records = [_RECORD.unpack(message) for message in messages]
     for rank, peer_record in enumerate(records):
         # a rank in another collective would not answer `_mismatch`
         if peer_record[0] not in _VERSIONS:
-            raise PeerMismatch(
-                "call", rank, _text(own_values["call"]), "another call", first=comm.rank
-            )
+            mine = _text(own_values["call"])
+            raise PeerMismatch("call", rank, mine, _call_of(messages[rank]), first=comm.rank)
     columns = dict(zip(names, zip(*records, strict=True), strict=False))
     # a state loaded by some ranks may be why they alone have a new bucket layout
     odd = bool(fields) and len({number == 0 for number in columns["codec"]}) > 1
@@ -248,12 +247,12 @@ def gather(
         PeerLost: in `phase`; a rank did not answer within `timeout_s`, or is gone.
     """
     head = hashlib.blake2b(phase.encode(), digest_size=_HEAD_NBYTES).digest()
-    framed = (head + data).ljust(NBYTES, b"\0")
+    framed = _framed(head + data, called)
     with peers_answer(phase, called=called):
         messages = comm.all_gather_bytes(framed, timeout_s, channel)
     for rank, message in enumerate(messages):
         if message[:_HEAD_NBYTES] != head:
-            raise PeerMismatch("call", rank, called, "another call", first=comm.rank)
+            raise PeerMismatch("call", rank, called, _call_of(message), first=comm.rank)
     return [message[_HEAD_NBYTES : _HEAD_NBYTES + len(data)] for message in messages]
 
 
@@ -265,20 +264,36 @@ def _mismatch(
 ) -> PeerMismatch:
     """Return the error for a field in which `rank` is the first that differs from rank 0.
     Collective: ranks exchange their values as text. If one does not answer, the error shows only
-    `text`, which is this rank's value.
+    `text`, which is this rank's value, and why the other is missing.
     """
     data = text.encode()[:WORDS_NBYTES].ljust(WORDS_NBYTES, b"\0")
     try:
         texts = comm.all_gather_bytes(data, min(timeout_s, WORDS_S), channel)
-    except (TimeoutError, ConnectionError):
+    except (TimeoutError, ConnectionError) as error:
+        other = f"another value, which did not arrive as text ({first_line(error)})"
         if comm.rank == rank:
-            return PeerMismatch(field, rank, "something else", text)
-        return PeerMismatch(field, rank, text, "something else", first=comm.rank)
+            return PeerMismatch(field, rank, other, text)
+        return PeerMismatch(field, rank, text, other, first=comm.rank)
     one, other = (texts[n].rstrip(b"\0").decode(errors="ignore") for n in (0, rank))
     expected, got = shorten(one, other)
     if expected == got:
         got += " (the difference does not show in this text)"
     return PeerMismatch(field, rank, expected, got)
+
+
+def _framed(data: bytes, called: str) -> bytes:
+    """Return `data` in at least NBYTES bytes, and at their end the name of the call, cut to fit."""
+    name = called.encode()[: max(0, NBYTES - 1 - len(data))]
+    return data.ljust(NBYTES - len(name), b"\0") + name
+
+
+def _call_of(message: bytes) -> str:
+    """Return a text for the call in which another rank has sent a message."""
+    version, called = _RECORD.unpack_from(message)[:2]
+    if version in _VERSIONS and called == 0:
+        return _text(_NOT_CALLED["call"])
+    name = message.rpartition(b"\0")[2].decode(errors="ignore")
+    return name or "another call, which its message does not name"
 
 
 def _number(value: object) -> int:

@@ -43,7 +43,8 @@ from gradcomp import (
 )
 from gradcomp.allreduce import Feedback
 from gradcomp.comm import LocalCommunicator, TorchCommunicator
-from gradcomp.exchange.agree import EXCHANGE_FIELDS, NBYTES, agree
+from gradcomp.comm.base import Channel
+from gradcomp.exchange.agree import EXCHANGE_FIELDS, NBYTES, agree, gather
 from gradcomp.onebit_sgd import AggregateAdagrad
 from gradcomp.optim import SplitSGD, split_parameters
 
@@ -535,14 +536,41 @@ def test_ranks_that_do_other_things_are_told_and_live(what, field, said):
     assert found == field and re.search(said, text), text
 
 
+UNNAMED = "another call, which its message does not name"
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        ("find_batch_size", "check_replicas()"),
+        ("the guard", "check_replicas()"),
+        ("the guard", "an exchange of gradients"),
+        ("the guard", "a verdict"),
+        # its data leaves no room for a name
+        ("compare", UNNAMED),
+    ],
+)
 @each_rank(2, "local")
-def test_two_agreements_that_meet_are_told(comm):
+def test_two_calls_that_meet_are_named(comm, calls):
+    """The text of all but the first was "another call"."""
     net, averager = averager_of(comm)
     search = {"model": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.1), "comm": comm}
     search |= {"samples": 100, "current": 8, "timeout_s": 20}
     find = gradcomp.onebit_sgd.find_batch_size
-    calls = lambda: find(lambda size, samples: [], **search), averager.check_replicas
-    assert mismatch(calls[comm.rank])[0] == "call"
+    control = {"channel": Channel.CONTROL}
+    make = {
+        "find_batch_size": lambda: find(lambda size, samples: [], **search),
+        "check_replicas()": averager.check_replicas,
+        "the guard": lambda: gather(comm, b"1", "guard", 20, called="the guard"),
+        "a verdict": lambda: gather(comm, b"2", "verdict", 20, called="a verdict"),
+        "an exchange of gradients": lambda: agree(comm, {}, 20, fields=EXCHANGE_FIELDS, **control),
+        "compare": lambda: agree(comm, {"a": 1}, 20, called="compare", **control),
+        UNNAMED: lambda: gather(comm, bytes(NBYTES - 8), "parts", 20, called=UNNAMED),
+    }
+    with pytest.raises(PeerMismatch) as caught:
+        make[calls[comm.rank]]()
+    words = [f"rank {rank} has {call}" for rank, call in enumerate(calls)]
+    assert caught.value.field == "call" and all(w in str(caught.value) for w in words), caught.value
 
 
 ADAGRADS = tuple({"advanced": Advanced(transform=AggregateAdagrad(eps=e))} for e in (1e-5, 1e-6))
@@ -633,6 +661,7 @@ def test_words_that_do_not_come_leave_the_mismatch():
         return found
 
     for rank, (field, text) in enumerate(run_local(2, check)):
-        texts = ["something else"] * 2
+        texts = ["another value, which did not arrive as text (no answer from ranks [1])"] * 2
+        texts[0] = texts[0].replace("no answer from ranks [1]", "TimeoutError")
         texts[rank] = f"codec of rank {rank}"
         assert field == "codec" and f"rank 0 has {texts[0]}, rank 1 has {texts[1]}" in text
