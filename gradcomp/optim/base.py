@@ -180,7 +180,7 @@ class SplitOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient. `torch.compile` does not trace this method.
-        Nothing is changed if it raises.
+        Nothing is changed if it raises one of these errors.
 
         Args:
             closure: recomputes the loss and the gradients, and returns the loss; called first.
@@ -252,7 +252,7 @@ class SplitOptimizer(torch.optim.Optimizer):
         if isinstance(gradient, Placeholder):
             raise GradcompError(
                 f"the packed gradient of {name} is gone: it was left from a backward before, or"
-                " from one that failed"
+                " from one that failed, or from a step that failed"
             )
         if is_dense:
             gradient = gradient.resolve_neg()

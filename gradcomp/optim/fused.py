@@ -141,14 +141,21 @@ class FusedGradients:
             )
 
     def update(self, targets: NDArray[Any], rules: NDArray[Any]) -> None:
-        """Run `Kernels.update` on every payload; a target's index is the parameter's position."""
+        """Run `Kernels.update` on every payload; a target's index is the parameter's position.
+
+        After an error (out of memory) the averages are gone: another step would apply some twice.
+        """
         if self._factor != 1.0:
             rules = rules.copy()
             scaled = (rules["flags"] & Flag.PRESCALE) > 0
             rules["prescale"] = np.where(scaled, rules["prescale"], 1.0) * self._factor
             rules["flags"] |= np.uint32(Flag.PRESCALE)
-        for averages, _ in self._packed:
-            averages.update(targets, rules)
+        try:
+            for averages, _ in self._packed:
+                averages.update(targets, rules)
+        except BaseException:
+            self.drop()
+            raise
 
     def clip(self, max_norm: float, *, error_if_nonfinite: bool = False) -> float:
         """Clip all gradients to `max_norm`; return their L2 norm before that, rounded to float32.

@@ -642,6 +642,12 @@ def test_a_fused_step_without_memory_left_has_updated_some_buckets():
             pairs = zip(bits_of(list(model.parameters())), weights, strict=True)
             assert {now == then for now, then in pairs} == {True, False}
             assert {int(optimizer.state[p]["step"]) for p in model.parameters()} == {2}
+            failed = bits_of(list(model.parameters()))
+            with pytest.raises(
+                gradcomp.GradcompError, match="is gone: .* or from a step that failed"
+            ):
+                optimizer.step()  # it would update the first buckets twice
+            assert bits_of(list(model.parameters())) == failed
         else:
             train(model, data[2:3], optimizer)
             assert states(*parts) == wanted
