@@ -93,9 +93,10 @@ test-tiers: tools mpi
 	GRADCOMP_DISABLE_CPU_FEATURES=avx512f $(MAKE) --no-print-directory test-together
 	GRADCOMP_DISABLE_CPU_FEATURES=avx2 $(MAKE) --no-print-directory test-together
 
-test-long: everything mpi test-triton-long test-tiers
+test-long: everything mpi test-triton-long
 	$(BIN)/python -m pytest -rfEs -m 'long and not soak' --hypothesis-profile long --timeout 1800 $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -rfEs -m 'not long and not timed' --every-row --hypothesis-profile long $(SPREAD) $(PYTEST_ARGS)
+	$(MAKE) --no-print-directory test-tiers
 
 soak: tools
 	$(BIN)/python -m pytest -v -m soak -n 1 $(PYTEST_ARGS)

@@ -2,7 +2,7 @@ r"""Train a byte GPT on ranks that exchange only now and then: local steps, pack
 (DiLoCo).
 
     torchrun --nproc-per-node 2 examples/diloco_gpt.py
-    torchrun --nproc-per-node 2 examples/diloco_gpt.py --text book.txt --codec ternary \
+    torchrun --nproc-per-node 2 examples/diloco_gpt.py --text book.txt --codec terngrad \
         --sync-every 30 --fragments 3 --delay 5
 
 Two machines, one command on each (or `python -m gradcomp.launch -n 2 -H one,two

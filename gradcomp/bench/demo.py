@@ -96,11 +96,11 @@ def main(argv: list[str]) -> int:
     trainings = f"{len(args.codecs)} codecs x {_seeds(args.seeds)} x {args.steps} steps"
     console.print(f"[bold]gradcomp demo[/bold]: LeNet, {args.ranks} ranks, {trainings}")
     start = time.perf_counter()
-    # the server imports modules while this process reads the data
     status = Console(stderr=True).status  # shown on terminals only
     try:
         args.out.mkdir(parents=True, exist_ok=True)
         with status("reading the data"):
+            # the server imports modules meanwhile
             warm_context(trainer.__name__, *(DIGITS if args.data is None else ()))
             data = load(args.data)
         if (have := len(data.train_labels)) < args.batch:

@@ -61,7 +61,7 @@ class Measurement:
     rates: Rates  # CPU seconds of the codecs
     transport: Transport  # seconds of collectives
     cores: float  # cores of this machine per rank
-    # of each measurement; the figures above are their medians
+    # of each measurement: medians of the last two are above, `t_frame` is that of all steps
     frames: tuple[float, ...] = ()
     repeated: tuple[Rates, ...] = ()
     transports: tuple[Transport, ...] = ()

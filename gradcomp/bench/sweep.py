@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -78,13 +79,14 @@ def run_all(
     with _progress() as progress:
         text = f"{{}} of {len(tasks)} trainings"
         bar = progress.add_task(text.format(0), total=sum(task.steps for task in tasks))
-        steps = dict.fromkeys(tasks, 0)
+        steps, lock = dict.fromkeys(tasks, 0), threading.Lock()
 
-        def show(task: Task, done: int) -> None:
-            steps[task] = max(steps[task], done)  # the ranks tell it in any order
-            ended = sum(steps[one] == one.steps for one in tasks)
-            completed = sum(steps.values())
-            progress.update(bar, completed=completed, description=text.format(ended), refresh=True)
+        def show(task: Task, done: int) -> None:  # called by the threads of all trainings
+            with lock:
+                steps[task] = max(steps[task], done)  # ranks report in any order
+                ended = text.format(sum(steps[one] == one.steps for one in tasks))
+                now = sum(steps.values())
+                progress.update(bar, completed=now, description=ended, refresh=True)
 
         yield from _run_each(run, tasks, processes)
 

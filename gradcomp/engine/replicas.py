@@ -56,11 +56,12 @@ class Replicas:
     def first_bucket(self, step: int, *, is_new: bool) -> tuple[dict[str, object], Named]:
         """Return the fields that the first bucket of a step compares, and the replicated state that
         field "state" is a digest of. `is_new`: whether ranks compare the bucket's layout anyway; a
-        guard alone is compared only then, which costs no step a round trip.
+        guard alone is compared only then and after a load, so that no other step has a round trip
+        more.
 
         The state is empty unless `is_due`: hashing it at every step would take too long.
         """
-        compares = self.watched or (is_new and self._guard is not None)
+        compares = self.watched or (self._guard is not None and (is_new or self.is_due))
         if not compares or self._layouts.comm.world_size == 1:
             return {}, ()
         named, due = self._named() if self.is_due else [], self.is_due
@@ -107,8 +108,8 @@ class Replicas:
         """Compare hashes of all tensors, of second moments, the guard and `more`. Collective.
 
         Raises:
-            PeerMismatch: "layout"; "parameter <name>", "second moment of <name>", "guard" or a
-                name of `more`, with the first rank that differs from rank 0.
+            PeerMismatch: "layout"; "parameter <name>", "second moment of <name>", "decision of
+                the guard" or a name of `more`, with the first rank that differs from rank 0.
             PeerLost: a rank did not answer.
         """
         self._compare(self._named(), "check_replicas", Channel.CONTROL)
@@ -142,7 +143,7 @@ class Replicas:
     def _named(self) -> Named:
         """Return (name, value) pairs of the replicated state."""
         guard = "none" if self._guard is None else self._guard.describe()
-        named: list[tuple[str, object]] = [("guard", guard)]
+        named: list[tuple[str, object]] = [("decision of the guard", guard)]
         # read `like` again: torch may have swapped the tensors
         named += [(f"parameter {source.name}", source.like) for source in self._sources]
         named += self.more()

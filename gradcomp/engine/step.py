@@ -286,7 +286,8 @@ class Engine:
         )
         self.replicas = Replicas(self.sources, self.layouts, self.timeout_s, self.stats, self.guard)
         self.orders = self.layouts.orders
-        self._growth = Growth(self._noisy_weights())
+        noisy = self._noisy_weights()
+        self._growth = Growth((lambda: noisy) if noisy else None)
         self.step = 0
         self._longer: LongerSteps | None = None
         self.reports: list[Telemetry] = []

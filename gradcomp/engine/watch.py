@@ -9,7 +9,7 @@ import logging
 import math
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -232,25 +232,26 @@ class Growth:
     that do not diverge it grows by at most 2.6.
 
     Args:
-        weights: the trained tensors, float32, bfloat16 or float16; of sharded ones this rank's part
-            is watched.
+        weights: function that returns the trained tensors, float32, bfloat16 or float16; of sharded
+            ones this rank's part is watched. None: nothing is.
     """
 
-    def __init__(self, weights: Sequence[Tensor]) -> None:
+    def __init__(self, weights: Callable[[], Iterable[Tensor]] | None) -> None:
         self._weights, self._first, self._begun = weights, 0.0, -1
 
     def look(self, step: int) -> None:
         """Compare the norm of the weights with the norm at the first call, every `GROWTH_EVERY`
         steps, up to `GROWTH_STEPS` after the first.
         """
-        if not self._weights or step % GROWTH_EVERY:
+        if self._weights is None or step % GROWTH_EVERY:
             return
+        norm = _norm(self._weights())
         if self._begun < 0:
-            self._first, self._begun = self._norm(), step
+            self._first, self._begun = norm, step
         elif step > self._begun + GROWTH_STEPS or not self._first:
-            self._weights = ()
-        elif not (grown := self._norm() / self._first) <= MAX_GROWTH:
-            self._weights = ()
+            self._weights = None
+        elif not (grown := norm / self._first) <= MAX_GROWTH:
+            self._weights = None
             logger.warning(
                 f"weights have grown {grown:.1f} times in {step - self._begun} steps under"
                 " 'terngrad': its noise is too large for this learning rate, and the loss diverges"
@@ -258,8 +259,8 @@ class Growth:
                 " fp32, or a smaller learning rate"
             )
 
-    @torch.no_grad()
-    def _norm(self) -> float:
-        parts = map(local_part, self._weights)
-        norms = [float(torch.linalg.vector_norm(w, dtype=torch.float32)) for w in parts]
-        return math.hypot(*norms)
+
+@torch.no_grad()
+def _norm(weights: Iterable[Tensor]) -> float:
+    parts = map(local_part, weights)
+    return math.hypot(*(float(torch.linalg.vector_norm(w, dtype=torch.float32)) for w in parts))

@@ -293,7 +293,8 @@ def _call_of(message: bytes) -> str:
     if version in _VERSIONS and called == 0:
         return _text(_NOT_CALLED["call"])
     name = message.rpartition(b"\0")[2].decode(errors="ignore")
-    return name or "another call, which its message does not name"
+    is_name = b"\0" in message and name.isprintable() and name
+    return name if is_name else "another call, which its message does not name"
 
 
 def _number(value: object) -> int:

@@ -80,7 +80,7 @@ def register(
     if isinstance(codec, str) and codec == "auto":
         from gradcomp.plan.accuracy import SHARDED
 
-        codec, chosen = SHARDED.codec, f"auto: {SHARDED.cost} ({SHARDED.training})"
+        codec, chosen = SHARDED.codec, f"auto: {SHARDED.cost} to fp32 ({SHARDED.training})"
     return FsdpState(
         model,
         resolve(codec),

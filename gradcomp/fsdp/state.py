@@ -133,7 +133,7 @@ class FsdpState:
             )
         packed = [part for one in self._reduces for part in one.parts if part.parameter.compressed]
         noisy = isinstance(codec, TernGrad) and group_rank() == 0
-        self._growth = Growth([part.sharded for part in packed] if noisy else [])
+        self._growth = Growth((lambda: [part.sharded for part in packed]) if noisy else None)
         if group_rank() == 0:
             logger.info(self.describe())
 

@@ -1,4 +1,4 @@
-"""Lightning: ``Trainer(strategy=CompressedDDPStrategy("ternary"))``, also on CPUs, where
+"""Lightning: ``Trainer(strategy=CompressedDDPStrategy())``, also on CPUs, where
 Lightning's own DDPStrategy ignores communication hooks.
 """
 

@@ -2,7 +2,7 @@
 while the others go on training::
 
     averager = gradcomp.integrations.torchft.ManagedAverager(
-        manager, model, "ternary", optimizer=optimizer)
+        manager, model, "auto", optimizer=optimizer)
     optimizer = torchft.OptimizerWrapper(manager, optimizer)
     ...
     optimizer.zero_grad()  # starts a quorum

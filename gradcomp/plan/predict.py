@@ -335,7 +335,8 @@ class Prediction:
         here, evens = self.setting, [even]
         for rates, over in itertools.zip_longest(self.repeated, self.transports):
             other = replace(here, rates=rates or here.rates, transport=over or here.transport)
-            evens.append(self._break_even(other) or even)
+            found = self._break_even(other)
+            evens.append(even if found is None else found)
         return min(evens), max(evens)
 
     @property

@@ -130,9 +130,10 @@ def test_a_terminal_shows_a_bar_that_moves_within_a_training(tmp_path):
     """It moved once a training, every 20 s on a slow machine, and no test saw it."""
     screen, its = pty.openpty()
     words = ("-m", "gradcomp.bench", "demo", "--short", "--codecs", "fp32", "--steps", "2")
+    environment = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
     run = subprocess.Popen(
         [*python(), *words, "--out", str(tmp_path)],
-        env=os.environ | {"TERM": "xterm", "COLUMNS": "80"},
+        env=environment | {"TERM": "xterm", "COLUMNS": "80"},
         stdout=subprocess.DEVNULL,
         stderr=its,
     )
@@ -145,6 +146,7 @@ def test_a_terminal_shows_a_bar_that_moves_within_a_training(tmp_path):
         assert run.wait(60) == 0
     finally:
         run.kill()
+        run.wait()
         os.close(screen)
     text = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", shown.decode())
     bars = dict.fromkeys(re.findall(r"(\d) of 2 trainings \S+ +(\d+)%", text))

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 import gradcomp
 import gradcomp.fsdp
-from gradcomp import DiLoCo, GradientAverager, OneBit, Ternary
+from gradcomp import Block, DiLoCo, GradientAverager, OneBit, Ternary, TernGrad
 from gradcomp.amp import DynamicLossScaler
 from gradcomp.checkpoint import Checkpoints
 from gradcomp.codecs import EntropyCoded
@@ -307,8 +307,8 @@ def convert(*args, **options):
     return names["converted"](*args, **options)
 
 
-def next_of_averager(old, comm):
-    entry = Averaged(comm, DECAYED, precondition=True)
+def next_of_averager(codec, options, old, comm):
+    entry = Averaged(comm, codec, **options)
     with pytest.raises(ValueError, match=r"format None, 2 expected\): go on .* convert it \(docs/"):
         entry.state.load_state_dict(old["state"])
     entry.state.load_state_dict(convert(old["state"]))
@@ -340,11 +340,19 @@ def next_of_fsdp2(old, comm):
 
 @pytest.mark.parametrize(
     ("name", "follow"),
-    [("averager", next_of_averager), ("local", next_of_local_steps), ("FSDP2", next_of_fsdp2)],
-    ids=["averager", "local steps", "FSDP2"],
+    [
+        ("averager", partial(next_of_averager, DECAYED, {"precondition": True})),
+        ("ternary", partial(next_of_averager, TernGrad(), {})),
+        ("block", partial(next_of_averager, Block(4, error_feedback=False), {})),
+        ("local", next_of_local_steps),
+        ("FSDP2", next_of_fsdp2),
+    ],
+    ids=["averager", "stochastic", "no residuals", "local steps", "FSDP2"],
 )
 def test_states_from_before_residual_decay_are_converted_with_a_decay_of_1(name, follow, request):
-    assert of_ranks(name, partial(goes_on, name, follow), request) == [(True, True)] * 2
+    has_residuals = name not in ("ternary", "block")
+    found = of_ranks(name, partial(goes_on, name, follow), request)
+    assert found == [(True, has_residuals)] * 2
 
 
 def goes_on(name, follow, comm):

@@ -565,7 +565,7 @@ def test_two_calls_that_meet_are_named(comm, calls):
         "a verdict": lambda: gather(comm, b"2", "verdict", 20, called="a verdict"),
         "an exchange of gradients": lambda: agree(comm, {}, 20, fields=EXCHANGE_FIELDS, **control),
         "compare": lambda: agree(comm, {"a": 1}, 20, called="compare", **control),
-        UNNAMED: lambda: gather(comm, bytes(NBYTES - 8), "parts", 20, called=UNNAMED),
+        UNNAMED: lambda: gather(comm, b"x" * (NBYTES - 8), "parts", 20, called=UNNAMED),
     }
     with pytest.raises(PeerMismatch) as caught:
         make[calls[comm.rank]]()

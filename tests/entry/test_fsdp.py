@@ -1103,7 +1103,7 @@ def test_backward_decodes_what_forward_has_gathered(recompute):
     kept, twice = (with_kept_weights(keep, recompute) for keep in (True, False))
     never = with_kept_weights(True, recompute, reshard=False)
     # Block(8) rounds to the nearest: no draw tells forward from backward. torch calls the same
-    # operators, with the same values and strides in memory of its own allocator.
+    # operators, with the same values and strides.
     assert kept[0] == never[0] == twice[0]
     if recompute:
         # nothing says in a reentrant forward that there will be a backward: each gathers for itself

@@ -168,6 +168,22 @@ def test_one_rank_drains_alone_and_replicas_stay_equal(comm, codec, how):
     return bits(net)
 
 
+@each_rank(2, "local")
+def test_one_rank_drains_alone_after_a_roll_back_under_auto(comm):
+    """Replicas were compared only five exchanges after `compare` had loaded their state, while one
+    of them was an update ahead.
+    """
+    net, _, buffer = buffered(comm, "auto", whole_steps=True)
+    steps(net, buffer, comm, 0, 2)
+    buffer.compare(loss_of(net), *minibatch(2, comm.rank), steps=1)
+    for step in range(2, 14):
+        steps(net, buffer, comm, step, step + 1)
+        if comm.rank == 0:
+            buffer.drain()
+    buffer.check_replicas()
+    buffer.close()
+
+
 @pytest.mark.parametrize(
     ("codec", "whole"),
     [(OneBit(), False), (OneBit(), True), (Ternary(), False)],

@@ -595,6 +595,20 @@ def test_a_diverging_terngrad_warns(register, dtype, diverges):
 
 
 @each_rank(2)
+def test_weights_that_are_loaded_by_assignment_are_watched():
+    net = fully_shard(nn.Sequential(nn.Linear(64, 64)))
+    with Listener() as said, gradcomp.fsdp.register(net, "terngrad"):
+        net.load_state_dict({k: v.clone() for k, v in net.state_dict().items()}, assign=True)
+        for _ in range(21):
+            net(torch.randn(4, 64)).square().mean().backward()
+            with torch.no_grad():
+                for p in net.parameters():
+                    p.to_local().mul_(1.2)
+    warned = [text for level, text in said if level == "WARNING" and "weights have grown" in text]
+    assert len(warned) == (torch.distributed.get_rank() == 0)
+
+
+@each_rank(2)
 def test_fsdp2_logs_what_auto_takes():
     with Listener() as said:
         _, _, _, close = sharded("auto", nn.Sequential(nn.Linear(32, 32)), 0.1)
@@ -605,7 +619,10 @@ def test_fsdp2_logs_what_auto_takes():
         return
     (text,) = texts
     assert "Ternary(step=1.8, group='row', error_feedback=False" in text
-    assert "auto: -0.020 nats (a byte GPT of 0.87 M parameters on prose under AdamW, N = 2" in text
+    assert (
+        "auto: -0.020 nats to fp32 (a byte GPT of 0.87 M parameters on prose under AdamW, N = 2"
+        in text
+    )
 
 
 @pytest.mark.parametrize(
