@@ -482,6 +482,16 @@ def steps_and_decays() -> Iterator[Figure]:
     ):
         (loss,) = losses(method, changed=changed)
         yield row_of(label, "{:.4f}", "{:+.3f}"), (loss, loss - base)
+    for label, method in (
+        ("`Block(2), precondition=True`, d = 1: four fixed levels, the baseline", f"{BLOCK2}1"),
+        ("`Ternary(step=1.8, residual_decay=0.25)`, seeds 0 and 1", TERNARY),
+        ("d = 1, seed 0", f"{ternary},decay=1"),
+        ("step 1.5, seed 0", f"{ternary},step=1.5,decay=0.25"),
+    ):
+        found = losses(method, "residual-decay-again.jsonl")
+        plain = fmean(losses("fp32", REPEATED)[: len(found)])
+        runs = " / ".join(["{:.4f}"] * len(found))
+        yield row_of(label, runs, "{:+.3f}"), (*found, fmean(found) - plain)
 
 
 def rates_and_workers() -> Iterator[Figure]:
