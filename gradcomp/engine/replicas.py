@@ -108,8 +108,8 @@ class Replicas:
         """Compare hashes of all tensors, of second moments, the guard and `more`. Collective.
 
         Raises:
-            PeerMismatch: "layout"; "parameter <name>", "second moment of <name>", "decision of
-                the guard" or a name of `more`, with the first rank that differs from rank 0.
+            PeerMismatch: "layout"; "parameter <name>", "second moment of <name>", "guard" or
+                a name of `more`, with the first rank that differs from rank 0.
             PeerLost: a rank did not answer.
         """
         self._compare(self._named(), "check_replicas", Channel.CONTROL)
@@ -143,7 +143,7 @@ class Replicas:
     def _named(self) -> Named:
         """Return (name, value) pairs of the replicated state."""
         guard = "none" if self._guard is None else self._guard.describe()
-        named: list[tuple[str, object]] = [("decision of the guard", guard)]
+        named: list[tuple[str, object]] = [("guard", guard)]
         # read `like` again: torch may have swapped the tensors
         named += [(f"parameter {source.name}", source.like) for source in self._sources]
         named += self.more()

@@ -42,7 +42,7 @@ def clock(monkeypatch):
     return now
 
 
-GUARD = "decision of the guard"  # field of a PeerMismatch
+GUARD = "guard"  # field of a PeerMismatch
 
 
 def averager_of(comm, codec="auto", guarded=None, quality_every=0, kind=torch.optim.AdamW):

@@ -396,7 +396,7 @@ def changed(state, what):
         fragment["syncs"] += 1
     elif what == "second moment of 0.weight":
         parts_of(fragment["averager"])["second_moment"]["0.weight"][7] *= 2
-    elif what == "decision of the guard":
+    elif what == "guard":
         fragment["averager"]["extra"]["guard"]["level"] = 1
     elif what == "progress":
         state["extra"]["round"] += 1
@@ -415,7 +415,7 @@ def changed(state, what):
         ("syncs", True, {"sync_every": 5}),
         ("progress", True, {"sync_every": 5}),
         ("second moment of 0.weight", True, {"sync_every": 5, "precondition": True}),
-        ("decision of the guard", True, {"sync_every": 5, "advanced": Advanced(guard=True)}),
+        ("guard", True, {"sync_every": 5, "advanced": Advanced(guard=True)}),
         ("average of 4.bias", True, {"sync_every": 6, **FRAGMENTS, "fragments": 1}),
         # before the fourth sync: after the first, second, fourth all ranks compare anyway
         ("loaded", True, {"sync_every": 4}),
