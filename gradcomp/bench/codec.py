@@ -59,10 +59,8 @@ ARITHMETIC = {
     "entropy encode": 0.216,
     "entropy decode 1": 0.466,
 }
-MOST = {
-    "ternary encode": 2.0,
-    "ternary encode, decay": 2.0,
-}  # memcpys, below what they may by bytes
+# in memcpys, where less is required than a kernel's bytes allow
+MOST = {"ternary encode": 2.0, "ternary encode, decay": 2.0}
 MOST_WITH_DECAY = 1.05  # an encoder with a decay below 1, over one without, measured in turn
 UNJUDGED = ("ternary sum to lanes 4", "lanes decode", "crc32c of a payload")
 # Least speedup with two threads: 1.7 was measured on two free cores, one thread alone gives 1.0.

@@ -42,9 +42,6 @@ def clock(monkeypatch):
     return now
 
 
-GUARD = "guard"  # field of a PeerMismatch
-
-
 def averager_of(comm, codec="auto", guarded=None, quality_every=0, kind=torch.optim.AdamW):
     p = nn.Parameter(torch.zeros(40, 130))
     options = {"optimizer": kind([p], lr=1e-3), "comm": comm, "timeout_s": 30}
@@ -364,12 +361,12 @@ def test_foreign_states(comm, wrong):
     ("kind", "who", "live", "change", "field"),
     [
         (torch.optim.SGD, (0, 1), False, {"level": 1}, "layout"),
-        (torch.optim.SGD, (0, 1), False, {"first": 2}, GUARD),
-        (torch.optim.SGD, (0, 1), True, {"level": 1}, GUARD),
-        (torch.optim.SGD, (0, 1), True, {"first": 2}, GUARD),
-        (torch.optim.SGD, (0, 1), True, {"bad": 1}, GUARD),
+        (torch.optim.SGD, (0, 1), False, {"first": 2}, "guard"),
+        (torch.optim.SGD, (0, 1), True, {"level": 1}, "guard"),
+        (torch.optim.SGD, (0, 1), True, {"first": 2}, "guard"),
+        (torch.optim.SGD, (0, 1), True, {"bad": 1}, "guard"),
         (torch.optim.AdamW, (1,), True, {"level": 2}, "loaded"),
-        (torch.optim.AdamW, (0, 1), True, {"bad": 1}, GUARD),
+        (torch.optim.AdamW, (0, 1), True, {"bad": 1}, "guard"),
     ],
 )
 @each_rank(2, "over")
@@ -398,7 +395,7 @@ def test_a_guard_that_one_rank_loads_wrongly_is_a_mismatch(comm, kind, who, live
     has = "level {level}), steps counted from {first}".format
     one, two = (re.escape(has(**{"level": 0, "first": 0} | one)) for one in ({}, change))
     text = f"rank 0 has .*{one}.*, rank 1 has .*{two}"
-    with pytest.raises(PeerMismatch, match=f"{GUARD}: {text}"):
+    with pytest.raises(PeerMismatch, match=f"guard: {text}"):
         averager.check_replicas()
     with pytest.raises(PeerMismatch, match="scale groups" if field == "layout" else text) as caught:
         averaged(averager, p, 3)
