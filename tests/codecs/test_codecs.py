@@ -3,6 +3,7 @@
 import itertools
 import math
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,7 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradcomp
-from gradcomp import Block, CorruptPayload, Identity, OneBit, Ternary, TernGrad, UnsupportedTensor
+from gradcomp import (
+    Block,
+    CorruptPayload,
+    EntropyCoded,
+    Identity,
+    OneBit,
+    Ternary,
+    TernGrad,
+    UnsupportedTensor,
+)
 from gradcomp.bench import methods
 from gradcomp.codecs import RngKey
 from gradcomp.memory.saved import Saved, write
@@ -129,6 +139,10 @@ def test_given_scale():
         (lambda: OneBit(group=-4), "-4"),
         (lambda: Block(3), "3"),
         (lambda: Block(True), "True"),
+        *(
+            (partial(EntropyCoded, bits), f"from 1 to 4, got {bits!r}; Block")
+            for bits in (0.9, 4.1, math.nan, True, "2")
+        ),
         (lambda: Block(2, second_phase="exact"), "exact"),
         (lambda: Block(4, group="channel"), "channel"),
         (lambda: Block(4, error_feedback=1.5), "1.5"),
@@ -204,7 +218,7 @@ def test_unsupported_tensors_are_named(codec, tensor, word):
         gradcomp.all_reduce(tensor, codec, comm=gradcomp.comm.LocalCommunicator.group(1)[0])
 
 
-@pytest.mark.parametrize("kind", [Ternary, OneBit, Block])
+@pytest.mark.parametrize("kind", [Ternary, OneBit, Block, EntropyCoded])
 @pytest.mark.parametrize(
     "decay", [-0.1, 1.0000000001, 2, math.nan, math.inf, -math.inf, True, "0.5", [0.5]]
 )
@@ -230,7 +244,7 @@ def test_numbers_of_numpy_are_numbers():
 
 
 @pytest.mark.parametrize("decay", [0, 1e-46])  # the latter is 0 in float32
-@pytest.mark.parametrize("kind", [Ternary, OneBit, Block])
+@pytest.mark.parametrize("kind", [Ternary, OneBit, Block, EntropyCoded])
 def test_a_decay_of_zero_and_no_feedback_are_the_same_codec(kind, decay):
     assert kind(residual_decay=decay).options() == kind(error_feedback=False).options()
     assert kind(residual_decay=0).options()["residual_decay"] == 0.0
