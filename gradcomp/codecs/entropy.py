@@ -33,7 +33,8 @@ class EntropyCoded(FeedbackCodec):
 
     Args:
         bits: bits per value, including scales: any number from 1 to 4, rounded down to a multiple
-            of 1/512. A tensor whose number of elements is no multiple of 4,096 needs 8 more bytes.
+            of 1/512. A payload's header of 32 bytes is extra, and 8 bytes for a tensor whose number
+            of elements is no multiple of 4,096.
         error_feedback: add the error of a step's codes to the next step's gradients. False saves
             the fp32 residuals, but rounding is then biased.
         residual_decay: factor on the encoding error that becomes the next residual, from 0

@@ -48,8 +48,10 @@ def resolve_auto(
     A residual decay that was not given is set to the one measured for the optimizer
     (`gradcomp.plan.accuracy.decayed`).
 
-    "auto" chooses the codec with the fewest bits whose measured loss is tolerated, among rows
-    measured with the second phase that it has on this number of ranks (with ``nodes=``, of nodes).
+    "auto" chooses the codec with the fewest bits whose measured loss is tolerated, among rows whose
+    codec resolves to the same second phase on this number of ranks (with ``nodes=``, of nodes) as
+    on the measurement's. 2 ranks have none with most codecs, since they take all_gather, which
+    rounds once; their rows count for more ranks, too, where codes are rounded twice.
     Explicit options win: a codec that needs other options is not chosen. Neither is one that needs
     a warm-up, because the number of steps is not known here. If a trained parameter is in no
     optimizer, another kind may update it, so the codec is one that is safe for all. All ranks
@@ -185,7 +187,9 @@ def warning_of(
 
 
 def _as_measured(row: Measured, ranks: int) -> bool:
-    """Return whether a row's codec has, on `ranks` ranks, the second phase of the measurement."""
+    """Return whether a row's codec resolves to the same second phase on `ranks` ranks as on the
+    measurement's, whether these had a second phase (reduce_scatter) or none (all_gather).
+    """
     return row.phase_of(row.codec) == row.codec.resolved_second_phase(ranks)
 
 
