@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV ?= .venv
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
-WORKERS ?= 5
+WORKERS ?= 4
 TORCH ?=
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 RELEASE ?=
@@ -161,9 +161,10 @@ test-framework: everything
 WITH_TRITON := $(VENV)-triton/bin/python -m pytest -q -W ignore::RuntimeWarning --durations=5
 
 test-triton: tools $(VENV)-triton/.installed
-	$(WITH_TRITON) tests/kernels/test_cuda.py $(PYTEST_ARGS)
+	$(WITH_TRITON) -m 'not long' tests/kernels/test_cuda.py $(PYTEST_ARGS)
 
 test-triton-long: test-triton
+	$(WITH_TRITON) -m long --timeout 1800 tests/kernels/test_cuda.py $(PYTEST_ARGS)
 	GRADCOMP_TRITON=interpreted $(WITH_TRITON) --hypothesis-profile few --timeout 1800 tests/kernels/test_kernel_sets.py tests/kernels/test_update.py $(PYTEST_ARGS)
 
 test-cuda: tools

@@ -22,6 +22,8 @@ import gradcomp
 from gradcomp import UnsupportedTensor
 from gradcomp.kernels import staging
 
+# what torch.compile imports at its first call takes each rank 4 s of CPU: by one worker's ranks
+pytestmark = pytest.mark.xdist_group("compiled")
 OPTIONS = {"min_numel": 0, "timeout_s": 20}
 # Calls the operators that eager torch calls, with the same values, strides and dtypes (compared in
 # torch's profiler), so bits may be compared; inductor's kernels may round otherwise.

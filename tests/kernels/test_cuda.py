@@ -140,7 +140,10 @@ def test_interpreted_kernels_average_as_c(code, interpreted):
             same_bytes(got, want, 0)
 
 
-@pytest.mark.parametrize("name", check.CODES)
+@pytest.mark.parametrize(
+    "name",  # the interpreter takes half a minute for streams
+    [pytest.param(n, marks=pytest.mark.long) if n == "EntropyCoded" else n for n in check.CODES],
+)
 @np.errstate(all="ignore")
 def test_offsets_have_64_bits(name, interpreted, tmp_path):
     """Of values, residuals and payloads. The interpreter adds as wide as a GPU does."""
