@@ -12,14 +12,18 @@ import logging
 import os
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gradcomp.comm import Communicator
+from gradcomp.comm.base import Channel
 from gradcomp.comm.torchdist import default_or_alone
+from gradcomp.engine.step import Engine
 from gradcomp.errors import GradcompError, PeerMismatch
-from gradcomp.exchange.agree import gather
+from gradcomp.exchange.agree import DIGEST_NBYTES, agree_on_tensors, digests, gather
 from gradcomp.files import of_ranks, read_saved, write_saved
 
 logger = logging.getLogger("gradcomp")
@@ -93,6 +97,8 @@ class Checkpoints:
         try:
             with self._together(step, f"write their files of step {step}"):
                 self._write(folder)
+            with contextlib.suppress(OSError):  # all ranks have written theirs
+                (folder / _unfinished(self._own)).unlink()
         except GradcompError:
             raise  # for ranks that have got all answers this checkpoint is complete
         except Exception:
@@ -109,27 +115,32 @@ class Checkpoints:
 
         A checkpoint of another number of ranks can be read if all its files are in the folder.
 
-        Until all ranks have loaded all of it, the present states are kept in addition.
+        Until all ranks have loaded all of it, the present states are kept in addition. Then ranks
+        compare the trained parameters, second moments, and the optimizers' state of each parameter.
 
         Returns:
-            The step, or None if there is no checkpoint; then nothing has changed.
+            The step, or None if no save was ever completed; then nothing has changed.
 
         Raises:
             ValueError: there are checkpoints, but none that every rank can read; or one of the
                 objects refuses its state (of another codec, model or optimizer), on this or another
                 rank. Then nothing has changed.
+            PeerMismatch: ranks have loaded different weights, second moments or states of an
+                optimizer. Then nothing has changed.
             PeerLost: a rank does not load.
         """
         bound, bad = None, dict[int, str]()
         while True:
             step, found = self._newest(bound, bad)
-            everyone = self._gather(step, bool(self._steps()))
+            everyone = self._gather(step, any(map(self._was_complete, self._steps())))
             steps = {peer_step for peer_step, _ in everyone}
             if len(steps) == 1:
                 break
             bound = min(steps)
         if found is None:
-            if not any(has_some for _, has_some in everyone):
+            if not any(was_complete for _, was_complete in everyone):
+                if self._steps():
+                    logger.warning("gradcomp: no save to %s was ever completed", self._folder)
                 return None
             why = "; ".join(bad.values()) or "another rank has none, or cannot read its own"
             raise ValueError(f"no checkpoint in {self._folder} can be read by every rank: {why}")
@@ -157,6 +168,7 @@ class Checkpoints:
                     raise ValueError(
                         f"the checkpoint of step {step} does not fit {name}: {error}"
                     ) from error
+            self._compare(step)
         except Exception:
             _put_back(before)
             raise
@@ -169,6 +181,41 @@ class Checkpoints:
         """The communicator: a new default one after a failure."""
         return self._given_comm or default_or_alone()
 
+    def _compare(self, step: int) -> None:
+        """Compare what ranks have loaded: trained parameters, second moments and other replicated
+        state of gradcomp, and the state of optimizers. Collective.
+
+        Nothing is compared if `state` has own weights, local shards, or averages over other ranks
+        than these.
+
+        Raises:
+            PeerMismatch: names the first value that differs.
+        """
+        comm, engine = self._comm, getattr(self._state, "_engine", None)
+        is_replicated = (
+            isinstance(engine, Engine)
+            and not self._has_own_weights
+            and (engine.comm.rank, engine.comm.world_size) == (comm.rank, comm.world_size)
+            and all(source.shard is None for source in engine.sources)
+        )
+        everyone = self._gather(step, is_replicated)
+        if not isinstance(engine, Engine) or not all(flag for _, flag in everyone):
+            return
+        agree_on_tensors(
+            comm,
+            engine.replicas.named(frozen=False),
+            self._timeout_s,
+            called=CALLED,
+            phase="checkpoint",
+            channel=Channel.CONTROL,
+        )
+        trained = [(source.name, source.like) for source in engine.sources if source.trained]
+        for name, one in self._shared.items():
+            if isinstance(one, torch.optim.Optimizer):
+                own = b"".join(_digest(one.state.get(p, {})) for _, p in trained)
+                theirs = gather(comm, own, "checkpoint", self._timeout_s, called=CALLED)
+                _check_equal([f"{name} of {parameter}" for parameter, _ in trained], theirs)
+
     def _write(self, folder: Path) -> None:
         """Write this rank's files."""
         own = self._state.state_dict()  # before the model's: it may apply a pending update
@@ -176,6 +223,7 @@ class Checkpoints:
         if self._writes_shared or self._has_own_weights:
             shared = {name: one.state_dict() for name, one in self._shared.items()}
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / _unfinished(self._own)).touch()  # until all ranks have written theirs
         if self._writes_shared:
             write_saved(folder / SHARED, shared)
         own = {"state": own, SHARED: shared} if self._has_own_weights else own
@@ -208,6 +256,18 @@ class Checkpoints:
                 return shared, [read_saved(file) for file in files]
         raise ValueError(f"{folder} is incomplete: it has no {own.name}")
 
+    def _was_complete(self, step: int) -> bool:
+        """Return whether a save of this step was ever completed: not if the file of every rank in
+        its folder is marked, or if there are only parts of such files.
+        """
+        try:
+            names = {file.name for file in self._folder_of(step).iterdir()}
+        except OSError:
+            return True
+        whole = {name for name in names if not name.endswith(".part")}
+        whole -= {SHARED} if whole < names else set()
+        return any(_unfinished(name) not in names for name in whole)
+
     def _steps(self) -> list[int]:
         """Return the steps in the folder, newest first."""
         with contextlib.suppress(FileNotFoundError):
@@ -220,9 +280,9 @@ class Checkpoints:
         own = [self._own, *([SHARED] if self._writes_shared else [])]
         unwanted = [file for name in own for file in folder.glob(f"{name}*")]  # includes .part
         if self._comm.rank == 0:
-            others = of_ranks(folder, "rank").items()
-            unwanted += [f for world, fs in others if world != self._comm.world_size for f in fs]
-        for file in unwanted:
+            ours = f"-of-{self._comm.world_size}.pt"
+            unwanted += [f for f in folder.glob("rank-*-of-*.pt*") if ours not in f.name]
+        for file in sorted(unwanted, key=lambda file: file.suffix == ".part"):  # marks last
             file.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # other ranks' files are still there
             folder.rmdir()
@@ -268,3 +328,29 @@ def _put_back(before: list[tuple[str, Any, Any]]) -> None:
             logger.exception(
                 "gradcomp: %s has parts of a checkpoint that could not be loaded", name
             )
+
+
+def _unfinished(name: str) -> str:
+    """Return the name of the mark that a rank's file has until all ranks have written theirs."""
+    return f"{name}.part"
+
+
+def _digest(state: Mapping[str, Any]) -> bytes:
+    """Return a digest of an optimizer's state of one parameter, zeros if it has no plain tensor."""
+    values = [(key, state[key]) for key in sorted(state) if type(state[key]) is torch.Tensor]
+    return digests([("", digests(values))]) if values else bytes(DIGEST_NBYTES)
+
+
+def _check_equal(names: Sequence[str], everyone: Sequence[bytes]) -> None:
+    """Raise PeerMismatch if digests of the same value differ over the ranks.
+
+    Ranks without a value are left out: some optimizers divide the parameters among the ranks.
+    """
+    for number, name in enumerate(names):
+        part = slice(DIGEST_NBYTES * number, DIGEST_NBYTES * (number + 1))
+        held = [(rank, data[part].hex()) for rank, data in enumerate(everyone) if any(data[part])]
+        for rank, digest in held:
+            if digest != held[0][1]:
+                first, expected = held[0]
+                texts = f"state with digest {expected}", f"state with digest {digest}"
+                raise PeerMismatch(name, rank, *texts, first=first)

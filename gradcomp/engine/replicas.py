@@ -37,7 +37,8 @@ class Replicas:
             on every rank.
         watched: whether the first bucket of every step compares `is_due`, and if it is set also a
             digest of the replicated state.
-        is_due: whether the next exchange compares the replicated state; set it after a load.
+        is_due: whether the next exchange compares the replicated state, if its first bucket
+            compares anything (`first_bucket`); set it after a load.
     """
 
     def __init__(
@@ -55,16 +56,21 @@ class Replicas:
 
     def first_bucket(self, step: int, *, is_new: bool) -> tuple[dict[str, object], Named]:
         """Return the fields that the first bucket of a step compares, and the replicated state that
-        field "state" is a digest of. `is_new`: whether ranks compare the bucket's layout anyway; a
-        guard alone is compared only then and after a load, so that no other step has a round trip
-        more.
+        field "state" is a digest of. `is_new`: whether ranks compare the bucket's layout anyway.
+        Without `watched` the state is compared only then, so that no other step has a round trip
+        more; with a guard also in any step after a load.
 
-        The state is empty unless `is_due`: hashing it at every step would take too long.
+        The state is empty unless `is_due`: hashing it at every step would take too long. With
+        neither `watched` nor a guard it has no frozen parameters.
         """
-        compares = self.watched or (self._guard is not None and (is_new or self.is_due))
+        has_guard = self._guard is not None
+        compares = self.watched or is_new or (has_guard and self.is_due)
+        if not compares:  # a load in a running job: peers that have not loaded compare nothing
+            self.is_due = False
         if not compares or self._layouts.comm.world_size == 1:
             return {}, ()
-        named, due = self._named() if self.is_due else [], self.is_due
+        due = self.is_due
+        named = self.named(frozen=self.watched or has_guard) if due else []
 
         def text() -> str:
             guard = "" if self._guard is None else f" (guard: {self._guard.describe()})"
@@ -112,7 +118,7 @@ class Replicas:
                 a name of `more`, with the first rank that differs from rank 0.
             PeerLost: a rank did not answer.
         """
-        self._compare(self._named(), "check_replicas", Channel.CONTROL)
+        self._compare(self.named(), "check_replicas", Channel.CONTROL)
 
     def compare_sources(self, called: str) -> None:
         """Compare codec, exchange and the bits of the trained tensors, for entry points that do not
@@ -140,12 +146,12 @@ class Replicas:
             )
         self._stats.setup_bytes += (layouts.comm.world_size - 1) * NBYTES
 
-    def _named(self) -> Named:
-        """Return (name, value) pairs of the replicated state."""
+    def named(self, *, frozen: bool = True) -> Named:
+        """Return (name, value) pairs of the replicated state, with or without `frozen` tensors."""
         guard = "none" if self._guard is None else self._guard.describe()
         named: list[tuple[str, object]] = [("guard", guard)]
         # read `like` again: torch may have swapped the tensors
-        named += [(f"parameter {source.name}", source.like) for source in self._sources]
+        named += [(f"parameter {s.name}", s.like) for s in self._sources if frozen or s.trained]
         named += self.more()
         moments = self._layouts.store.moments
         if moments is not None:

@@ -146,11 +146,12 @@ class ManagedAverager(GradientAverager):
             raise
         self._compared = True  # no comparison: a new group's weights are replaced later in the step
         self._quorum: Communicator | None = None  # of a new quorum, until its first step
-        self._averaged: int | None = None  # the last step whose `average` has finished
+        self._is_uncommitted = False  # whether the last `average` is of a step that does not count
         self._has_trained = self._has_healed = False
         self._refused: PeerMismatch | None = None  # a mismatch with other groups in `_connect`
         self._is_odd, self._mismatches, self._calls = True, 0, 0
         manager._pg.configure = _configure(weakref.ref(self), manager._pg.configure)
+        manager.should_commit = _noted(weakref.ref(self), manager.should_commit)
         if "_async_quorum" not in vars(manager):  # by another averager
             manager._async_quorum = _explained(manager._async_quorum)
         heal, healthy = weakref.WeakMethod(self._heal), weakref.WeakMethod(self._healthy)
@@ -204,7 +205,7 @@ class ManagedAverager(GradientAverager):
         if begun is not None:
             with self._reports(begun.number):
                 self._end(begun)
-                self._averaged, self._has_trained = begun.number, True
+                self._is_uncommitted = self._has_trained = True
 
     @contextlib.contextmanager
     def _reports(self, step: int) -> Iterator[None]:
@@ -233,13 +234,14 @@ class ManagedAverager(GradientAverager):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as `Controls.state_dict` does; roll back an uncommitted step first."""
-        if self._averaged is not None and self._averaged == self._manager.current_step():
+        if self._is_uncommitted:
             self._roll_back_uncommitted()
             self._engine.step = self._manager.current_step()
         return super().state_dict()
 
     def _take(self, accepted: Accepted) -> None:
         super()._take(accepted)
+        self._is_uncommitted = False
         self._engine.replicas.is_due = False  # the manager replaces weights
 
     def close(self) -> None:
@@ -328,10 +330,12 @@ class ManagedAverager(GradientAverager):
     # ---- states ----------------------------------------------------------------------------------
 
     def _roll_back_uncommitted(self) -> None:
-        """Roll back residuals and second moments if the last averaged step was not committed."""
-        if self._averaged is not None and self._averaged == self._manager.current_step():
+        """Roll back residuals and second moments if the last averaged step was not committed. The
+        manager's step does not tell: a group that heals takes the step of another one.
+        """
+        if self._is_uncommitted:
             self._engine.discard_step()
-        self._averaged = None
+        self._is_uncommitted = False
 
     def _healthy(self) -> dict[str, Any]:
         """Return the state for a joining group. Called on the manager's thread, between steps."""
@@ -459,6 +463,20 @@ def _configure(owner: weakref.ref[ManagedAverager], configure: Any) -> Any:
         averager = owner()
         if averager is not None and not averager._engine.closed:
             averager._connect(address, rank, world_size)
+
+    return wrapped
+
+
+def _noted(owner: weakref.ref[ManagedAverager], should_commit: Any) -> Any:
+    """Return a manager's `should_commit` that also notes for an averager that its step counts."""
+
+    @wraps(should_commit)
+    def wrapped(*args: Any, **options: Any) -> bool:
+        counts: bool = should_commit(*args, **options)
+        averager = owner()
+        if averager is not None and counts:
+            averager._is_uncommitted = False
+        return counts
 
     return wrapped
 

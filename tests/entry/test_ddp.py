@@ -375,6 +375,49 @@ def test_check_replicas_names_tensor_and_rank():
         assert (error.field, error.rank) == ("parameter 2.bias", 1)
 
 
+@pytest.mark.parametrize("apart", ["0.weight", "0.bias", "buffer", "nothing"])
+@each_rank(2, "ranks")
+def test_weights_that_are_loaded_by_hand_are_compared(apart):
+    """Where ranks compare a bucket's layout anyway, with no message more: training went on with
+    other weights on each rank. Frozen parameters and buffers may be a rank's own.
+    """
+    found, saved = [], ({}, {})
+    for loads in (False, True):
+        model = small_model()
+        model.register_buffer("buffer", torch.zeros(3))
+        model[0].bias.requires_grad_(False)
+        model = DDP(model, broadcast_buffers=False)
+        with gradcomp.ddp.register(model, "onebit", timeout_s=20) as state:
+            if loads:
+                weights, compression = saved
+                weights = {name: values.clone() for name, values in weights.items()}
+                if apart in weights:
+                    weights[apart].view(-1)[1] += 1e-3 * dist.get_rank()
+                model.module.load_state_dict(weights)
+                state.load_state_dict(compression)
+            if loads and apart == "0.weight":
+                backward = loss_of(model, 0, dist.get_rank()).backward
+                error = raised(PeerMismatch, backward)
+                assert (error.field, error.rank) == ("parameter 0.weight", 1)
+                return
+            train(model, sgd(model), dist.get_rank(), range(2))
+            found.append((state.stats.setup_bytes, state.step))
+            saved = model.module.state_dict(), state.state_dict()
+    assert found == [(found[0][0], 2), (found[0][0], 4)]
+
+
+@each_rank(2, "ranks")
+def test_a_rank_that_loads_alone_in_a_running_job_makes_no_other_wait():
+    """Nothing is compared then, also not where the next bucket layout is new."""
+    model = DDP(small_model())
+    with gradcomp.ddp.register(model, "onebit", warmup_steps=5, timeout_s=20) as state:
+        for step in range(8):
+            train(model, sgd(model), dist.get_rank(), range(step, step + 1))
+            if step == 3 and dist.get_rank():
+                state.load_state_dict(state.state_dict())
+        state.check_replicas()
+
+
 # ---- errors --------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean, stdev
 from unittest import mock
@@ -20,7 +21,8 @@ from _ranks import run_local
 from _spoken import PATIENCE_S, Spoken
 from gradcomp.launch.ports import free_port
 
-from gradcomp import Advanced, GradcompError, UnsupportedTensor
+from gradcomp import Advanced, GradcompError, GradientAverager, UnsupportedTensor
+from gradcomp.comm import LocalCommunicator
 from gradcomp.onebit_sgd import AggregateAdagrad
 
 pytestmark = [pytest.mark.extras, pytest.mark.slow]
@@ -470,6 +472,57 @@ def test_a_step_that_did_not_count_is_in_no_state(manager):
             averager.average()
         managed.step()
         assert manager.current_step() == 2 and not model["w"].isnan().any()
+
+
+def test_a_step_that_did_not_count_is_not_kept_by_a_group_that_heals(manager):
+    """The others counted the step: this group takes their weights and their step number, and kept
+    residuals of an average that it never applied.
+    """
+    import torchft
+
+    heals, quorum = [], type(manager)._async_quorum
+
+    def healing(self, **options):
+        quorum(self, **options)
+        if heals:  # as the manager does after it has received another group's state
+            self._pending_state_dict = heals.pop()
+            self._healing = True
+            self.load_state_dict(self._pending_state_dict["torchft"])
+
+    def residual():
+        return averager._engine.store.residuals.current(0).clone()
+
+    mine, theirs = LocalCommunicator.group(2)
+    options = {"min_numel": 0, "atomic_steps": True, "timeout_s": 20.0}
+    model, other = ({"w": torch.nn.Parameter(torch.zeros(64, 40))} for _ in range(2))
+    inner = torch.optim.SGD(model.values(), lr=0.1)
+    with (
+        mock.patch.object(type(manager), "_async_quorum", healing),
+        averager_of(manager, model.items(), "onebit", **options) as averager,
+        GradientAverager(other.items(), "onebit", comm=theirs, **options) as peer,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        peer._compared = True  # as those of managers are
+        managed, found = torchft.Optimizer(manager, inner), []
+        for number in range(2):
+            managed.zero_grad()
+            if number == 0:
+                averager._quorum = mine
+            for one in (model, other):
+                one["w"].grad = torch.randn(64, 40)
+            average = thread.submit(peer.average)
+            averager.average()
+            average.result()
+            found.append(residual())
+            if number == 1:
+                manager.report_error(RuntimeError("not this one"))
+            managed.step()
+        assert manager.current_step() == 1 and not torch.equal(*found)
+        user = {"default": {}, "gradcomp": {}}
+        heals.append({"user": user, "torchft": {"step": 2, "batches_committed": 4}})
+        managed.zero_grad()
+        assert manager.current_step() == 2 and not heals
+        assert torch.equal(residual(), found[0])
 
 
 def test_a_dropped_averager_is_gone(manager):
