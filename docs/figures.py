@@ -877,7 +877,7 @@ FAULTS = {  # as tests/comm/faults/test_matrix.py calls them
     "slow link": "has a link that becomes 100 times slower",
 }
 TRANSPORTS = {"gloo": "gloo", "mpich": "MPICH", "openmpi": "Open MPI"}
-FAULTS_FILE, FAULTS_PAGE, CELLS = "faults.jsonl", "docs/explanation/reliability.md", 218
+FAULTS_FILE, FAULTS_PAGE, CELLS = "faults.jsonl", "docs/explanation/reliability.md", 225
 TABLE = re.compile(r"(?<=<!-- faults -->\n).*?(?=<!-- /faults -->)", re.DOTALL)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gradcomp.codecs import Codec
 from gradcomp.comm import torch_private
 from gradcomp.comm.base import Communicator
-from gradcomp.comm.torchdist import TorchCommunicator, same_ranks
+from gradcomp.comm.torchdist import OF_TORCH, TorchCommunicator, same_ranks
 from gradcomp.engine.buckets import Gradient, check_layers, poison, refuse_sparse
 from gradcomp.engine.controls import Controls
 from gradcomp.engine.layouts import Members
@@ -385,7 +385,7 @@ class CompressionState(Controls):
             unknown = "a rank, or the network to it, was lost: read the output of the others"
             when = f"while DDP broadcast buffers or rebuilt buckets: {text.splitlines()[0]}"
             rank = None if gone is None else gone.rank
-            lost = PeerLost("torch's own collectives", -1, 0.0, f"{gone or unknown} [{when}]", rank)
+            lost = PeerLost(OF_TORCH, -1, 0.0, f"{gone or unknown} [{when}]", rank)
             lost.__cause__ = error
             self._engine.fail(lost)
             logger.error("gradcomp: rank %d: %s", self._engine.comm.rank, lost)

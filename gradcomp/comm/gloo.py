@@ -95,6 +95,10 @@ class Groups:
         except RuntimeError as error:
             raise ConnectionError(_broke(error)) from error
 
+    def follow(self, work: Any, group: Any) -> Work:
+        """Return the `Work` of a collective of torch on its own `group` of these ranks."""
+        return _TorchsWork(work, self, group)
+
     def lose(self, reason: str) -> None:
         """Mark these groups as failed, and record the first reason for them and the job."""
         self.broken = self.broken or reason
@@ -242,6 +246,8 @@ class Groups:
 
 
 class _GlooWork(Work):
+    _on_own_group = True
+
     def __init__(self, work: Any, groups: Groups, buffers: object) -> None:
         self._work, self._groups = work, groups
         self._buffers = buffers  # kept alive until the collective is complete
@@ -289,7 +295,9 @@ class _GlooWork(Work):
         groups, text = self._groups, first_line(error)
         late = "imed out" in text or "imeout" in text
         ended = ended or not late
-        look = groups.notes.look if late else groups.notes.look_for_cause
+        # a rank that closes these groups does not break torch's connections
+        hears_close = not late or (last and not self._on_own_group)
+        look = groups.notes.look_for_cause if hears_close else groups.notes.look
         gone = look(LOOK_S)
         if gone is not None:
             # data that the peer sent before may complete the collective; the next wait returns it
@@ -314,6 +322,20 @@ class _GlooWork(Work):
         with contextlib.suppress(RuntimeError):
             self._work.wait(_patience(GRACE_S))
         return self.is_done()
+
+
+class _TorchsWork(_GlooWork):
+    """A collective on a group of torch, which `Groups.close` does not delete."""
+
+    _on_own_group = False
+
+    def wait(self, timeout_s: float) -> None:
+        try:
+            super().wait(timeout_s)
+        except BaseException:
+            if not self.is_done():  # leaked on purpose, as in `Groups.close`
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._buffers))
+            raise
 
 
 def _check_descriptors(groups: int, world_size: int) -> None:

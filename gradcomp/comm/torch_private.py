@@ -13,6 +13,7 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -350,22 +351,53 @@ def all_gather_by(
     `call` may return a function, which is then called when the weights are needed.
     """
 
-    class Arriving(dist.Work):
-        """Handle of an all_gather of weights; `wait` calls `finish`."""
-
-        def __init__(self, finish: Callable[[], None]) -> None:
-            super().__init__()
-            self._finish = finish
-
-        def wait(self, *_: Any, **__: Any) -> bool:
-            self._finish()
-            return True
-
     def gather(output: torch.Tensor, given: torch.Tensor, group: Any, op: Any) -> Any:
         finish = call(output, given, group)
-        return None if finish is None else Arriving(finish)
+        return None if finish is None else _arriving(finish)
 
     _named(module, "set_custom_all_gather")(_collective("AllGather", gather, allocate))
+
+
+def follow_all_gather(
+    module: Any, call: Callable[[Callable[[], Any], Any], Callable[[], None]]
+) -> bool:
+    """Make a `fully_shard` module's own all_gather, of weights in host memory, run by
+    ``call(start, group)``, which returns a function that waits for it. Return False, with nothing
+    changed, if another all_gather is set.
+    """
+    own = type(_torchs_own("DefaultAllGather"))
+    one = module._get_fsdp_state()._fsdp_param_group
+    if type(getattr(one, "_all_gather_comm", None)) is not own:
+        return False
+
+    class Followed(own):  # type: ignore[misc, valid-type]
+        def __call__(
+            self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False
+        ) -> Any:
+            start = partial(
+                super().__call__,
+                output_tensor=output_tensor,
+                input_tensor=input_tensor,
+                group=group,
+            )
+            if not input_tensor.is_cpu:
+                return start(async_op=async_op)
+            finish = call(partial(start, async_op=True), group)
+            return _arriving(finish) if async_op else finish()
+
+    _named(module, "set_custom_all_gather")(Followed())
+    return True
+
+
+def _arriving(finish: Callable[[], None]) -> Any:
+    """Return a handle of an all_gather of weights whose `wait` calls `finish`."""
+
+    class Arriving(dist.Work):
+        def wait(self, *_: Any, **__: Any) -> bool:
+            finish()
+            return True
+
+    return Arriving()
 
 
 # ---- profiler ------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from gradcomp.errors import PeerMismatch, peers_answer
 
 logger = logging.getLogger("gradcomp")
 
+OF_TORCH = "torch's own collectives"  # `PeerLost.phase` where torch itself has lost a rank
 PATIENCE = 2.0  # warn if the process group's timeout is longer than gradcomp's by this factor
 # timeout_s; random bytes for a unique key prefix, since stores outlive groups; hash of the host
 _CARD = struct.Struct("<d8s16s")
@@ -198,6 +199,28 @@ class TorchCommunicator(Communicator):
     def _start_all_gather(self, send: Tensor, recv: Tensor, channel: Channel) -> Work:
         return self._groups.start(channel, private.start_all_gather, recv, send)
 
+    def follow(self, start: Callable[[], Any], group: Any) -> Callable[[], None]:
+        """Start a collective of torch itself, and return a function that waits for it.
+
+        A rank that gives up ends the wait, as in collectives of this communicator. gloo waits for a
+        reduce-scatter without looking, until the timeout of the process group.
+
+        Args:
+            start: starts it and returns torch's handle.
+            group: its process group: these ranks, or some of them.
+
+        Raises:
+            PeerLost: (the returned function) not complete after `timeout_s` or the group's own
+                timeout, or a rank is lost.
+        """
+        work = self._groups.follow(start(), group)
+
+        def finish() -> None:
+            with peers_answer(OF_TORCH):
+                work.wait(min(self.timeout_s, private.group_timeout_s(group)))
+
+        return finish
+
     def subset(self, ranks: Sequence[int], timeout_s: float) -> TorchCommunicator:
         members = tuple(self.members[rank] for rank in ranks)
         return TorchCommunicator._of(self._rendezvous, members, timeout_s)
@@ -336,15 +359,29 @@ def default_or_alone() -> Communicator:
 
 
 def reduce_scatter(
-    output: Tensor, given: Tensor, process_group: dist.ProcessGroup, op: Any
+    comm: TorchCommunicator, output: Tensor, given: Tensor, group: dist.ProcessGroup, op: Any
 ) -> None:
-    """Reduce-scatter `given`, ``(N * k,)``, by `op` into `output`, ``(k,)``, as torch does."""
-    dist.reduce_scatter_tensor(output, given, op=op, group=process_group)
+    """Reduce-scatter `given`, ``(N * k,)``, by `op` into `output`, ``(k,)``, as torch does.
+    Raises PeerLost as `TorchCommunicator.follow`, whose ranks `group` has.
+    """
+    _by_torch(comm, dist.reduce_scatter_tensor, output, given, group=group, op=op)
 
 
-def all_gather(output: Tensor, given: Tensor, process_group: dist.ProcessGroup) -> None:
-    """All-gather `given`, ``(k,)``, into `output`, ``(N * k,)``, as torch does."""
-    dist.all_gather_into_tensor(output, given, group=process_group)
+def all_gather(
+    comm: TorchCommunicator, output: Tensor, given: Tensor, group: dist.ProcessGroup
+) -> None:
+    """All-gather `given`, ``(k,)``, into `output`, ``(N * k,)``, as `reduce_scatter`."""
+    _by_torch(comm, dist.all_gather_into_tensor, output, given, group=group)
+
+
+def _by_torch(
+    comm: TorchCommunicator, collective: Any, output: Tensor, given: Tensor, **how: Any
+) -> None:
+    if given.is_cpu:
+        start = functools.partial(collective, output, given, **how, async_op=True)
+        comm.follow(start, how["group"])()
+    else:
+        collective(output, given, **how)
 
 
 def divisor(op: Any, world_size: int) -> int | None:

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradcomp.codecs import Codec
 from gradcomp.comm import torch_private
+from gradcomp.engine.options import Options
 from gradcomp.kernels import check_device
 from gradcomp.memory.planes import Planes
-from gradcomp.payload.parameters import Parameter
+from gradcomp.payload.parameters import Parameter, describe_parameters
 from gradcomp.payload.pieces import Slot
 
 # the `FsdpState` that compresses the gradients of an FSDP module, by the module's id; the state has
@@ -113,6 +115,23 @@ class Part:
     def split(self, whole: Tensor) -> list[Tensor]:
         """Return the chunk of each rank of a tensor of the parameter's shape, as views."""
         return list(torch.split(whole, [shape[self.dim] for shape in self.chunks], self.dim))
+
+
+def described(
+    wholes: Iterable[tuple[str, tuple[int, ...]]], codec: Codec, options: Options
+) -> dict[str, Parameter]:
+    """Return the parameters by name; their indices do not depend on how modules are wrapped."""
+    order = sorted(wholes)
+    found = describe_parameters(order, codec.group_numel, options.min_numel, options.exempts)
+    return {p.name: p for p in found}
+
+
+def parts_of(
+    one: torch_private.Sharded, names: Sequence[str], known: dict[str, Parameter]
+) -> list[Part]:
+    """Return the parameters of a module, whose `names` are those of `known`."""
+    fields = zip(names, one.owners, one.chunks, one.dims, strict=True)
+    return [Part(known[name], owner, chunks, dim) for name, owner, chunks, dim in fields]
 
 
 def number_of(parts: Sequence[Part]) -> int:

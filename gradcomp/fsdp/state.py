@@ -36,14 +36,23 @@ from gradcomp.exchange.pipeline import InlinePipeline
 from gradcomp.exchange.quality import Probe, Quality
 from gradcomp.exchange.stats import Stats
 from gradcomp.exchange.telemetry import Telemetry
-from gradcomp.fsdp.parts import Part, claim, number_of, owner_of, release, sharded_modules
+from gradcomp.fsdp.parts import (
+    Part,
+    claim,
+    described,
+    number_of,
+    owner_of,
+    parts_of,
+    release,
+    sharded_modules,
+)
 from gradcomp.fsdp.reduce import ReduceScatter, allocator
 from gradcomp.fsdp.residuals import ModelResiduals
 from gradcomp.fsdp.weights import AllGather, Forward
 from gradcomp.kernels import empty
 from gradcomp.kernels.staging import Shared
 from gradcomp.memory.saved import Saved, check_step, write
-from gradcomp.payload.parameters import Parameter, describe_parameters
+from gradcomp.payload.parameters import Parameter
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -95,7 +104,7 @@ class FsdpState:
         self._model = weakref.ref(model)
         self._comms: dict[int, TorchCommunicator] = {}  # by process group
         self._reduces: list[ReduceScatter] = []
-        self._gathers: list[AllGather] = []
+        self._gathers: list[Any] = []  # modules whose all_gather of weights was replaced
         self._pipeline = InlinePipeline(self._abort)
         # number of the last backward pass for which `_end_backward` was queued
         self._called_back = -1
@@ -148,13 +157,13 @@ class FsdpState:
             for one in sharded
             for p, shape in zip(one.parameters, one.shapes, strict=True)
         ]
-        gradients = _described(wholes, self.codec, options)
+        gradients = described(wholes, self.codec, options)
         warm_up = Identity() if options.warmup_codec is None else resolve(options.warmup_codec)
-        values = _described(wholes, self.weights, options) if self.weights is not None else {}
+        values = described(wholes, self.weights, options) if self.weights is not None else {}
         pool, reused, staged = BufferPool(), torch_private.ReusedTensors(empty), Shared()
         for one in sharded:
             own = [names[id(p)] for p in one.parameters]
-            parts = _parts(one, own, gradients)
+            parts = parts_of(one, own, gradients)
             self._names |= {i: part.parameter.name for part in parts for i in part.slot_indices}
             if one.group.size() == 1:  # FSDP sends nothing
                 self._alone += parts
@@ -183,20 +192,23 @@ class FsdpState:
                 one.module, self._reduce_by(reduce, comm), allocator(reused, reduce)
             )
             if self.weights is None:
+                if torch_private.follow_all_gather(one.module, self._follow_by(comm)):
+                    self._gathers.append(one.module)
                 continue
             if self._forward is not None:
                 self._hooks.append(self._forward.watch(one.module))
             gather = AllGather(
                 one.module,
-                _parts(one, own, values),
+                parts_of(one, own, values),
                 self.weights,
                 comm,
                 self.weights_stats,
                 pool,
                 self._forward,
             )
-            self._gathers.append(gather)
-            torch_private.all_gather_by(one.module, self._gather_by(gather), allocator(reused))
+            self._gathers.append(one.module)
+            call = self._gather_by(gather, comm)
+            torch_private.all_gather_by(one.module, call, allocator(reused))
 
     def _agree(
         self, comm: TorchCommunicator, options: Options, parameters: Sequence[Parameter]
@@ -257,7 +269,7 @@ class FsdpState:
                     else "lacks that of some parameter"
                 )
                 self.plain += 1
-                reduce_scatter(output, given, group, op)
+                reduce_scatter(comm, output, given, group, op)
                 return
             if module.is_under_way:  # left over from a backward pass that failed
                 self._pipeline.wait()
@@ -270,12 +282,18 @@ class FsdpState:
 
         return self._poisoned_on_failure()(call)
 
-    def _gather_by(self, module: AllGather) -> Any:
+    def _gather_by(self, module: AllGather, comm: TorchCommunicator) -> Any:
         def call(output: Tensor, given: Tensor, group: Any) -> Callable[[], None] | None:
             if not module.fits(given, group.size()):
-                all_gather(output, given, group)
+                all_gather(comm, output, given, group)
                 return None
             return self._poisoned_on_failure()(module.start(output, given))
+
+        return self._poisoned_on_failure()(call)
+
+    def _follow_by(self, comm: TorchCommunicator) -> Any:
+        def call(start: Callable[[], Any], group: Any) -> Callable[[], None]:
+            return self._poisoned_on_failure()(comm.follow(start, group))
 
         return self._poisoned_on_failure()(call)
 
@@ -547,8 +565,8 @@ class FsdpState:
             remove(self._hooks)
             for reduce in self._reduces:
                 torch_private.reduce_scatter_as_before(reduce.module)
-            for gather in self._gathers:
-                torch_private.all_gather_as_before(gather.module)
+            for module in self._gathers:
+                torch_private.all_gather_as_before(module)
 
     def __enter__(self) -> Self:
         return self
@@ -576,20 +594,3 @@ def _read_steps(saved_steps: Any, names: Collection[str]) -> dict[str, int]:
         odd = min(steps.keys() ^ set(names), key=str)
         raise ValueError(f"this state is of other parameters: {odd!r} is on one side only")
     return steps
-
-
-def _described(
-    wholes: Iterable[tuple[str, tuple[int, ...]]], codec: Codec, options: Options
-) -> dict[str, Parameter]:
-    """Return the parameters by name; their indices do not depend on how modules are wrapped."""
-    described = describe_parameters(
-        sorted(wholes), codec.group_numel, options.min_numel, options.exempts
-    )
-    return {p.name: p for p in described}
-
-
-def _parts(
-    one: torch_private.Sharded, names: Sequence[str], known: dict[str, Parameter]
-) -> list[Part]:
-    fields = zip(names, one.owners, one.chunks, one.dims, strict=True)
-    return [Part(known[name], owner, chunks, dim) for name, owner, chunks, dim in fields]

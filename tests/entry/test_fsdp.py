@@ -1212,10 +1212,7 @@ def test_after_a_lost_rank_every_exchange_raises_peer_lost(codec, weights):
     model.left.set_modules_to_backward_prefetch([model.left])  # gathers nothing by torch later on
     out, x = model(noise(0), False), noise(1)
     tries = [lambda: out.square().mean().backward()]
-    if weights is None:  # the scale round fails before the layer's whole weights are given away
-        tries += [lambda: model.left(x.requires_grad_()).square().mean().backward()]
-    else:
-        tries += [lambda: model(x, False), lambda: model(x, False), lambda: model.right(x)]
+    tries += [lambda: model(x, False), lambda: model(x, False), lambda: model.right(x)]
     if dist.get_rank() == 1:
         state.close()
         tries.clear()
@@ -1226,15 +1223,41 @@ def test_after_a_lost_rank_every_exchange_raises_peer_lost(codec, weights):
     state.close()
 
 
-def lost_in_backward(folder, weights):
-    """Rank 2 dies in backward between the reduce-scatters of the last layer and of the one before
-    it.
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@each_rank(2)
+def test_torchs_gather_of_weights_names_a_rank_that_has_closed(where):
+    """It waited as long as the process group, and then raised RuntimeError without a rank."""
+    model, store = wrap(fresh()), torch_private.default_store()
+    state = registered(model, TernGrad(), timeout_s=60)
+    loss = loss_of(model, 0)
+    if dist.get_rank() == 1:
+        state.close()
+        store.wait(["heard"])
+        return
+    for comm in state._comms.values():
+        comm.timeout_s = 2.0
+    said = "in torch's own collectives after .* s: rank 1 closed"
+    with pytest.raises(gradcomp.PeerLost, match=said) as lost:
+        loss_of(model, 1) if where == "forward" else loss.backward()
+    assert lost.value.rank == 1 and 2 <= lost.value.waited_s < 7
+    with pytest.raises(gradcomp.PeerLost, match=said):
+        loss_of(model, 1).backward()
+    assert all(np.isnan(shard).all() for shard in shards_of(model).values())
+    store.set("heard", b"")
+    state.close()
+
+
+def lost_midway(folder, weights, where):
+    """Rank 2 dies in forward before the last layer; or in backward, between the reduce-scatters of
+    the last layer and of the one before it, which are torch's own where it is "plain".
 
     The others save what they caught and their gradients, before and after a step.
     """
-    rank, model = dist.get_rank(), Blocks()
+    rank, model = dist.get_rank(), Blocks(reshard_after_forward=where != "plain")
     for layer in model.layers:  # none is gathered for backward before its turn
         layer.set_modules_to_backward_prefetch([layer])
+        if where == "plain":  # its bias has no gradient
+            layer.forward = lambda x, own=layer: nn.functional.linear(x, own.weight)
     state = registered(model, OneBit(), weights=weights, min_numel=0, timeout_s=20)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
 
@@ -1244,43 +1267,59 @@ def lost_in_backward(folder, weights):
 
     if rank == 2:
         model.layers[1].register_forward_hook(
-            lambda module, args, out: out.register_hook(die) and None
+            lambda module, args, out: (
+                die(out) if where == "forward" else out.register_hook(die) and None
+            )
         )
     raised, steps = None, state.state_dict()["extra"]["steps"]
     try:
         model(torch.randn(8, 40)).square().mean().backward()
     except (RuntimeError, gradcomp.GradcompError) as error:
-        raised = type(error).__name__, str(error)
+        raised = type(error).__name__, getattr(error, "rank", None), str(error)
 
     def found():
         return [None if p.grad is None else p.grad.to_local().clone() for p in model.parameters()]
 
     before = found()
     optimizer.step()
-    if raised[0] == "PeerLost":
-        assert state.state_dict()["extra"]["steps"] == steps
+    assert state.state_dict()["extra"]["steps"] == steps
     torch.save((raised, before, found()), f"{folder}/{rank}")
     state.close()
 
 
-@pytest.mark.parametrize("weights", ["block8", None])
-def test_a_rank_lost_in_backward_leaves_nan_or_nothing(gloo, tmp_path, weights):
+@pytest.mark.parametrize(
+    ("weights", "where"),
+    [("block8", "backward"), (None, "backward"), (None, "forward"), (None, "plain")],
+)
+def test_a_lost_rank_is_named_and_leaves_nan_or_nothing(gloo, tmp_path, weights, where):
     """Uninitialised memory stayed in ``.grad`` (mean sizes of 1e33), and the optimizer applied it.
-
-    Without `weights` torch's own all_gather raises its RuntimeError, and nobody finishes what is
-    under way. Averages of modules that were complete are replaced at the optimizer's step.
+    Of torch's own collectives it was RuntimeError, without a rank.
     """
     with pytest.raises(RankFailed, match="rank 2 gave no result"):
-        gloo(3, lost_in_backward, str(tmp_path), weights)
+        gloo(3, lost_midway, str(tmp_path), weights, where)
     for rank in range(2):
-        (got, text), before, after = torch.load(tmp_path / str(rank))
-        assert weights is None or re.search(r"rank 2 \(pid \d+ on \S+\) has ended", text), text
-        # or it died before it had sent all
-        assert got == "PeerLost" or (got == "RuntimeError" and weights is None)
-        assert all(grad is None or grad.isnan().all() for grad in after), after
-        unfinished = before if got == "PeerLost" else before[:4]
-        assert all(grad is None or grad.isnan().all() for grad in unfinished), before
-        assert sum(grad is not None for grad in after) >= 2
+        (got, lost, text), before, after = torch.load(tmp_path / str(rank))
+        assert (got, lost) == ("PeerLost", 2), text
+        assert where == "backward" or "torch's own collectives" in text, text
+        assert re.search(r"rank 2 \(pid \d+ on \S+\) has ended", text), text
+        for grads in (before, after):
+            assert all(grad is None or grad.isnan().all() for grad in grads), grads
+            least = {"forward": 0, "plain": 1, "backward": 2}[where]
+            assert sum(grad is not None for grad in grads) >= least
+
+
+@each_rank(2)
+def test_an_error_in_backward_leaves_nan_to_the_optimizer():
+    """It applied the averages of modules that were complete."""
+    model, x = Blocks(), torch.randn(8, 40, requires_grad=True)
+    x.register_hook(lambda _: 1 / 0)  # after three reduce-scatters, of which two are under way
+    with registered(model, OneBit(), min_numel=0, timeout_s=60):
+        with pytest.raises(ZeroDivisionError):
+            model(x).square().mean().backward()
+        nans = [np.isnan(shard).all() for shard in shards_of(model).values()]
+        assert sum(nans) == 4 and len(nans) == 6
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+        assert all(np.isnan(shard).all() for shard in shards_of(model).values())
 
 
 # ---- memory --------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ test_matrix.py.
 Usage: _cells.py PORT RANK WORLD PHASE FAULT TIMEOUT_S FOLDER. Rank 0 hosts the store, as without
 torchrun. RANK "mpi": started by mpirun, and gradients go by MPI. Who hears of a lost rank prints
 it, and lets the error end the program. In the phases `SERVED` a rank is a parameter server and the
-others are its workers.
+others are its workers; in `GATHER` FSDP2 trains, and torch gathers its weights.
 """
 
 import functools
@@ -17,12 +17,15 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradcomp
 import gradcomp.ddp
+import gradcomp.fsdp
 from gradcomp import files
 from gradcomp.checkpoint import Checkpoints
+from gradcomp.comm import TorchCommunicator
 from gradcomp.exchange.bucket import BucketExchange
 from gradcomp.exchange.phase import Phase
 from gradcomp.local.fragment import Fragment
@@ -53,6 +56,7 @@ def be_cut_off():
 
 
 LINKS = {"cut off": be_cut_off}
+GATHER = "gather of weights"
 # by phase: what it begins with, or (with a name) what is under way when it has begun
 PLACES = {
     "forward": (nn.Linear, "forward"),
@@ -64,12 +68,13 @@ PLACES = {
     "optimizer": (torch.optim.SGD, "step"),
     "checkpoint": (files, "_sync"),
     "outer step": (Fragment, "apply"),
+    GATHER: (TorchCommunicator, "follow"),
     "server's round": (loop._Server, "_handle"),
     "worker's push": (ParameterClient, "push_parameter"),
 }
 SERVED = {"server's round": 2, "worker's push": 0}  # which rank serves
 # where a program may close: not in stages of an exchange (other threads run them) nor in a save
-CLOSING = ("forward", "optimizer", "outer step", "worker's push")
+CLOSING = ("forward", "optimizer", "outer step", GATHER, "worker's push")
 
 
 class Strike:
@@ -120,12 +125,15 @@ def trained(comm, phase, timeout_s, folder):
     """Return a function of a step of training, and one that closes what averages gradients."""
     torch.manual_seed(0)
     net = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
-    model = DDP(net, bucket_cap_mb=0.03)
+    sharded = phase == GATHER
+    model = fully_shard(net) if sharded else DDP(net, bucket_cap_mb=0.03)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     options = {"comm": comm, "timeout_s": timeout_s}
     if phase == "outer step":
         model = net
         state = gradcomp.DiLoCo(model, optimizer, "ternary", sync_every=1, min_numel=0, **options)
+    elif sharded:
+        state = gradcomp.fsdp.register(model, "onebit", min_numel=0, timeout_s=timeout_s)
     else:
         state = gradcomp.ddp.register(
             model, "onebit", min_numel=0, exchange="reduce_scatter", **options
@@ -168,7 +176,8 @@ def served(comm, phase, timeout_s):
 
 
 def main(port, rank, world, phase, fault, timeout_s, folder):
-    rank, comm = join(port, rank, world, timedelta(seconds=timeout_s))
+    torchs = None if phase == GATHER else timedelta(seconds=timeout_s)  # 30 minutes
+    rank, comm = join(port, rank, world, torchs)
     if phase in SERVED:
         take, close = served(comm, phase, timeout_s)
     else:
