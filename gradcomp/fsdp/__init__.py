@@ -52,8 +52,8 @@ def register(
         model: an FSDP module, or a model that contains some. Each may be sharded over another group
             of ranks.
         codec: codec or name; "auto": `Ternary(error_feedback=False)`, which needs no memory; its
-            measured loss is logged. With `Ternary()`, `OneBit` and `Block` every rank has residuals
-            as large as the unsharded gradients; their size is logged. Rank 0 logs
+            measured loss under AdamW is logged. With `Ternary()`, `OneBit` and `Block` every rank
+            has residuals as large as the unsharded gradients; their size is logged. Rank 0 logs
             `FsdpState.describe` to the logger "gradcomp", at INFO.
         weights: codec of the weights that are gathered for forward and backward: "block8",
             "block4", "bfloat16", or `Block` with another group; None: not compressed. Shards and
@@ -81,6 +81,7 @@ def register(
         from gradcomp.plan.accuracy import SHARDED
 
         codec, chosen = SHARDED.codec, f"auto: {SHARDED.cost} to fp32 ({SHARDED.training})"
+        chosen += "; FSDP2 was measured under AdamW only, not under SGD"
     return FsdpState(
         model,
         resolve(codec),

@@ -623,6 +623,7 @@ def test_fsdp2_logs_what_auto_takes():
         "auto: -0.020 nats to fp32 (a byte GPT of 0.87 M parameters on prose under AdamW, N = 2"
         in text
     )
+    assert text.endswith("3 seeds); FSDP2 was measured under AdamW only, not under SGD")
 
 
 @pytest.mark.parametrize(
