@@ -363,9 +363,12 @@ def follow_all_gather(
 ) -> bool:
     """Make a `fully_shard` module's own all_gather, of weights in host memory, run by
     ``call(start, group)``, which returns a function that waits for it. Return False, with nothing
-    changed, if another all_gather is set.
+    changed, if another all_gather is set, or this version of torch lets none be set.
     """
-    own = type(_torchs_own("DefaultAllGather"))
+    try:
+        own, replace = type(_torchs_own("DefaultAllGather")), _named(module, "set_custom_all_gather")
+    except GradcompError:
+        return False
     one = module._get_fsdp_state()._fsdp_param_group
     if type(getattr(one, "_all_gather_comm", None)) is not own:
         return False
@@ -385,7 +388,7 @@ def follow_all_gather(
             finish = call(partial(start, async_op=True), group)
             return _arriving(finish) if async_op else finish()
 
-    _named(module, "set_custom_all_gather")(Followed())
+    replace(Followed())
     return True
 
 
