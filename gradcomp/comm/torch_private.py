@@ -366,7 +366,8 @@ def follow_all_gather(
     changed, if another all_gather is set, or this version of torch lets none be set.
     """
     try:
-        own, replace = type(_torchs_own("DefaultAllGather")), _named(module, "set_custom_all_gather")
+        own = type(_torchs_own("DefaultAllGather"))
+        replace = _named(module, "set_custom_all_gather")
     except GradcompError:
         return False
     one = module._get_fsdp_state()._fsdp_param_group
