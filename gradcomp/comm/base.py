@@ -109,11 +109,14 @@ def lost_in_setup(begun: float, why: str, rank: int | None = None) -> PeerLost:
 
 
 def log_wait(rank: int, whom: Callable[[], str]) -> None:
-    """Log this thread's wait once if it is long; `whom` returns whom it is for, or ""."""
+    """Log this thread's wait once if it is long, and add to the table of waits whom it is for;
+    `whom` returns that, or "".
+    """
     wait = current()
     if wait is not None and wait.is_long() and not wait.logged:
         wait.logged = True
         seconds, known = f"{wait.seconds():.0f} s", whom() or "another rank, which is not known"
+        wait.is_for(known)
         logger.warning("gradcomp: rank %d waits %s in %s for %s", rank, seconds, wait.what, known)
 
 
