@@ -135,7 +135,7 @@ def name_waiting(rank: int, world_size: int, waits: Mapping[int, str]) -> str:
 
 
 def given_up_on(rank: int, what: str) -> tuple[None, str]:
-    """Return what the rank itself is told when others give up because of it: it is not lost."""
+    """Return the note for `rank` itself when others gave up because of it: no rank is lost."""
     return None, f"other ranks gave up on this one: rank {rank} {what}"
 
 
