@@ -384,7 +384,7 @@ class CompressionState(Controls):
             gone = self._engine.comm.find_lost()
             unknown = "a rank, or the network to it, was lost: read the output of the others"
             when = f"while DDP broadcast buffers or rebuilt buckets: {text.splitlines()[0]}"
-            rank = None if gone is None else gone.rank
+            rank = getattr(gone, "rank", None)  # of RankGone
             lost = PeerLost(OF_TORCH, -1, 0.0, f"{gone or unknown} [{when}]", rank)
             lost.__cause__ = error
             self._engine.fail(lost)

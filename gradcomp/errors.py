@@ -111,8 +111,7 @@ class PeerLost(GradcompError):
         bucket: number of the bucket in its step; -1 outside of buckets.
         waited_s: seconds waited.
         detail: the reason, as far as it is known.
-        rank: the lost rank, or None if it is unknown. It may be a rank that gave up before this one
-            because of a third rank, if nothing else is known.
+        rank: the lost rank, or None if it is unknown.
     """
 
     _arguments = ("phase", "bucket", "waited_s", "detail", "rank")

@@ -51,6 +51,10 @@ class Wait:
         """Return whether it takes much longer than usual (`WATCH_S`, `USUAL`)."""
         return self.seconds() > max(WATCH_S, USUAL * _longest.get(self.kind, 0.0))
 
+    def is_for(self, whom: str) -> None:
+        """Add to the text in the table whom the wait is for."""
+        self._table.put(self._slot, self._begun, f"{self.what} for {whom}")
+
     def end(self, *, well: bool) -> None:
         """Remove it from the table. If it ended `well`, its duration counts as usual."""
         self._table.give_back(self._slot)
@@ -136,12 +140,16 @@ class _Table:
             slot = self._free.pop()
         except IndexError:  # table is full
             return None
-        _SLOT.pack_into(self._page, slot * _SLOT.size, begun, what.encode()[:120])
+        self.put(slot, begun, what)
         return slot
+
+    def put(self, slot: int | None, begun: float, what: str) -> None:
+        if slot is not None and self._page is not None:
+            _SLOT.pack_into(self._page, slot * _SLOT.size, begun, what.encode()[:120])
 
     def give_back(self, slot: int | None) -> None:
         if slot is not None and self._page is not None:
-            _SLOT.pack_into(self._page, slot * _SLOT.size, 0.0, b"")
+            self.put(slot, 0.0, "")
             self._free.append(slot)
 
     def close(self) -> None:

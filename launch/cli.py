@@ -53,9 +53,9 @@ Every rank has RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and M
 under torchrun. MASTER_ADDR and MASTER_PORT that are set already are kept. With more ranks than
 cores here, OMP_NUM_THREADS is 1 unless it is set.
 
-The exit status is that of the rank that failed first (128 + n after signal n), and its traceback
-is printed last. Ctrl-C and SIGTERM end every rank, with status 130 and 143; a second one at once.
-2 means a wrong command line.
+The exit status is that of the rank that failed first (128 + n after signal n). Its traceback is
+printed last, and then one line with its rank, pid, host and error. Ctrl-C and SIGTERM end every
+rank, with status 130 and 143; a second one at once. 2 means a wrong command line.
 
 GRADCOMP_MPIRUN names the mpirun to use; otherwise it is the one beside this Python, then the
 first on PATH.
@@ -276,17 +276,20 @@ def _signal_name(number: int) -> str:
 
 
 def _verdict(folder: Path, status: int, starter: str) -> int:
-    """Print why the ranks ended, with the first failure's traceback; return the exit status."""
+    """Print the first failure's traceback and, in the last line, why the ranks ended; return the
+    exit status.
+    """
     failure, note = first_failure(folder), folder / KILLED
     if failure and note.exists() and int(note.read_text(encoding="utf-8")) < failure.time_ns:
         failure = None  # it failed because of the rank whose watcher was killed
     if failure is not None:
         killed = f"killed by {_signal_name(failure.signal)}, " if failure.signal else ""
+        sys.stderr.write(failure.traceback)
+        error = failure.traceback.strip().rpartition("\n")[2]
         _say(
             f"rank {failure.rank} (pid {failure.pid} on {failure.host}) failed first: {killed}exit"
-            f" status {failure.status}"
+            f" status {failure.status}{f': {error}' if error else ''}"
         )
-        sys.stderr.write(failure.traceback)
         return failure.status
     started, ended, stopped = (
         {int(path.suffix[1:]) for path in folder.glob(f"{kind}.*")}

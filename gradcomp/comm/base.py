@@ -27,7 +27,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +74,30 @@ class RankGone(ConnectionError):
         self.rank = rank
 
 
+class RankSilent(TimeoutError):
+    """A wait that timed out because of one rank: all others wait, too.
+
+    Args:
+        rank: that rank; also an attribute.
+        what: predicate of the error message, after "rank N".
+    """
+
+    def __init__(self, rank: int, what: str) -> None:
+        super().__init__(f"rank {rank} {what}")
+        self.rank = rank
+
+
+def lost_rank(rank: int | None, what: str) -> ConnectionError:
+    """Return the error for a lost rank and its description; None: not known, `what` says it all."""
+    return ConnectionError(what) if rank is None else RankGone(rank, what=what)
+
+
+def described(error: Exception) -> tuple[int | None, str]:
+    """Return the rank and description in an error of a lost rank; or None and its whole text."""
+    rank = getattr(error, "rank", None)
+    return rank, str(error).removeprefix(f"rank {rank} ")
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error message; torch and MPI append long C++ stack traces."""
     return (str(error) or type(error).__name__).splitlines()[0]
@@ -85,17 +109,34 @@ def lost_in_setup(begun: float, why: str, rank: int | None = None) -> PeerLost:
 
 
 def log_wait(rank: int, whom: Callable[[], str]) -> None:
-    """Log this thread's wait once if it is long; `whom` returns whom it is for, or ""."""
+    """Log this thread's wait once if it is long, and add to the table of waits whom it is for;
+    `whom` returns that, or "".
+    """
     wait = current()
     if wait is not None and wait.is_long() and not wait.logged:
         wait.logged = True
         seconds, known = f"{wait.seconds():.0f} s", whom() or "another rank, which is not known"
+        wait.is_for(known)
         logger.warning("gradcomp: rank %d waits %s in %s for %s", rank, seconds, wait.what, known)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """Return "rank 3" or "ranks 1, 3"."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def name_waiting(rank: int, world_size: int, waits: Mapping[int, str]) -> str:
+    """Describe whom `rank` waits for, when the ranks in `waits` wait for others, too."""
+    others = [other for other in range(world_size) if other != rank]
+    away = [other for other in others if other not in waits]
+    if away:
+        return f"{name_ranks(away)}, not waiting for any rank"
+    return "ranks that wait, too: " + ", ".join(f"{other} in {waits[other]}" for other in others)
+
+
+def given_up_on(rank: int, what: str) -> tuple[None, str]:
+    """Return the note for `rank` itself when others gave up because of it: no rank is lost."""
+    return None, f"other ranks gave up on this one: rank {rank} {what}"
 
 
 def gave_up(reason: str) -> str:
@@ -317,7 +358,7 @@ class Communicator(ABC):
     def abort(self, reason: str = "") -> None:
         """Notify peers that this rank has given up because of `reason`, if the transport can."""
 
-    def find_lost(self) -> RankGone | None:
+    def find_lost(self) -> ConnectionError | None:
         """After a failure of something else between these ranks, look for the rank that was lost;
         None if it is not known. Takes at most a few seconds.
         """

@@ -21,9 +21,20 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from gradcomp.comm.base import Channel, RankGone, Work, first_line, log_wait, name_ranks
-from gradcomp.comm.peers import describe, find_lost, here
-from gradcomp.comm.store import Look, Notes, meet
+from gradcomp.comm.base import (
+    Channel,
+    RankGone,
+    RankSilent,
+    Work,
+    described,
+    first_line,
+    gave_up,
+    log_wait,
+    lost_rank,
+    name_waiting,
+)
+from gradcomp.comm.peers import describe, find_lost, here, silent, this_process
+from gradcomp.comm.store import Look, Lost, Notes, meet
 from gradcomp.comm.torch_private import make_gloo, store_below, store_is_gone
 from gradcomp.errors import GradcompError, peers_answer
 from gradcomp.waits import current
@@ -39,8 +50,8 @@ ENDING_S = (0.05, 0.2, 0.5)
 OWN_DESCRIPTORS = 4  # file descriptors of a gloo group besides one socket for each peer
 DATA = (Channel.SCALE, Channel.FIRST, Channel.SECOND)
 
-# first failure in a job, by default process group
-_failed: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+# reason of the first failure in a job, and whether a peer was lost, by default process group
+_failed: weakref.WeakKeyDictionary[Any, tuple[str, bool]] = weakref.WeakKeyDictionary()
 # gloo groups kept alive because of collectives in progress, and these collectives
 _stuck: list[tuple[list[Any], set[_GlooWork]]] = []
 _open: weakref.WeakSet[Groups] = weakref.WeakSet()  # all that this process has made
@@ -78,6 +89,7 @@ class Groups:
         self.notes = Notes(store, rank, world_size)
         self.pending: set[_GlooWork] = set()
         self.broken = ""  # why these groups have failed; "" if they have not
+        self._lost: Lost | None = None  # the lost rank because of which they have failed
         self.closed = False
         _open.add(self)
 
@@ -99,14 +111,18 @@ class Groups:
         """Return the `Work` of a collective of torch on its own `group` of these ranks."""
         return _TorchsWork(work, self, group)
 
-    def lose(self, reason: str) -> None:
-        """Mark these groups as failed, and record the first reason for them and the job."""
-        self.broken = self.broken or reason
+    def lose(self, reason: str, lost: Lost | None = None) -> None:
+        """Mark these groups as failed, and record the first reason for them and the job.
+
+        `lost` is the lost rank; None: this rank fails by itself.
+        """
+        if not self.broken:
+            self.broken, self._lost = reason, lost
         job = self._job()
         if job is not None:
-            _failed.setdefault(job, self.broken)
+            _failed.setdefault(job, (self.broken, self._lost is not None))
 
-    def find_ending(self, look: Look) -> RankGone | None:
+    def find_ending(self, look: Look) -> ConnectionError | None:
         """Find a lost rank as `find_lost` does; wait for one whose process is just ending."""
         lost = self.find_lost(look)
         for pause_s in ENDING_S:
@@ -115,7 +131,7 @@ class Groups:
                 lost = self.find_lost(look)
         return lost
 
-    def find_lost(self, look: Look) -> RankGone | None:
+    def find_lost(self, look: Look) -> ConnectionError | None:
         """Probe for a lost rank, return its error, and leave a note for peers; None if unknown.
 
         `look` reads notes, and is called after the probe: a rank that gives up because of another
@@ -124,14 +140,19 @@ class Groups:
         found = find_lost(self._cards, self._rank)
         gone = look(LOOK_S)
         if gone is not None:
-            return RankGone(gone[0], what=gone[1])
+            return lost_rank(*gone)
         if found is None:
             return None
         rank, what = found
         if store_is_gone(self._store) and self._world_size > 2:
             what += "; the ranks' store was lost with it, so another rank may have ended before"
-        self.notes.give_up(what, rank=rank)
+        self.notes.blame(rank, what)
         return RankGone(rank, what=what)
+
+    def find_silent(self, timeout_s: float) -> RankSilent | None:
+        """Ask for the rank because of which a wait of `timeout_s` timed out; None if unknown."""
+        rank = self.notes.find_silent()
+        return None if rank is None else RankSilent(rank, silent(self._cards[rank], timeout_s))
 
     def watch(self) -> None:
         """Announce the current wait of this thread in a note if it is long, and log it once."""
@@ -148,20 +169,14 @@ class Groups:
         if found is not None:
             return describe(found)
         waits = self.notes.who_waits(self._world_size, LOOK_S)
-        if waits is None:
-            return ""
-        others = [rank for rank in range(self._world_size) if rank != self._rank]
-        away = [rank for rank in others if rank not in waits]
-        if away:
-            return f"{name_ranks(away)}, not waiting for any rank"
-        return "ranks that wait, too: " + ", ".join(f"{rank} in {waits[rank]}" for rank in others)
+        return "" if waits is None else name_waiting(self._rank, self._world_size, waits)
 
     def give_up(self, reason: str) -> None:
         """End every wait on these groups within a second, on this rank and, by a note, on peers."""
         if not self.closed:
             self.lose(reason or "abort() was called")
             if self._world_size > 1:
-                self.notes.give_up(reason)
+                self._tell(reason)
 
     def close(self) -> None:
         """Close sockets and end threads. A second call has no effect."""
@@ -196,14 +211,27 @@ class Groups:
 
     def _leave_note(self) -> None:
         """Leave a note why this rank closes, since peers see only a closed connection."""
-        job = self._job()
-        failed = self.broken or (_failed.get(job, "") if job is not None else "")
+        failed = self.broken or self._failed_before()[0]
         if not failed and any(not work.is_done() for work in list(self.pending)):
             failed = "a close() with collectives under way"
         if failed:
-            self.notes.give_up(failed)
+            self._tell(failed)
         else:
             self.notes.close()
+
+    def _tell(self, reason: str) -> None:
+        """Leave a note that this rank gives up, which names it only if it fails by itself."""
+        if self._lost is not None:
+            self.notes.blame(*self._lost)
+        elif self._failed_before()[1]:  # other groups of the job, where ranks have other numbers
+            self.notes.blame(None, f"rank {self._rank} {this_process()} {gave_up(reason)}")
+        else:
+            self.notes.give_up(reason)
+
+    def _failed_before(self) -> tuple[str, bool]:
+        """Return the reason of the job's first failure, "" if none, and whether a peer was lost."""
+        job = self._job()
+        return ("", False) if job is None else _failed.get(job, ("", False))
 
     def connect(self, channel: Channel) -> Any:
         """Return the gloo group of a channel. The first call connects it (collective, PeerLost)."""
@@ -212,7 +240,7 @@ class Groups:
                 try:
                     self._connect(DATA if channel in DATA else (channel,))
                 except ConnectionError as error:
-                    self.lose(str(error))
+                    self.lose(str(error), described(error))
                     raise
             return self._made[channel]
 
@@ -228,8 +256,8 @@ class Groups:
                 self._made[channel] = make_gloo(prefix, *ranks, CONNECT_S, self._timeout_s)
             except RuntimeError as error:
                 raise ConnectionError(
-                    "this rank could not connect with all the others: one has ended, or a firewall"
-                    f" or GLOO_SOCKET_IFNAME keeps them apart [{first_line(error)}]"
+                    f"rank {self._rank} could not connect with all the others: one has ended, or a"
+                    f" firewall or GLOO_SOCKET_IFNAME keeps them apart [{first_line(error)}]"
                 ) from error
         # wait for all: others would take a rank that closes before they connect for a failure
         name, card, look = f"connected {channels[0]:d}", here(self._one_host), self.notes.look
@@ -303,19 +331,20 @@ class _GlooWork(Work):
             # data that the peer sent before may complete the collective; the next wait returns it
             if not ended and self._ends_yet():
                 return
-            peer_gone = RankGone(gone[0], what=gone[1] if late else f"{gone[1]} [{text}]")
-            groups.lose(str(peer_gone))
+            peer_gone = lost_rank(gone[0], gone[1] if late else f"{gone[1]} [{text}]")
+            groups.lose(str(peer_gone), gone)
             raise peer_gone from error
         if groups.broken and not ended:
             raise ConnectionError(f"this rank has given up: {groups.broken}") from error
         if ended or last:
-            lost = groups.find_lost(look) if late else groups.find_ending(look)
-            if lost is not None:
-                groups.lose(str(lost))
-                raise lost from error
-            why = _silent(error, timeout_s) if late else _broke(error)
-            groups.lose(why)
-            raise (TimeoutError if late else ConnectionError)(why) from error
+            lost: Exception | None
+            if late:
+                lost = groups.find_lost(look) or groups.find_silent(timeout_s)
+                lost = lost or TimeoutError(_silent(error, timeout_s))
+            else:
+                lost = groups.find_ending(look) or ConnectionError(_broke(error))
+            groups.lose(str(lost), described(lost))
+            raise lost from error
 
     def _ends_yet(self) -> bool:
         """Return whether the collective completes within GRACE_S, as it may after a pause."""

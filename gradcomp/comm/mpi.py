@@ -17,10 +17,11 @@ import numpy as np
 from torch import Tensor
 
 from gradcomp.comm import base
-from gradcomp.comm.base import Channel, Communicator, Counts, Message, RankGone, Work
+from gradcomp.comm.base import Channel, Communicator, Counts, Message, RankGone, RankSilent, Work
 from gradcomp.comm.mpi_channels import (
     MAIN_THREAD_ONLY,
     TAGS,
+    UNKNOWN,
     Channels,
     Pause,
     call,
@@ -28,7 +29,7 @@ from gradcomp.comm.mpi_channels import (
     kept_with,
     thread_level,
 )
-from gradcomp.comm.peers import describe
+from gradcomp.comm.peers import describe, silent, this_process
 from gradcomp.errors import PeerMismatch
 
 logger = logging.getLogger("gradcomp")
@@ -244,9 +245,9 @@ class MpiCommunicator(Communicator):
         channels.broken = True
         if self._mpi.Is_finalized():
             return
-        own = channels.lost or (self.rank, base.gave_up(reason))
+        own = channels.lost or (self.rank, f"{this_process()} {base.gave_up(reason)}")
         lost, what = next(iter(channels.gone.copy().values()), own)
-        call(lambda: channels.send_news(lost, what))
+        call(lambda: channels.send_news(UNKNOWN if lost is None else lost, what))
 
     def close(self) -> None:
         """Release the channels for reuse by later communicators on the same MPI communicator."""
@@ -283,7 +284,7 @@ class MpiCommunicator(Communicator):
                         if now >= grace_until:
                             if not gone:
                                 raise ConnectionError("this rank has given up")
-                            raise RankGone(gone[0][0], what=gone[0][1])
+                            raise base.lost_rank(*gone[0])
                 pause()
         except self._mpi.Exception as error:
             lost = channels.lost = channels.find_lost()
@@ -297,16 +298,25 @@ class MpiCommunicator(Communicator):
         gone = channels.gone.copy()
         known = [news for rank, news in gone.items() if rank in peers and news[0] != rank]
         if known:
-            return RankGone(known[0][0], what=known[0][1])
+            return base.lost_rank(*known[0])
         lost = channels.find_lost()
         if lost is not None and lost[0] in peers:
             channels.lost = lost
             return RankGone(lost[0], what=lost[1])
-        return TimeoutError(f"no answer from a peer for {timeout_s:g} s")
+        late = TimeoutError(f"no answer from a peer for {timeout_s:g} s")
+        if len(peers) > 1:
+            waits = channels.who_waits()
+            away = [rank for rank in peers if rank != self.rank and rank not in waits]
+            if len(away) == 1:
+                late = RankSilent(away[0], silent(channels.cards[away[0]], timeout_s))
+            channels.lost = base.described(late)
+        return late
 
     def _whom(self) -> str:
         lost = self._open().find_lost()
-        return "" if lost is None else describe(lost)
+        if lost is not None:
+            return describe(lost)
+        return base.name_waiting(self.rank, self.world_size, self._open().who_waits())
 
     def _meet(self, members: Sequence[int], timeout_s: float) -> None:
         """Wait until every rank of `members` is about to create the subset, a call that blocks.

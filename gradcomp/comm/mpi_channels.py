@@ -30,7 +30,8 @@ from torch import Tensor
 
 from gradcomp.comm import peers
 from gradcomp.comm.addresses import host_identity
-from gradcomp.comm.base import Channel, lost_in_setup
+from gradcomp.comm.base import Channel, given_up_on, lost_in_setup
+from gradcomp.waits import current
 
 T = TypeVar("T")
 
@@ -44,7 +45,8 @@ MAIN_THREAD_ONLY = (
 )
 OFFERS = 16  # free channels that a rank offers to the others, whose free channels may differ
 TAGS = 32767  # tags for messages; every MPI has at least one more
-LEAVING = -1
+LEAVING, ASKS, WAITS, UNKNOWN = -1, -2, -3, -4  # in a notification, in place of the lost rank
+ANSWER_S = 1.0  # time in which ranks that wait answer `Channels.who_waits`
 REASON_NBYTES = 300
 CARD_NBYTES = 512  # padded result of `peers.here`
 _WORD = struct.Struct("<i")
@@ -117,12 +119,13 @@ class Channels:
 
     by_channel: dict[Channel, Any]
     point: Any  # MPI communicator for point-to-point messages
-    news: Any  # MPI communicator for notifications: a rank gave up, or is about to exit
+    news: Any  # MPI communicator for notifications: a rank gave up, is about to exit, or waits
     serial: int  # number of these channels, equal on every rank
-    # by peer that has given up: the lost rank and its description; several threads write this, so
-    # iterate over a copy
-    gone: dict[int, tuple[int, str]] = field(default_factory=dict)
-    lost: tuple[int, str] | None = None  # the lost rank that this rank itself has found
+    # by peer that has given up: the lost rank (None: not known) and its description; several
+    # threads write this, so iterate over a copy
+    gone: dict[int, tuple[int | None, str]] = field(default_factory=dict)
+    lost: tuple[int | None, str] | None = None  # the same, as far as this rank itself has found out
+    waits: dict[int, str] = field(default_factory=dict)  # answers to `who_waits`
     cards: list[bytes] = field(default_factory=list)  # of all ranks, for `peers.find_lost`
     listening: socket.socket | None = None  # open until the MpiCommunicator is closed
     left: set[int] = field(default_factory=set)  # peers that are about to exit
@@ -137,27 +140,46 @@ class Channels:
         return self.uses % TAGS
 
     def read_news(self) -> None:
-        """Receive pending notifications, and update `gone` and `left`."""
+        """Receive pending notifications, update `gone`, `left` and `waits`, and answer others."""
         status, byte = mpi().Status(), mpi().BYTE
         while (found := call(lambda: self.news.Improbe(status=status))) is not None:
             note = np.zeros(status.Get_count(byte), np.uint8)
             call(functools.partial(found.Recv, [note, byte]))
-            (word,) = _WORD.unpack_from(note.data)
+            (word,), sender = _WORD.unpack_from(note.data), status.Get_source()
+            what = note[_WORD.size :].tobytes().decode(errors="replace")
             if word == LEAVING:
-                self.left.add(status.Get_source())
+                self.left.add(sender)
+            elif word == ASKS:
+                wait = current()
+                mine = "" if wait is None else wait.what
+                call(functools.partial(self.send_news, WAITS, mine, [sender]))
+            elif word == WAITS:
+                self.waits[sender] = what
+            elif word == self.news.Get_rank():
+                self.gone[sender] = given_up_on(word, what)
             else:
-                what = note[_WORD.size :].tobytes().decode(errors="replace")
-                self.gone[status.Get_source()] = (word, what)
+                self.gone[sender] = (None if word == UNKNOWN else word, what)
+
+    def who_waits(self) -> dict[int, str]:
+        """Ask all ranks whether they wait, and return what those wait for that answer in time."""
+        self.waits = {}
+        call(functools.partial(self.send_news, ASKS))
+        pause, deadline = Pause(), time.monotonic() + ANSWER_S
+        while len(self.waits) < self.news.Get_size() - 1 and time.monotonic() < deadline:
+            self.read_news()
+            pause()
+        return self.waits
 
     def find_lost(self) -> tuple[int, str] | None:
         """Return a lost rank and its description, as `peers.find_lost`."""
         return peers.find_lost(self.cards, self.news.Get_rank())
 
-    def send_news(self, word: int, what: str = "") -> None:
-        """Send every peer the lost rank and its description; or that this rank exits (LEAVING)."""
+    def send_news(self, word: int, what: str = "", to: Sequence[int] | None = None) -> None:
+        """Send `to` (None: every peer) the lost rank, or a word in its place, and a text."""
         note = np.frombuffer(_WORD.pack(word) + what.encode()[:REASON_NBYTES], np.uint8)
         others = [rank for rank in range(self.news.Get_size()) if rank != self.news.Get_rank()]
-        self.sent += [note, *(self.news.Isend([note, mpi().BYTE], rank) for rank in others)]
+        ranks = others if to is None else to
+        self.sent += [note, *(self.news.Isend([note, mpi().BYTE], rank) for rank in ranks)]
 
     def match(self) -> None:
         """Start to receive all messages that peers have sent, also those above the caller's limit:

@@ -43,6 +43,11 @@ class Peer(NamedTuple):
         return f"pid {self.pid} on {self.host}"
 
 
+def this_process() -> str:
+    """Return "(pid 4711 on node-b)" of this process, as descriptions of a lost rank begin."""
+    return f"(pid {os.getpid()} on {socket.gethostname()})"
+
+
 def here(one_host: bool, own: socket.socket | None = None) -> bytes:
     """Return the `Peer` of this process as JSON, for `find_lost` on other ranks.
 
@@ -93,6 +98,15 @@ def find_lost(cards: Sequence[bytes], rank: int) -> tuple[int, str] | None:
             lost = min(found)
             return (lost, f"({peers[lost]}) {what}") if len(found) == 1 else None
     return None
+
+
+def silent(card: bytes, timeout_s: float) -> str:
+    """Return the description of the only rank that does not wait, after a wait of `timeout_s`."""
+    return (
+        f"({Peer(*json.loads(card))}) did not answer for {timeout_s:g} s: it computes, reads data,"
+        " or is stuck or frozen, while all other ranks wait; raise timeout_s if it is slow for a"
+        " good reason"
+    )
 
 
 def describe(found: tuple[int, str]) -> str:

@@ -20,13 +20,15 @@ from typing import Any
 
 from gradcomp.comm.base import (
     CLOSED,
-    RankGone,
     first_line,
     gave_up,
+    given_up_on,
     log_wait,
     lost_in_setup,
+    lost_rank,
     name_ranks,
 )
+from gradcomp.comm.peers import this_process
 from gradcomp.comm.torch_private import leave_store, limit_store, store_is_gone
 from gradcomp.waits import waiting
 
@@ -36,12 +38,15 @@ SETUP_S = 60.0
 LONGEST_PAUSE_S = 0.05
 LOOK_EVERY_S = 1.0
 WRITE_S = 2.0  # longest wait until a note is written to the store
+ANSWER_S = 1.5  # time in which ranks that wait answer `Notes.find_silent`; they look every second
 LATE_S = 1.0  # after this time without an answer, a store is considered not to respond
 REASON_LENGTH = 500
 _LEFT = 1 << 32  # added to the counter by a rank that gives up; lower bits count the arrivals
 
-# (seconds to wait) -> (rank, description) of a peer that has given up or closed, or None
-Look = Callable[[float], tuple[int, str] | None]
+# rank and description of a peer that has given up or closed, or was lost; rank None: not known, and
+# the description is a whole sentence
+Lost = tuple[int | None, str]
+Look = Callable[[float], Lost | None]  # takes the seconds to wait
 
 
 def setup_timeout_s(timeout_s: float) -> float:
@@ -74,12 +79,12 @@ def meet(
     Args:
         store: a store used for this meeting only.
         what: what a missing rank has not done, for the error ("called register").
-        look: called every second while ranks are missing; if it returns a rank, this rank raises
-            RankGone.
+        look: called every second while ranks are missing; if it returns a lost rank, this rank
+            raises ConnectionError.
 
     Raises:
         PeerLost: phase "setup"; a rank is missing, or the store does not answer.
-        RankGone: see `look`.
+        ConnectionError: see `look`; RankGone, if the lost rank is known.
     """
     begun = looked = time.monotonic()
     keys = [f"rank{r}" for r in range(world_size)]
@@ -97,7 +102,7 @@ def meet(
             if time.monotonic() - looked > LOOK_EVERY_S:
                 looked = time.monotonic()
                 if gone := look(0.0):
-                    raise RankGone(gone[0], what=gone[1])
+                    raise lost_rank(*gone)
                 log_wait(rank, lambda: f"{name_ranks(absent(store, keys))} to have {what}")
             time.sleep(pause)
             pause = min(1.5 * pause, LONGEST_PAUSE_S)
@@ -147,24 +152,21 @@ class Notes:
         # reentrant: the garbage collector may close a communicator at any time
         self._lock = threading.RLock()
         self._reading: _Call | None = None
-        self._found: dict[str, tuple[int, str]] = {}  # rank and description, by "note" or "closed"
-        self._written = self._knows = False
+        self._found: dict[str, Lost] = {}  # by "note" or "closed"
+        self._written = self._knows = self._answered = False
 
-    def give_up(self, reason: str, rank: int | None = None) -> None:
-        """Leave a note that this rank has given up, unless this or another rank has left one.
+    def give_up(self, reason: str) -> None:
+        """Leave a note that this rank has given up, unless this or another rank has left one."""
+        what = f"{this_process()} {gave_up(reason[:REASON_LENGTH])}"
+        self._leave("note", self._rank, what)
 
-        Args:
-            reason: reason of this rank; or the description of `rank`, if given.
-            rank: the lost rank; the note then names it instead of this rank.
-        """
-        if rank is None:
-            self._leave("note", self._rank, gave_up(reason[:REASON_LENGTH]))
-        else:
-            self._leave("note", rank, reason)
+    def blame(self, rank: int | None, what: str) -> None:
+        """Leave a note of a lost rank, unless this or another rank has left one."""
+        self._leave("note", rank, what)
 
     def close(self) -> None:
         """Leave a note that this rank has closed, unless this or another rank has left one."""
-        self._leave("closed", self._rank, CLOSED)
+        self._leave("closed", self._rank, f"{this_process()} {CLOSED}")
 
     def wait_for(self, what: str) -> None:
         """Leave a note of what this rank is waiting for; "" clears it."""
@@ -186,18 +188,43 @@ class Notes:
         call.join(patience_s)
         return {rank: what for rank, what in found.items() if what} if call.ended else None
 
-    def look(self, patience_s: float) -> tuple[int, str] | None:
-        """Return (rank, description) of a rank that has given up or is lost; None if there is no
+    def find_silent(self) -> int | None:
+        """Ask who waits, and return the one rank that does not answer within ANSWER_S; None if not
+        exactly one, or the store does not answer.
+
+        Ranks that wait answer with their next look for notes. Notes of waiting do not tell: a rank
+        may have waited too short a time for one, and that of a frozen rank stays.
+        """
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        silent: list[int] = []
+
+        def ask() -> None:
+            self._store.set(f"answer {self._rank}", b"")
+            self._store.set("asked", b"")
+
+        def read() -> None:
+            silent.extend(absent(self._store, [f"answer {rank}" for rank in others]))
+
+        if _is_silent():
+            return None
+        _Call(self._store, ask)
+        time.sleep(ANSWER_S)
+        call = _Call(self._store, read)
+        call.join(LATE_S)
+        return others[silent[0]] if call.ended and len(silent) == 1 else None
+
+    def look(self, patience_s: float) -> Lost | None:
+        """Return a rank that has given up or is lost, and its description; None if there is no
         note, or the store does not answer within `patience_s` seconds.
         """
         return self._found.get("note") or self._read(patience_s).get("note")
 
-    def look_for_cause(self, patience_s: float) -> tuple[int, str] | None:
+    def look_for_cause(self, patience_s: float) -> Lost | None:
         """As `look` after a broken connection; a closed peer first, since others gave up then."""
         found = self._read(patience_s)
         return found.get("closed") or found.get("note")
 
-    def _leave(self, key: str, rank: int, what: str) -> None:
+    def _leave(self, key: str, rank: int | None, what: str) -> None:
         with self._lock:
             left, self._written = self._written, True
         # torch logs a long stack trace for each write to a store that is gone
@@ -205,7 +232,7 @@ class Notes:
             call = _Call(self._store, lambda: self._write(key, rank, what))
             call.join(0.0 if _is_silent() else WRITE_S)
 
-    def _read(self, patience_s: float) -> dict[str, tuple[int, str]]:
+    def _read(self, patience_s: float) -> dict[str, Lost]:
         """Read the notes, if the store answers in time, and return all known ones."""
         with self._lock:
             reading = self._reading
@@ -216,7 +243,7 @@ class Notes:
         reading.join(0.0 if reading.is_late() else patience_s)
         return self._found
 
-    def _write(self, key: str, rank: int, what: str) -> None:
+    def _write(self, key: str, rank: int | None, what: str) -> None:
         if self._store.add(f"count of {key}", 1) == 1:
             self._store.set(key, json.dumps([rank, what]).encode())
         if key == "note":
@@ -228,10 +255,15 @@ class Notes:
             if key not in self._found and self._store.check([key]):
                 rank, what = json.loads(bytes(self._store.get(key)))
                 if rank != self._rank:
-                    self._found[key] = int(rank), str(what)
+                    self._found[key] = rank, what
                     self._know(rank)
+                elif not self._written:
+                    self._found[key] = given_up_on(rank, what)
+        if not self._answered and self._store.check(["asked"]):
+            self._answered = True
+            self._store.set(f"answer {self._rank}", b"")
 
-    def _know(self, lost: int) -> None:
+    def _know(self, lost: int | None) -> None:
         """Count this rank among those that know of the lost one, unless it is that one."""
         if not self._knows:
             self._knows = True

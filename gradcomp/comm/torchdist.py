@@ -25,7 +25,7 @@ from torch import Tensor
 
 from gradcomp.comm import torch_private as private
 from gradcomp.comm.addresses import host_identity
-from gradcomp.comm.base import Channel, Communicator, Counts, Message, RankGone, Work, first_line
+from gradcomp.comm.base import Channel, Communicator, Counts, Message, Work, first_line
 from gradcomp.comm.gloo import Groups
 from gradcomp.comm.local import LocalCommunicator
 from gradcomp.comm.mailbox import Mailbox
@@ -240,7 +240,7 @@ class TorchCommunicator(Communicator):
         if self._mailbox is not None:
             self._mailbox.close()
 
-    def find_lost(self) -> RankGone | None:
+    def find_lost(self) -> ConnectionError | None:
         return self._groups.find_ending(self._groups.notes.look_for_cause)
 
     def close(self) -> None:

@@ -1,8 +1,12 @@
 """Meetings and notes of ranks in a store."""
 
+import contextlib
+import os
+import re
 import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
@@ -92,8 +96,65 @@ def test_the_first_note_stays():
     assert notes[0].look(5) is None
     notes[1].give_up("out of memory")
     notes[2].give_up("lost rank 1")
-    assert notes[0].look(5) == (1, "gave up because of out of memory") == notes[2].look(5)
+    what = f"(pid {os.getpid()} on {os.uname().nodename}) gave up because of out of memory"
+    assert notes[0].look(5) == (1, what) == notes[2].look(5)
     assert notes[1].look(5) is None
+
+
+@contextlib.contextmanager
+def waiting(*notes):
+    """Context manager in which ranks wait: they look for notes again and again."""
+    ended = threading.Event()
+
+    def wait(one):
+        while not ended.wait(0.1):
+            one.look(1)
+
+    with ThreadPoolExecutor(len(notes)) as threads:
+        for one in notes:
+            threads.submit(wait, one)
+        yield
+        ended.set()
+
+
+@pytest.mark.parametrize(
+    ("waits", "found"),
+    [
+        ([1, 2], 3),  # frozen, stuck or computing
+        ([1, 2, 3], None),  # ranks wait for each other
+        ([1], None),  # it may be 2 or 3
+    ],
+)
+def test_the_only_rank_that_does_not_wait_is_found(waits, found, monkeypatch):
+    """Notes of waiting do not tell: rank 3 left one before it was frozen, rank 1 none yet."""
+    monkeypatch.setattr("gradcomp.comm.store.ANSWER_S", 3.0)
+    store = dist.HashStore()
+    notes = [Notes(store, rank, 4) for rank in range(4)]
+    notes[3].wait_for("first_phase of bucket 0")
+    with waiting(*(notes[rank] for rank in waits)):
+        assert notes[0].find_silent() == found
+
+
+def test_a_rank_on_which_others_gave_up_hears_of_it_and_is_not_called_lost():
+    store = dist.HashStore()
+    notes = [Notes(store, rank, 3) for rank in range(3)]
+    notes[0].blame(2, "did not answer")
+    assert notes[1].look(5) == (2, "did not answer")
+    assert notes[2].look(5) == (None, "other ranks gave up on this one: rank 2 did not answer")
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_rank_that_gave_up_because_of_a_peer_is_not_blamed_for_it(same):
+    """Peers that wait for it, on these groups or on others of the job, raised with its number."""
+    store, job = dist.HashStore(), threading.Event()  # an object with weak references
+    first, second = (
+        Groups(dist.PrefixStore(name, store), 1, 3, 5, lambda: job, one_host=True) for name in "ab"
+    )
+    first.lose("nobody answers", (None, "nobody answers"))
+    (first if same else second).give_up("PeerLost: nobody answers")
+    rank, what = Notes(dist.PrefixStore("a" if same else "b", store), 0, 3).look(5)
+    assert rank is None
+    assert what == "nobody answers" if same else re.match(r"rank 1 \(pid .*: nobody answers", what)
 
 
 def test_a_rank_ends_when_all_survivors_know_who_was_lost(monkeypatch):
@@ -108,7 +169,7 @@ def test_a_rank_ends_when_all_survivors_know_who_was_lost(monkeypatch):
 
     store = dist.HashStore()
     notes = [Notes(store, rank, 3) for rank in range(3)]
-    notes[0].give_up("has ended", rank=2)
+    notes[0].blame(2, "has ended")
     assert seconds(notes[0]) >= 1
     waits = threading.Thread(target=notes[0].wait_until_known)
     waits.start()
@@ -127,7 +188,7 @@ def test_a_probe_does_not_blame_a_rank_that_gave_up_because_of_another(monkeypat
     one, other = (Groups(store, rank, 3, 5, lambda: None, one_host=True) for rank in (0, 1))
     monkeypatch.setattr("gradcomp.comm.gloo.find_lost", lambda cards, rank: (0, "has ended"))
     assert other.notes.look_for_cause(5) is None
-    one.notes.give_up("is stopped", rank=2)
+    one.notes.blame(2, "is stopped")
     lost = other.find_lost(other.notes.look_for_cause)
     assert (lost.rank, "is stopped" in str(lost)) == (2, True)
 

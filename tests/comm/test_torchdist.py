@@ -223,7 +223,7 @@ def test_a_rank_that_fails_alone_tells_its_peers_who_and_why():
     begun = time.monotonic()
     why = "a codec of the user's"
     if dist.get_rank() == 0:
-        kind, why = PeerLost, f"rank 1 gave up because of ValueError: {why}$"
+        kind, why = PeerLost, rf"rank 1 \(pid \d+ on \S+\) gave up because of ValueError: {why}$"
     else:
         kind, why = ValueError, f"^{why}$"
     with pytest.raises(kind, match=why):
@@ -233,7 +233,7 @@ def test_a_rank_that_fails_alone_tells_its_peers_who_and_why():
     averager.close()
 
 
-CLOSED = "rank 1 closed its communicator"
+CLOSED = r"rank 1 \(pid \d+ on \S+\) closed its communicator"
 
 
 @pytest.mark.parametrize(
@@ -304,8 +304,9 @@ def test_a_collective_that_ends_just_after_a_wait_did_is_no_failure(ends, comple
         pending=set(),
         broken="",
         notes=notes,
-        lose=lost.append,
+        lose=lambda *words: lost.append(words),
         find_lost=lambda look: None,
+        find_silent=lambda seconds: None,
         find_ending=lambda look: None,
         watch=lambda: None,
     )

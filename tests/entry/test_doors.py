@@ -441,7 +441,8 @@ def test_a_peer_that_torch_has_lost_is_lost(steps):
         return
     with pytest.raises(RuntimeError) as first:
         backward(model)
-    said = r"in torch's own collectives after 0.0 s: rank 0 closed .* \[while DDP broadcast"
+    said = r"in torch's own collectives after 0.0 s: rank 0 \(pid \d+ on \S+\) closed"
+    said += r" .* \[while DDP broadcast"
     with pytest.raises(PeerLost, match=said) as caught:
         backward(model)
     state.close()

@@ -6,11 +6,14 @@ Usage: _train.py PORT RANK WORLD HOW TIMEOUT_S. Rank 0 hosts the store, as witho
 - "die", "freeze": the last rank is killed or stopped inside the backward pass;
 - "return", "close", or a fault of _cells.py: rank 1 ends before the step: its program returns, or
   closes its state and lives on, or has the fault;
+- "stuck": rank 1 sleeps before the step;
+- "elsewhere": as "freeze", and no rank sees the processes of another, as if all had other hosts;
 - "buffers": the model has a BatchNorm, and rank 1 is killed before the step, so that the others may
   lose it in torch's own broadcast;
 - "host": rank 0 is stopped before the step, and the others end by themselves, slowly.
 """
 
+import os
 import sys
 import time
 
@@ -21,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradcomp
 import gradcomp.ddp
+from gradcomp.comm import peers
 
 
 class Slow:
@@ -35,25 +39,30 @@ def main(port, rank, world, how, timeout_s):
     rank, comm = join(port, rank, world)
     if how == "host" and rank:
         sys.modules["slow"] = Slow()
+    if how == "elsewhere":
+        peers._identity = lambda: str(os.getpid())
     layers = [nn.Linear(64, 64) for _ in range(10)]
     if how == "buffers":
         layers.append(nn.BatchNorm1d(64))
     model = DDP(nn.Sequential(*layers), bucket_cap_mb=0.01)
-    codec = "terngrad" if how == "freeze" else "onebit"
+    freezes = how in ("freeze", "elsewhere")
+    codec = "terngrad" if freezes else "onebit"
     state = gradcomp.ddp.register(model, codec, comm=comm, min_numel=0, timeout_s=timeout_s)
     step = 0
 
     def strike(grad):
-        if step == STEP and rank == world - 1 and how in ("die", "freeze"):
-            FAULTS["killed" if how == "die" else "frozen"]()
+        if step == STEP and rank == world - 1 and (freezes or how == "die"):
+            FAULTS["frozen" if freezes else "killed"]()
 
     model.module[4].weight.register_hook(strike)
     for step in range(STEPS):
         if step == STEP and (rank, how) == (0, "host"):
             FAULTS["frozen"]()
-        if step == STEP and rank == 1 and how in ("return", "close", "buffers", *FAULTS):
+        if step == STEP and rank == 1 and how in ("return", "close", "buffers", "stuck", *FAULTS):
             if how == "buffers":
                 FAULTS["killed"]()
+            elif how == "stuck":
+                time.sleep(600)
             elif how == "close":
                 state.close()
                 time.sleep(30)
@@ -72,6 +81,7 @@ def main(port, rank, world, how, timeout_s):
             print(f"time={time.time():.1f}", flush=True)
             took = f"{time.monotonic() - begun:.1f}"
             print(f"PeerLost step={step} seconds={took} {error}", flush=True)
+            print("lost", error.rank, flush=True)
             try:
                 model(torch.randn(4, 64))
             except gradcomp.PeerLost:
