@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradcomp.codecs import Codec, TernGrad, resolve
+from gradcomp.codecs import Codec, Identity, TernGrad, resolve
 from gradcomp.codecs.checks import check_tensor
 from gradcomp.comm.base import Channel, Communicator, Lease
 from gradcomp.comm.rounds import ring_bytes
@@ -336,7 +336,8 @@ class Engine:
         if self.comm.rank == 0:
             codec = self.guard.codec
             first = next(n for n in count(step + 1) if self.guard.fallback(n) is codec)
-            logger.warning("from step %d on gradients travel by %r: %s", first, codec, reason)
+            sent = codec.dtype if isinstance(codec, Identity) else repr(codec)
+            logger.warning("from step %d on gradients are sent as %s: %s", first, sent, reason)
 
     def scale_lr_of(self, optimizers: Sequence[Any]) -> None:
         """Correct learning rates if options say so (`gradcomp.engine.rate`).
@@ -534,7 +535,7 @@ class Engine:
             and self.comm.rank == 0
         ):
             logger.warning(
-                "nothing was compressed: %s exchanges, and all of them belong to the warm start"
+                "nothing was compressed: %s exchanges, and all of them belong to the warm-up"
                 " (warmup_steps=%s)",
                 self.stats.steps,
                 self.options.warmup_steps,

@@ -25,7 +25,15 @@ if TYPE_CHECKING:
 __all__ = ["FsdpState", "register"]
 
 
-@takes(ShardedOptions, others="FSDP2 leaves averages as shards with their owners")
+@takes(
+    ShardedOptions,
+    others="each rank keeps only its own shard of the averages",
+    absent={
+        "comm": "gradients go over the process group of each module's mesh: fully_shard(mesh=...)",
+        "optimizer": "no setting depends on it; under Adam keep the default codec, or set"
+        " residual_decay=0.25",
+    },
+)
 def register(
     model: nn.Module,
     codec: Codec | str = "auto",

@@ -42,7 +42,7 @@ from gradcomp.fsdp.residuals import ModelResiduals
 from gradcomp.fsdp.weights import AllGather, Forward
 from gradcomp.kernels import empty
 from gradcomp.kernels.staging import Shared
-from gradcomp.memory.saved import Saved, check_step, write
+from gradcomp.memory.saved import Saved, check_step, odd_key, write
 from gradcomp.payload.parameters import Parameter, describe_parameters
 
 if TYPE_CHECKING:
@@ -391,8 +391,8 @@ class FsdpState:
             return
         self._has_warned = True
         warnings.warn(
-            f"{NOT_CALLED}: FSDP has reduced these gradients without it, as exactly and as slowly"
-            " as ever. Somebody has called set_custom_reduce_scatter after gradcomp.fsdp.register:"
+            f"{NOT_CALLED}: FSDP2 used its own uncompressed reduce-scatter, because"
+            " set_custom_reduce_scatter was called after gradcomp.fsdp.register:"
             f" call register last. {OR_TWICE}",
             stacklevel=6,
         )
@@ -573,8 +573,7 @@ def _read_steps(saved_steps: Any, names: Collection[str]) -> dict[str, int]:
     for name, step in steps.items():
         check_step(step, of=f" of {name!r}")
     if steps and names and steps.keys() != set(names):
-        odd = min(steps.keys() ^ set(names), key=str)
-        raise ValueError(f"this state is of other parameters: {odd!r} is on one side only")
+        raise ValueError(f"this state is of other parameters: {odd_key(steps, names)}")
     return steps
 
 

@@ -231,7 +231,7 @@ def test_the_factor_of_1_bit_is_for_those_who_ask(comm):
 def test_bad_options(comm):
     asked = {"advanced": Advanced(scale_lr=True)}
     for options, why in (
-        (asked, "needs precondition=True"),
+        (asked, "requires precondition=True"),
         ({**asked, "precondition": True, "make": torch.optim.SGD}, "got SGD"),
     ):
         with pytest.raises(ValueError, match=why):
