@@ -209,7 +209,7 @@ class Noise(Workload):
 
 
 def mlp() -> nn.Module:
-    """Return a perceptron of 25,214,986 values, 16.8 million of them in one tensor."""
+    """Return an MLP of 25,214,986 values, 16.8 million of them in one tensor."""
     return nn.Sequential(
         nn.Linear(2048, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 10)
     )

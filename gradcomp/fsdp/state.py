@@ -400,7 +400,7 @@ class FsdpState:
     def _warn_plain(self, why: str) -> None:
         if not self.plain:
             warnings.warn(
-                f"the gradient of an FSDP module {why} in this step: it travels as torch sends it",
+                f"the gradient of an FSDP module {why} in this step: torch sends it uncompressed",
                 stacklevel=2,
             )
 

@@ -297,7 +297,7 @@ def test_parameters_without_gradients(finely):
     torch's way, and says so once.
     """
     model = wrap(fresh(), finely)
-    with registered(model, TernGrad()) as state, warnings_of("as torch sends it") as said:
+    with registered(model, TernGrad()) as state, warnings_of("torch sends it uncompressed") as said:
         for step in range(2):
             loss_of(model, step, everything=False).backward()
         assert state.plain == (0 if finely else 2)

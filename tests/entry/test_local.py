@@ -798,7 +798,7 @@ SHARDED = {"shard_outer": True}
         ({"fragment_update_alpha": -0.5}, ValueError, "alpha"),
         ({"grad_scaler": torch.amp.GradScaler("cpu")}, TypeError, "grad_scaler"),
         ({"warmup_codec": "block4"}, ValueError, "warmup_codec"),
-        ({"advanced": Advanced(transform=AggregateAdagrad())}, ValueError, "is of gradients"),
+        ({"advanced": Advanced(transform=AggregateAdagrad())}, ValueError, "is for gradients"),
         (
             {"precondition": True, "advanced": Advanced(scale_lr=True)},
             ValueError,
