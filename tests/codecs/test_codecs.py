@@ -273,5 +273,5 @@ def decode_topk_payload():
     ],
 )
 def test_topk_was_removed_and_says_what_to_use(use, error):
-    with pytest.raises(error, match=r"TopK was removed: use Ternary\(\) with local steps"):
+    with pytest.raises(error, match=r"TopK was removed: use TernGrad\(\) with local steps"):
         use()

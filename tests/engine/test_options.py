@@ -196,7 +196,7 @@ def test_functions_of_an_earlier_version_say_how_they_are_called():
     for owner, name, said in (
         (averager, "rotate", r"'rotate': it is called average_delayed\(\)"),
         (gradcomp.fsdp, "compress", "'compress': it is called gradcomp.fsdp.register"),
-        (gradcomp.codecs, "TopK", "TopK was removed: use Ternary"),
+        (gradcomp.codecs, "TopK", "TopK was removed: use TernGrad"),
         (gradcomp.onebit_sgd, "warm_start_steps", "use math.ceil"),
     ):
         with pytest.raises(AttributeError, match=said):
