@@ -400,8 +400,8 @@ def local_steps() -> Iterator[Figure]:
     cells = "{:.2f} s", "{:.3f}", "{:.3f}"
     yield row_of("fp32, every step", *cells, "{:,.0f}"), (seconds, *ends["fp32"])
     values = ternary["seconds"], *ends["ternary"]
-    yield row_of("ternary, every step", *cells, "{:,.0f}"), values
-    text = f"after 20 steps of ternary {row_of(*cells, '**{:.0f}**')}"
+    yield row_of("`TernGrad()`, every step", *cells, "{:,.0f}"), values
+    text = f"after 20 steps of `TernGrad()` {row_of(*cells, '**{:.0f}**')}"
     yield text, (late["seconds"], *ends[LATE])
     yield "{:.0f} times as soon as fp32", (fp32["target_seconds"] / late["target_seconds"],)
     yield "they are {:.3f} nats behind", (at(late, 200) - at(fp32, 200),)
