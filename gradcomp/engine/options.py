@@ -236,7 +236,7 @@ class Options:
         return step < self.warmup_steps
 
     @property
-    def whole_steps(self) -> bool:
+    def is_atomic(self) -> bool:
         """Whether a step commits as a whole: all of its buckets, on all ranks, or none."""
         return bool(self.atomic_steps) or self.grad_scaler is not None
 
@@ -272,7 +272,7 @@ class Options:
             "guard": UNSET if self.advanced.guard is None else self.advanced.guard,
             "min_numel": self.min_numel,
             "exclude": sorted(e if isinstance(e, str) else "a function" for e in self.exempts),
-            "atomic_steps": int(self.whole_steps),
+            "atomic_steps": int(self.is_atomic),
         }
 
 

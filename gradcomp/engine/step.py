@@ -132,13 +132,13 @@ class Step:
     def seal(self) -> None:
         """Mark the step as complete: every bucket has been submitted.
 
-        With `Options.whole_steps`, the round in which ranks agree on the outcome is queued.
+        With `Options.is_atomic`, the round in which ranks agree on the outcome is queued.
         """
         engine = self._engine
         if (
             self._sealed
             or not self.buckets
-            or not engine.options.whole_steps
+            or not engine.options.is_atomic
             or engine.comm.world_size == 1
         ):
             return
@@ -166,7 +166,7 @@ class Step:
             stats.add_seconds("exposed", max(0.0, self.ended - begun))
             engine.layouts.forget_all_but(exchanges)
         engine.look_at(self.number)
-        if not engine.options.whole_steps or not any(e.flagged for e in exchanges):
+        if not engine.options.is_atomic or not any(e.flagged for e in exchanges):
             for exchange in exchanges:
                 if not exchange.flagged:
                     exchange.commit()
@@ -224,7 +224,7 @@ class Engine:
     rank; a failed step leaves them unchanged. By default, a rank may fail in the last bucket after
     its peers have finished theirs. The peers are then one step ahead, and detect this at their next
     step; states saved on both sides do not fit together, and loading them is refused. With
-    `Options.whole_steps`, a round of a few bytes after the last bucket makes a step count on all
+    `Options.is_atomic`, a round of a few bytes after the last bucket makes a step count on all
     ranks or on none. Only a rank that loses its connection during that round may differ.
 
     Args:

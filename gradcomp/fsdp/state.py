@@ -209,7 +209,7 @@ class FsdpState:
             "residuals": repr(self._residuals.dtype),
             "min_numel": options.min_numel,
             "warmup_steps": options.compared()["warmup_steps"],
-            "atomic_steps": int(options.whole_steps),
+            "atomic_steps": int(options.is_atomic),
             "parameters": [(p.name, p.shape, p.compressed) for p in parameters],
         }
         called = "gradcomp.fsdp.register"
