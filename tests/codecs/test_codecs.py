@@ -12,9 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradcomp
-from gradcomp import Block, CorruptPayload, Identity, OneBit, Ternary, TernGrad, UnsupportedTensor
+from gradcomp import (
+    Block,
+    CorruptPayload,
+    EntropyCoded,
+    Identity,
+    OneBit,
+    Ternary,
+    TernGrad,
+    UnsupportedTensor,
+)
 from gradcomp.bench import methods
 from gradcomp.codecs import RngKey
+from gradcomp.fsdp.residuals import ModelResiduals
 from gradcomp.memory.saved import Saved, write
 from gradcomp.payload import wire
 
@@ -181,6 +191,16 @@ def test_identity_takes_names_of_dtypes_and_torch_s(names):
     same = [Identity(name) for name in (*names, getattr(torch, names[1]))]
     assert {repr(codec) for codec in same} == {repr(Identity(names[0]))}
     assert all(codec.options() == same[0].options() for codec in same)
+
+
+@pytest.mark.parametrize("names", [("fp32", "float32"), ("bf16", "bfloat16")])
+def test_second_phases_and_fsdp_residuals_take_names_of_dtypes_as_identity_does(names):
+    """They refused "float32" and "bfloat16"; ranks compare the short name."""
+    for name in (*names, getattr(torch, names[1])):
+        for kind in (Block, EntropyCoded, OneBit, TernGrad, Ternary):
+            codec = kind(second_phase=name)
+            assert codec.second_phase == names[0] and f"second_phase='{names[0]}'" in repr(codec)
+        assert ModelResiduals(name).dtype == names[0]
 
 
 @pytest.mark.parametrize(
