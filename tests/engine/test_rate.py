@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from _kinds import check_kinds
 from _ranks import each_rank, run_local
 from torch import nn
 
@@ -26,6 +27,7 @@ from gradcomp.exchange.sizing import Strategy, choose
 from gradcomp.optim import SplitAdamW, SplitLAMB
 
 CODECS = [EntropyCoded(1.25), EntropyCoded(2.2), Ternary(), Block(4), OneBit(), TernGrad()]
+check_kinds(CODECS, without=("block2", "block8", "identity", "bfloat16"))
 
 
 def parameter():

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _expected import average
+from _kinds import check_kinds
 from _models import bits
 from _ranks import RankFailed, each_rank, run_local, warnings_of
 from _saved import parts_of
@@ -57,6 +58,7 @@ CODECS = {
     "block2": Block(2),
     "block4-16": Block(4, group=16),
 }
+check_kinds(CODECS, without=("block8", "entropy"))
 MIN_NUMEL = 60
 REDUCED = 1e-6  # relative: sums in float32, in an order that the library chooses
 
