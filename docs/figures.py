@@ -174,11 +174,11 @@ def benchmarks() -> Iterator[Figure]:
     ):
         found = paper("ef-sign", method, 2)
         yield row_of(f"1 bit, {label}", SPREAD, "{:+.1f}"), (*found, found[0] - fp32[0])
-    yield from perceptron()
+    yield from mlp()
     yield from other_models()
 
 
-def perceptron() -> Iterator[Figure]:
+def mlp() -> Iterator[Figure]:
     """Tables of bench train's mlp on the page on benchmarks."""
     fp32 = step("mlp-1gbit", "fp32")
     none, noop = (ms(step("mlp-1gbit", method), "") for method in ("none", "noop"))
@@ -223,9 +223,7 @@ def perceptron() -> Iterator[Figure]:
         rows = [(step("mlp", method, link), step("mlp", "fp32", link)) for link in links]
         shown = [(ms(row), gain(base, row), planner(row)) for row, base in rows]
         yield row_of(method, *["{:,.0f} ({:.1f}x; {:+.0f} %)"] * len(links)), sum(shown, ())
-    text = (
-        "{:+.0f} to {:+.0f} % off for the perceptron at 1 Gbit/s, {:+.0f} to {:+.0f} % for LeNet at"
-    )
+    text = "{:+.0f} to {:+.0f} % off for the MLP at 1 Gbit/s, {:+.0f} to {:+.0f} % for LeNet at"
     names = ("mlp-rounds", "1gbit"), ("lenet-rounds", "100mbit"), ("lenet-rounds", "1gbit")
     apart = [planners(name, link) for name, link in names]
     yield f"{text} 100 Mbit/s, and {{:+.0f}} to {{:+.0f}} % at 1 Gbit/s", sum(apart, ())
@@ -334,18 +332,24 @@ def entropy_over_links() -> Iterator[Figure]:
 
 def which_mode() -> Iterator[Figure]:
     fp32, ternary, onebit = exposed("mlp-1gbit", "fp32", "ternary", "onebit")
-    yield "waits {:.0f} ms a step for fp32 at 1 Gbit/s, and {:.1f} for ternary", (fp32, ternary)
+    yield (
+        "adds {:.0f} ms to a step of a 25 M-parameter MLP at 1 Gbit/s, ternary {:.1f}",
+        (fp32, ternary),
+    )
     here = exposed("mlp", "fp32", "ternary", "bf16", link="none")
     yield "it is {:.0f} and {:.0f}, and {:.0f} with buckets cast", here
     resnet, packed = (step("resnet-11m", method) for method in ("fp32", "ternary"))
     text = "takes {:,.1f} ms a step in fp32, of which the exchange is {:.1f}, and {:,.1f} with"
     yield text, (ms(resnet, ""), ms(resnet), ms(packed, ""))
-    text = "waits {:.0f} ms a step for fp32, {:.1f} for ternary, {:.1f} for 1 bit"
+    text = "fp32 adds {:.0f} ms to a step of the MLP at 1 Gbit/s, ternary {:.1f}, 1 bit {:.1f};"
     yield text, (fp32, ternary, onebit)
     slow = exposed("mlp", "fp32", "ternary", "onebit", link="100mbit")
-    yield "for 1 bit; at 100 Mbit/s {:,.0f}, {:.0f} and {:.0f}", slow
+    yield "at 100 Mbit/s {:,.0f}, {:.0f} and {:.0f} ([over", slow
     mpich = exposed("mlp-mpich", "fp32", "ternary")
-    yield "over MPICH waits {:.0f} ms a step for fp32, {:.0f} for", mpich
+    yield (
+        "over MPICH fp32 adds {:.0f} ms to a step of the MLP at 1 Gbit/s, `TernGrad()` {:.0f}",
+        mpich,
+    )
     fsdp = [step("gpt-25m-fsdp2", m) for m in ("fsdp2", "fsdp2:ternary,weights=block8,keep")]
     sent, seconds = ([row[name] for row in fsdp] for name in ("sent_nbytes", "seconds"))
     text = "sent {:.0f} MB a step, and {:.0f} with `TernGrad()` and weights in 8 bits that"
@@ -420,8 +424,8 @@ def local_steps() -> Iterator[Figure]:
     cells = "{:.2f} s", "{:.3f}", "{:.3f}"
     yield row_of("fp32, every step", *cells, "{:,.0f}"), (seconds, *ends["fp32"])
     values = ternary["seconds"], *ends["ternary"]
-    yield row_of("ternary, every step", *cells, "{:,.0f}"), values
-    text = f"after 20 steps of ternary {row_of(*cells, '**{:.0f}**')}"
+    yield row_of("`TernGrad()`, every step", *cells, "{:,.0f}"), values
+    text = f"after 20 steps of `TernGrad()` {row_of(*cells, '**{:.0f}**')}"
     yield text, (late["seconds"], *ends[LATE])
     yield "{:.0f} times as soon as fp32", (fp32["target_seconds"] / late["target_seconds"],)
     yield "they are {:.3f} nats behind", (at(late, 200) - at(fp32, 200),)

@@ -1,4 +1,4 @@
-"""Adapt a byte GPT to another text with LoRA (PyPI ``peft``); the adapters' gradients travel
+"""Adapt a byte GPT to another text with LoRA (PyPI ``peft``); the adapters' gradients are sent
 compressed.
 
     torchrun --nproc-per-node 2 examples/lora_gpt.py --text prose.txt.gz

@@ -7,7 +7,7 @@ time, in one table.
 
 Rows: fp32; 1-bit gradients; double buffering on top; on top of both AdaGrad in each of its three
 places; and the whole system, where AdaGrad on the aggregate is joined by a search for the minibatch
-size. All but the first begin with a warm start in fp32. Every rank of a row sees the same samples
+size. All but the first begin with a warm-up in fp32. Every rank of a row sees the same samples
 in the same order as in the other rows of that seed.
 """
 
@@ -168,7 +168,7 @@ def train(row: Row, seed: int, args: argparse.Namespace, data: ImageData, on_sam
             yield trainer.step(loss_fn, *samples.batch(first, minibatch))
 
     minibatch, seen, seconds, searched, factor = MINIBATCH, 0, 0.0, 0, 1.0
-    packed: list[int] = []  # bytes sent in each minibatch after the warm start
+    packed: list[int] = []  # bytes sent in each minibatch after the warm-up
     while seen + minibatch <= total:
         if row.adagrad == "momentum":
             rate = ADAGRAD_LR

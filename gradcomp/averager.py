@@ -315,9 +315,8 @@ class GradientAverager(Controls):
 
         if group_size() > 1 and not isinstance(self._given, TorchCommunicator):
             warnings.warn(
-                f"this GradientAverager averages over 1 rank, {type(self._given).__name__} says,"
-                f" where torch.distributed has {group_size()}: every rank trains apart unless that"
-                " is meant",
+                f"{type(self._given).__name__} has 1 rank, torch.distributed has {group_size()}:"
+                " gradients are not averaged across ranks",
                 stacklevel=4,  # the caller of the decorated __init__
             )
 

@@ -104,7 +104,12 @@ def run_and_show(
     try:
         names = dict.fromkeys(task.workload for task in tasks)
         workloads = {name: find(name, data) for name in names}
-        runs = [*dict.fromkeys(_completed(task, workloads[task.workload], data) for task in tasks)]
+        crcs = {name: workload.data_crc() for name, workload in workloads.items()}
+        runs = [
+            _completed(task, workloads[task.workload], data, crcs[task.workload], link or "")
+            for task in tasks
+        ]
+        runs = [*dict.fromkeys(runs)]
         results = finished(lines, runs)
         file.parent.mkdir(parents=True, exist_ok=True)
         left = [task for task in runs if task not in results]
@@ -142,14 +147,13 @@ def _run(
             yield from run_all(own, place=Place(ranks, hosts))
 
 
-def _completed(task: Task, workload: Workload, data: Path) -> Task:
+def _completed(task: Task, workload: Workload, data: Path, crc: str, link: str) -> Task:
     """Return a task with the settings of this benchmark; an impossible one is a ValueError."""
     workload.check(task.optimizer, task.workers)
     parse(task.method)
     steps = task.steps or workload.settings.steps
-    return replace(
-        task, steps=steps, data=str(data), points=min(POINTS, steps), min_numel=0, stops=True
-    )
+    task = replace(task, steps=steps, data=str(data), data_crc=crc, link=link)
+    return replace(task, points=min(POINTS, steps), min_numel=0, stops=True)
 
 
 def _line(task: Task, first: Result, seconds: float) -> Result:

@@ -166,12 +166,12 @@ methods: {", ".join(name for name in METHODS if name not in (NONE, NOOP))}, {FSD
   colon: onebit:exempt=ends,warmup_steps=100
   auto                         codec and options by the optimizer, as register(model, "auto")
   guard=off                    do not time other codecs in early steps (auto)
-  exempt={"|".join(PRESETS)}     tensors that travel in fp32 (ends: vectors, embeddings, head)
+  exempt={"|".join(PRESETS)}     tensors that are sent in fp32 (ends: vectors, embeddings, head)
   min_numel=N, slice_numel=N   smallest tensor that is compressed; values of a slice
   warmup_steps=N               first step that is compressed; steps before it are sent in fp32
                                (powersgd: at least 2, the default)
   start=METHOD                 codec of the first warmup_steps steps, in place of fp32
-  second=PHASE                 how averages travel back: exact, requantize, block2, block4, block8,
+  second=PHASE                 codec of averages: exact, requantize, block2, block4, block8,
                                bf16, fp32
   precondition                 compress gradients in units of their second moments
   scale_lr                     keep the length of Adam's steps (with precondition)

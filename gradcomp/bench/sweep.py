@@ -23,6 +23,7 @@ from gradcomp.bench.ranks import run as run_ranks
 from gradcomp.bench.trainer import KEY, Task, train_rank
 
 HANG_S = 600.0
+FORMAT = 2  # of a line in a file of finished runs; 1: "ternary" was TernGrad, no data_crc, no link
 Result = dict[str, Any]
 Finished = tuple[Task, list[Result], float]  # with the seconds of the run
 
@@ -120,8 +121,8 @@ def _run_each(
 
 
 def key_of(task: Task) -> Result:
-    """Return the fields of a task that determine its result."""
-    return {name: getattr(task, name) for name in KEY}
+    """Return the format of a result's line, and the fields of a task that determine the result."""
+    return {"format": FORMAT, **{name: getattr(task, name) for name in KEY}}
 
 
 def finished(file: Path, tasks: Sequence[Task]) -> dict[Task, Result]:
@@ -130,7 +131,13 @@ def finished(file: Path, tasks: Sequence[Task]) -> dict[Task, Result]:
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
     for number, line in enumerate(lines):
         try:
-            result = {"batch": 0} | json.loads(line)  # older files have no batch
+            result = dict(json.loads(line))
+            made = result.get("format", 1)
+            if result and made != FORMAT:
+                raise ValueError(
+                    f"format {made}, expected {FORMAT}: earlier versions called terngrad 'ternary',"
+                    " and did not write the data and the link; choose another --out"
+                )
             out[tuple(result[name] for name in KEY)] = result
         except (ValueError, KeyError, TypeError) as error:
             if number == len(lines) - 1 and not line.endswith("\n"):
@@ -138,7 +145,7 @@ def finished(file: Path, tasks: Sequence[Task]) -> dict[Task, Result]:
             raise ValueError(
                 f"{file}, line {number + 1}: no result of this benchmark ({error})"
             ) from error
-    keys = {task: tuple(key_of(task).values()) for task in tasks}
+    keys = {task: tuple(getattr(task, name) for name in KEY) for task in tasks}
     return {task: out[key] for task, key in keys.items() if key in out}
 
 

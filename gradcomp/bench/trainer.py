@@ -32,7 +32,10 @@ WARM_UP = 3  # first steps, in which DDP builds and rebuilds buckets; their seco
 TELL_S = 0.5  # longest time between two heartbeats
 DIVERGED = 1e4  # a larger loss ends a run with `Task.stops`
 # fields of `Task` that determine a run's result; they identify it in the file of finished runs
-KEY = ("workload", "optimizer", "method", "workers", "steps", "factor", "seed", "batch")
+KEY = (
+    *("workload", "optimizer", "method", "workers", "steps", "factor", "seed", "batch"),
+    *("data_crc", "link"),
+)
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,8 @@ class Task:
     over: str = "gloo"  # transport of compressed bytes, "gloo" or "mpi"
     device: str = CPU  # kind of device that has model and minibatches
     round: int = 0  # number of this run among runs of the same task
+    data_crc: str = ""  # `Workload.data_crc` of the data; "": not known
+    link: str = ""  # rate of the links between the ranks' hosts; "": loopback
 
 
 def use_cores(cores: tuple[int, ...] = ()) -> None:

@@ -84,6 +84,15 @@ class Workload:
             raise ValueError(f"{self.name} has no rate for {optimizer}; it has {', '.join(rates)}")
         self.settings.batch_of(workers)
 
+    def data_crc(self) -> str:
+        """Return a checksum of the data, 8 hexadecimal digits."""
+        crc = 0
+        for name in ("train_set", "test_set"):
+            data = getattr(self, name, ())
+            for tensor in (data,) if isinstance(data, Tensor) else data:
+                crc = zlib.crc32(tensor.contiguous().numpy().data, crc)
+        return f"{crc:08x}"
+
     def minibatch(self, generator: torch.Generator, count: int) -> Any:
         """Return `count` samples drawn by `generator`."""
         raise NotImplementedError
@@ -209,7 +218,7 @@ class Noise(Workload):
 
 
 def mlp() -> nn.Module:
-    """Return a perceptron of 25,214,986 values, 16.8 million of them in one tensor."""
+    """Return an MLP of 25,214,986 values, 16.8 million of them in one tensor."""
     return nn.Sequential(
         nn.Linear(2048, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 10)
     )

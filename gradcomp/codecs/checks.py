@@ -12,6 +12,13 @@ from gradcomp.errors import UnsupportedTensor
 from gradcomp.kernels import check_device
 from gradcomp.kernels.tables import DTYPES, MAX_NUMEL
 
+# other names of "fp32" and "bf16"
+_DTYPE_NAMES: dict[object, str] = {
+    "float32": "fp32",
+    "bfloat16": "bf16",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+}
 SECOND_PHASES = ("exact", "requantize", "block2", "block4", "block8", "bf16", "fp32")
 
 
@@ -95,9 +102,22 @@ def resolve_group(group: str | int, shape: tuple[int, ...]) -> int:
     return max(1, numel)
 
 
-def check_second_phase(second_phase: object) -> None:
-    """Raise ValueError unless `second_phase` is None or a known name."""
-    if second_phase is not None and second_phase not in SECOND_PHASES:
+def dtype_name(given: object) -> Any:
+    """Return "fp32" or "bf16" for their other names, "float32", "bfloat16" and torch's dtypes; all
+    else unchanged.
+    """
+    return _DTYPE_NAMES.get(given, given) if isinstance(given, (str, torch.dtype)) else given
+
+
+def check_second_phase(second_phase: object) -> str | None:
+    """Return a second phase by the name in `SECOND_PHASES`, or None for None.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    name = dtype_name(second_phase)
+    if name is not None and name not in SECOND_PHASES:
         raise ValueError(
             f"second_phase must be None or one of {SECOND_PHASES}, got {second_phase!r}"
         )
+    return None if name is None else str(name)

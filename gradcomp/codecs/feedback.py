@@ -47,7 +47,7 @@ class FeedbackCodec(Codec):
         residual_decay: float | None = None,
     ) -> None:
         check_group(group, ("row", "tensor"))
-        check_second_phase(second_phase)
+        second_phase = check_second_phase(second_phase)
         if second_phase == "exact":
             raise ValueError(
                 f'second_phase="exact" needs integer sums; codes of {type(self).__name__} have'

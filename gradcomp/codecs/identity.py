@@ -5,16 +5,11 @@ from __future__ import annotations
 import torch
 
 from gradcomp.codecs.base import Codec
+from gradcomp.codecs.checks import dtype_name
 from gradcomp.kernels import Code
 from gradcomp.payload.form import BFLOAT16, PLAIN
 
 _DTYPES = {"fp32": (PLAIN, torch.float32), "bf16": (BFLOAT16, torch.bfloat16)}
-_OTHER_NAMES: dict[object, str] = {
-    "float32": "fp32",
-    "bfloat16": "bf16",
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-}
 
 
 class Identity(Codec):
@@ -35,7 +30,7 @@ class Identity(Codec):
     """
 
     def __init__(self, dtype: str | torch.dtype = "fp32") -> None:
-        name = _OTHER_NAMES.get(dtype, dtype)
+        name = dtype_name(dtype)
         if name not in _DTYPES:
             raise ValueError(f"dtype must be one of {tuple(_DTYPES)}, got {dtype!r}")
         self.dtype = self.second_phase = str(name)

@@ -78,7 +78,7 @@ class TernGrad(Codec):
         if scale not in ("shared", "own"):
             raise ValueError(f'scale must be "shared" or "own", got {scale!r}')
         check_group(group, ("tensor", "row"))
-        check_second_phase(second_phase)
+        second_phase = check_second_phase(second_phase)
         if second_phase == "exact" and scale == "own":
             raise ValueError(
                 'second_phase="exact" needs scale="shared", got "own": codes of different scales'

@@ -6,8 +6,9 @@ import difflib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Any, TypedDict, TypeVar
 
 from gradcomp.arguments import check_integer
@@ -176,8 +177,7 @@ class Options:
             object.__setattr__(self, "warmup_codec", resolve(self.warmup_codec))
             if not self.warmup_steps:
                 raise ValueError(
-                    f"warmup_codec={self.warmup_codec!r} packs the first warmup_steps steps, and"
-                    " warmup_steps is 0"
+                    f"warmup_codec={self.warmup_codec!r} requires warmup_steps > 0, got 0"
                 )
         if self.exchange not in (*EXCHANGES, HIERARCHICAL):
             raise ValueError(
@@ -200,9 +200,7 @@ class Options:
                 " are owned"
             )
         if self.advanced.scale_lr and self.precondition is None:
-            raise ValueError(
-                "scale_lr=True needs precondition=True, with which noise is alike in all elements"
-            )
+            raise ValueError("scale_lr=True requires precondition=True")
         self._check_scaler()
         seconds = self.timeout_s
         if seconds is not None and (
@@ -238,7 +236,7 @@ class Options:
         return step < self.warmup_steps
 
     @property
-    def whole_steps(self) -> bool:
+    def is_atomic(self) -> bool:
         """Whether a step commits as a whole: all of its buckets, on all ranks, or none."""
         return bool(self.atomic_steps) or self.grad_scaler is not None
 
@@ -274,7 +272,7 @@ class Options:
             "guard": UNSET if self.advanced.guard is None else self.advanced.guard,
             "min_numel": self.min_numel,
             "exclude": sorted(e if isinstance(e, str) else "a function" for e in self.exempts),
-            "atomic_steps": int(self.whole_steps),
+            "atomic_steps": int(self.is_atomic),
         }
 
 
@@ -286,7 +284,9 @@ MOVED = {name: f"advanced=gradcomp.Advanced({name}=...)" for name in ADVANCED} |
 }
 
 
-def takes(kind: type | None = None, *, others: str = "") -> Callable[[_F], _F]:
+def takes(
+    kind: type | None = None, *, others: str = "", absent: Mapping[str, str] = MappingProxyType({})
+) -> Callable[[_F], _F]:
     """Return a decorator for an entry point whose ``**options`` are the keys of a typed dictionary.
 
     ``help`` and ``inspect.signature`` then show each option with its default. The entry point
@@ -297,6 +297,7 @@ def takes(kind: type | None = None, *, others: str = "") -> Callable[[_F], _F]:
         kind: a class of options above, such as `CommonOptions`; None: an entry point without
             ``**options``.
         others: why the entry point does not accept the other options, for messages.
+        absent: arguments of other entry points that this one does not accept, each with the reason.
     """
     names = kind.__optional_keys__ if kind is not None else ()  # type: ignore[attr-defined]
     options = [
@@ -314,6 +315,8 @@ def takes(kind: type | None = None, *, others: str = "") -> Callable[[_F], _F]:
         known = [p.name for p in shown]
         by_position = [p.name for p in shown if p.kind is not p.KEYWORD_ONLY]
         called = function.__qualname__.removesuffix(".__init__")
+        if called == "register":  # several modules have one
+            called = f"{function.__module__}.{called}"
 
         @functools.wraps(function)
         def checked(*args: Any, **given: Any) -> Any:
@@ -321,7 +324,7 @@ def takes(kind: type | None = None, *, others: str = "") -> Callable[[_F], _F]:
                 words = [f"{name}=" for name in known[len(by_position) :]]
                 text = ", ".join(words).replace("advanced=", "advanced=gradcomp.Advanced(...)")
                 raise TypeError(f"{called} takes keywords after {by_position[-1]!r}: {text}")
-            check_names(given, known, called, others)
+            check_names(given, known, called, others, absent)
             return function(*args, **given)
 
         checked.__signature__ = declared.replace(parameters=shown)  # type: ignore[attr-defined]
@@ -330,7 +333,13 @@ def takes(kind: type | None = None, *, others: str = "") -> Callable[[_F], _F]:
     return decorate
 
 
-def check_names(given: Iterable[str], known: Sequence[str], called: str, others: str = "") -> None:
+def check_names(
+    given: Iterable[str],
+    known: Sequence[str],
+    called: str,
+    others: str = "",
+    absent: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """Raise TypeError for the first unknown keyword of a call; the message says what to write
     instead.
 
@@ -339,6 +348,7 @@ def check_names(given: Iterable[str], known: Sequence[str], called: str, others:
         known: the keywords that the entry point accepts.
         called: name of the entry point.
         others: why the entry point does not accept the other options.
+        absent: arguments of other entry points that this one does not accept, each with the reason.
     """
     for name in given:
         if name in known:
@@ -351,10 +361,11 @@ def check_names(given: Iterable[str], known: Sequence[str], called: str, others:
         if name == "options":
             raise TypeError(f"there is no option {name!r}: pass its fields by keyword")
         listed = ", ".join(option for option in known if option in COMMON or option in ADVANCED)
-        if now in COMMON or name in ADVANCED:
+        if now in COMMON or name in ADVANCED or name in absent:
             old = f", earlier called {name!r}" if now != name else ""
-            why = f": {others}" if others else ""
-            raise TypeError(f"{called} has no option {now!r}{old}{why} (all: {listed})")
+            why = absent.get(name, others)
+            why = f": {why}" if why else ""
+            raise TypeError(f"{called} does not support {now!r}{old}{why} (all: {listed})")
         near = difflib.get_close_matches(name, known, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise TypeError(f"there is no option {name!r}{hint} (all: {listed})")
@@ -381,13 +392,9 @@ def check_rotation(codec: Codec, options: Options) -> None:
     if not codec.rotates:
         return
     if options.precondition is not None:
-        raise ValueError(
-            "precondition=True keeps values apart that rotate=True mixes: one of them, got both"
-            f" with {codec!r}"
-        )
+        raise ValueError(f"precondition=True cannot be combined with rotate=True, got {codec!r}")
     transform = options.advanced.transform
     if transform is not None and transform.place == "owner":
         raise ValueError(
-            f"{transform!r} needs means as they are, and owners of {codec!r} have rotated"
-            " ones: leave rotate=True out"
+            f"{transform!r}, with place='owner', cannot be combined with rotate=True, got {codec!r}"
         )

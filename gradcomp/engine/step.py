@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradcomp.codecs import Codec, TernGrad, resolve
+from gradcomp.codecs import Codec, Identity, TernGrad, resolve
 from gradcomp.codecs.checks import check_tensor
 from gradcomp.comm.base import Channel, Communicator, Lease
 from gradcomp.comm.rounds import ring_bytes
@@ -132,13 +132,13 @@ class Step:
     def seal(self) -> None:
         """Mark the step as complete: every bucket has been submitted.
 
-        With `Options.whole_steps`, the round in which ranks agree on the outcome is queued.
+        With `Options.is_atomic`, the round in which ranks agree on the outcome is queued.
         """
         engine = self._engine
         if (
             self._sealed
             or not self.buckets
-            or not engine.options.whole_steps
+            or not engine.options.is_atomic
             or engine.comm.world_size == 1
         ):
             return
@@ -166,7 +166,7 @@ class Step:
             stats.add_seconds("exposed", max(0.0, self.ended - begun))
             engine.layouts.forget_all_but(exchanges)
         engine.look_at(self.number)
-        if not engine.options.whole_steps or not any(e.flagged for e in exchanges):
+        if not engine.options.is_atomic or not any(e.flagged for e in exchanges):
             for exchange in exchanges:
                 if not exchange.flagged:
                     exchange.commit()
@@ -224,7 +224,7 @@ class Engine:
     rank; a failed step leaves them unchanged. By default, a rank may fail in the last bucket after
     its peers have finished theirs. The peers are then one step ahead, and detect this at their next
     step; states saved on both sides do not fit together, and loading them is refused. With
-    `Options.whole_steps`, a round of a few bytes after the last bucket makes a step count on all
+    `Options.is_atomic`, a round of a few bytes after the last bucket makes a step count on all
     ranks or on none. Only a rank that loses its connection during that round may differ.
 
     Args:
@@ -336,7 +336,8 @@ class Engine:
         if self.comm.rank == 0:
             codec = self.guard.codec
             first = next(n for n in count(step + 1) if self.guard.fallback(n) is codec)
-            logger.warning("from step %d on gradients travel by %r: %s", first, codec, reason)
+            sent = codec.dtype if isinstance(codec, Identity) else repr(codec)
+            logger.warning("from step %d on gradients are sent as %s: %s", first, sent, reason)
 
     def scale_lr_of(self, optimizers: Sequence[Any]) -> None:
         """Correct learning rates if options say so (`gradcomp.engine.rate`).
@@ -534,7 +535,7 @@ class Engine:
             and self.comm.rank == 0
         ):
             logger.warning(
-                "nothing was compressed: %s exchanges, and all of them belong to the warm start"
+                "nothing was compressed: %s exchanges, and all of them belong to the warm-up"
                 " (warmup_steps=%s)",
                 self.stats.steps,
                 self.options.warmup_steps,

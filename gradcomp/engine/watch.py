@@ -226,7 +226,7 @@ class Growth:
     """Checks the norm of the weights, and warns once if training seems to diverge under `TernGrad`,
     whose unbiased noise narrows the range of stable learning rates.
 
-    Noise that updates cannot average out makes weights drift: their norm grows. On a perceptron
+    Noise that updates cannot average out makes weights drift: their norm grows. On an MLP
     that trains in fp32 and diverges in `TernGrad` (docs/explanation/ternary.md has the figures),
     the norm of all compressed tensors grows by a factor of at least 5.7 within 200 steps. In runs
     that do not diverge it grows by at most 2.6.

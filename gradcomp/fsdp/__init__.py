@@ -25,7 +25,15 @@ if TYPE_CHECKING:
 __all__ = ["FsdpState", "register"]
 
 
-@takes(ShardedOptions, others="FSDP2 leaves averages as shards with their owners")
+@takes(
+    ShardedOptions,
+    others="each rank keeps only its own shard of the averages",
+    absent={
+        "comm": "gradients go over the process group of each module's mesh: fully_shard(mesh=...)",
+        "optimizer": "no setting depends on it; under Adam keep the default codec, or set"
+        " residual_decay=0.25",
+    },
+)
 def register(
     model: nn.Module,
     codec: Codec | str = "auto",
@@ -61,7 +69,8 @@ def register(
         keep_weights: keep the encoded weights of forward for backward. This halves the number of
             gathers; with "block8" every rank needs (N + 1) / N bytes per value of the whole model
             (ZeRO++, section 3.2, keeps a copy inside a machine).
-        residuals: dtype in which residuals are stored: "fp32", or "bf16" for half of the memory.
+        residuals: dtype in which residuals are stored: "fp32" ("float32"), or "bf16" ("bfloat16")
+            for half of the memory.
         common: `min_numel`, `exclude` (both for unsharded parameters), `warmup_steps`,
             `warmup_codec`, `grad_scaler` and `timeout_s`, see `gradcomp.ddp.register`. A step of
             the warm-up is one reduce-scatter of a module. `grad_scaler` doubles the memory of

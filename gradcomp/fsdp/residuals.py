@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from gradcomp.codecs.checks import dtype_name
 from gradcomp.exchange.gather import BufferPool
 from gradcomp.fsdp.parts import Part
 from gradcomp.kernels import device_of, of
@@ -121,20 +122,22 @@ class ModelResiduals:
     """Residuals of all modules of a model, by parameter name.
 
     Args:
-        dtype: "fp32" or "bf16", dtype of the stored residuals.
+        dtype: "fp32" or "float32", "bf16" or "bfloat16": dtype of the stored residuals.
         can_discard: whether commits can be undone; takes twice the memory.
 
     Attributes:
-        dtype, can_discard: the arguments.
+        dtype: "fp32" or "bf16".
+        can_discard: the argument.
 
     Raises:
         ValueError: another dtype.
     """
 
     def __init__(self, dtype: str, *, can_discard: bool = False) -> None:
-        if dtype not in DTYPES:
+        name = dtype_name(dtype)
+        if name not in DTYPES:
             raise ValueError(f"residuals must be one of {sorted(DTYPES)}, got {dtype!r}")
-        self.dtype, self.can_discard, self._pool = dtype, can_discard, BufferPool()
+        self.dtype, self.can_discard, self._pool = str(name), can_discard, BufferPool()
         self._modules: list[ModuleResiduals] = []
 
     def add(self, parts: Sequence[Part]) -> ModuleResiduals:

@@ -51,7 +51,7 @@ from gradcomp.fsdp.residuals import ModelResiduals
 from gradcomp.fsdp.weights import AllGather, Forward
 from gradcomp.kernels import empty
 from gradcomp.kernels.staging import Shared
-from gradcomp.memory.saved import Saved, check_step, write
+from gradcomp.memory.saved import Saved, check_step, odd_key, write
 from gradcomp.payload.parameters import Parameter
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ class FsdpState:
             "residuals": repr(self._residuals.dtype),
             "min_numel": options.min_numel,
             "warmup_steps": options.compared()["warmup_steps"],
-            "atomic_steps": int(options.whole_steps),
+            "atomic_steps": int(options.is_atomic),
             "parameters": [(p.name, p.shape, p.compressed) for p in parameters],
         }
         called = "gradcomp.fsdp.register"
@@ -409,8 +409,8 @@ class FsdpState:
             return
         self._has_warned = True
         warnings.warn(
-            f"{NOT_CALLED}: FSDP has reduced these gradients without it, as exactly and as slowly"
-            " as ever. Somebody has called set_custom_reduce_scatter after gradcomp.fsdp.register:"
+            f"{NOT_CALLED}: FSDP2 used its own uncompressed reduce-scatter, because"
+            " set_custom_reduce_scatter was called after gradcomp.fsdp.register:"
             f" call register last. {OR_TWICE}",
             stacklevel=6,
         )
@@ -418,7 +418,7 @@ class FsdpState:
     def _warn_plain(self, why: str) -> None:
         if not self.plain:
             warnings.warn(
-                f"the gradient of an FSDP module {why} in this step: it travels as torch sends it",
+                f"the gradient of an FSDP module {why} in this step: torch sends it uncompressed",
                 stacklevel=2,
             )
 
@@ -591,6 +591,5 @@ def _read_steps(saved_steps: Any, names: Collection[str]) -> dict[str, int]:
     for name, step in steps.items():
         check_step(step, of=f" of {name!r}")
     if steps and names and steps.keys() != set(names):
-        odd = min(steps.keys() ^ set(names), key=str)
-        raise ValueError(f"this state is of other parameters: {odd!r} is on one side only")
+        raise ValueError(f"this state is of other parameters: {odd_key(steps, names)}")
     return steps

@@ -42,7 +42,7 @@ def weights_codec(given: Codec | str) -> Codec:
         return codec
     raise ValueError(
         f"weights={given!r}: weights are gathered as 'block8', 'block4', 'bfloat16' or Block(8,"
-        " group=...); what is left out of them is lost"
+        " group=...); other codecs are not supported: weights have no error feedback"
     )
 
 

@@ -81,7 +81,7 @@ def restore(state: Stateful, comm: Communicator, found: Any, where: str, remedy:
     if not found:
         if comm.rank == 0:
             warnings.warn(
-                f"{where} has no gradcomp state: residuals begin at zero, and a warm start"
+                f"{where} has no gradcomp state: residuals begin at zero, and the warm-up"
                 " (warmup_steps) begins again. Nothing to do if it was made without gradcomp",
                 stacklevel=3,
             )

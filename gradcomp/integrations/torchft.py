@@ -417,7 +417,9 @@ class DiLoCo(local_sgd.DiLoCo):  # type: ignore[misc]
     ) -> None:
         for name in ("should_quantize", "use_bucketization", "bucket_cap_mb"):
             if name in more:
-                raise TypeError(f"{name} is of torchft's own exchange: leave it out, codec= packs")
+                raise TypeError(
+                    f"{name} is not supported: gradcomp replaces torchft's all_reduce; use codec="
+                )
         super().__init__(
             manager, model_fragments, inner_optimizer, outer_optimizer, sync_every, **more
         )

@@ -80,7 +80,6 @@ def inner(optimizer: Any) -> Any:
 def warn_alone(what: str, remedy: str, *, stacklevel: int = 3) -> None:
     """Warn that a run of one rank compresses nothing."""
     warnings.warn(
-        f"gradcomp: {what}: there is nobody to send gradients to, so nothing is compressed;"
-        f" {remedy}",
+        f"gradcomp: {what}: world size is 1, so nothing is compressed; {remedy}",
         stacklevel=stacklevel,
     )

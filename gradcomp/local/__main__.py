@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import sys
 from collections.abc import Sequence
 
 from gradcomp.arguments import Parser
-from gradcomp.local.coordinator import PORT, Coordinator
+from gradcomp.local.coordinator import PORT, RENAMED, Coordinator
 
 EXAMPLES = """\
 examples (docs/howto/sites.md has more):
@@ -26,8 +27,8 @@ coordinator
 --store-port PORT: port of the store of addresses (default: the port after --port)
 --sites N: number of sites for which the first sync waits (default: 1)
 --min-sites N: smallest number of sites for a sync (default: 1)
---patience S: longest wait of a sync for a silent site, in seconds (default: 60)
---give-up S: longest wait for --min-sites sites, in seconds (default: 3600)"""
+--sync-timeout S: longest wait of a sync for a silent site, in seconds (default: 60)
+--min-sites-timeout S: longest wait for --min-sites sites, in seconds (default: 3600)"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,8 +40,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=EXAMPLES,
     )
     parser.add_groups(OPTIONS, {"PORT": int, "N": int, "S": float})
-    parser.set_defaults(host="", port=PORT, sites=1, min_sites=1, patience=60.0, give_up=3600.0)
+    for old in RENAMED:
+        parser.add_argument(_option(old), nargs="?", const=True, help=argparse.SUPPRESS)
+    parser.set_defaults(host="", port=PORT, sites=1, min_sites=1)
+    parser.set_defaults(sync_timeout=60.0, min_sites_timeout=3600.0)
     options = parser.parse_args(argv)
+    for old, now in RENAMED.items():
+        if getattr(options, old.removesuffix("_s")) is not None:
+            parser.error(f"{_option(old)} is called {_option(now)}")
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING)
     logging.getLogger("gradcomp").setLevel(logging.INFO)
     try:
@@ -50,8 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             store_port=options.store_port,
             sites=options.sites,
             min_sites=options.min_sites,
-            patience_s=options.patience,
-            give_up_s=options.give_up,
+            sync_timeout_s=options.sync_timeout,
+            min_sites_timeout_s=options.min_sites_timeout,
         )
     except (ValueError, OSError, OverflowError) as error:
         parser.error(str(error))
@@ -59,6 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     with coordinator:
         coordinator.wait()
     return 0
+
+
+def _option(name: str) -> str:
+    """Return the option of an argument of `Coordinator` in seconds."""
+    return f"--{name.removesuffix('_s').replace('_', '-')}"
 
 
 if __name__ == "__main__":

@@ -48,6 +48,8 @@ logger = logging.getLogger("gradcomp")
 
 VERSION = 1  # of the messages
 PORT = 29400
+# arguments of `Coordinator`: old name -> new name
+RENAMED = {"patience_s": "sync_timeout_s", "give_up_s": "min_sites_timeout_s"}
 LINE_NBYTES = 16 << 20  # longest message
 ALIVE_S = 2.0  # from one sign of life to the next
 SILENT_S = 20.0  # who says nothing for so long is lost
@@ -157,23 +159,25 @@ class Coordinator:
     """Serves sites of `gradcomp.local.ElasticDiLoCo`, in a thread, until `close`.
 
     Use ``python -m gradcomp.local`` on a machine that stays up. A sync begins when the sites that
-    took part in the last one are there, or `patience_s` after the first of them has come.
+    took part in the last one are there, or `sync_timeout_s` after the first of them has come.
 
     Args:
         host: address to listen at; "": all interfaces.
         port: port to listen at; 0: a free one.
         store_port: port of the store in which sites find each other's addresses, on all interfaces;
             None: the next one after `port`; 0: a free one.
-        sites: number of sites for which the first sync waits, at most for `patience_s`.
+        sites: number of sites for which the first sync waits, at most for `sync_timeout_s`.
         min_sites: smallest number of sites for a sync.
-        patience_s: how long a sync waits for a silent site, in seconds.
-        give_up_s: how long it waits for `min_sites`, in seconds, before sites get PeerLost; and for
-            a site with the newest anchors, before the run continues from older ones.
+        sync_timeout_s: how long a sync waits for a silent site, in seconds.
+        min_sites_timeout_s: how long it waits for `min_sites`, in seconds, before sites get
+            PeerLost; and for a site with the newest anchors, before the run continues from older
+            ones.
 
     Attributes:
         port: the port that it listens at.
 
     Raises:
+        TypeError: an option is unknown.
         ValueError: an option is out of its range.
         OSError: a port is taken.
     """
@@ -186,19 +190,23 @@ class Coordinator:
         store_port: int | None = None,
         sites: int = 1,
         min_sites: int = 1,
-        patience_s: float = 60.0,
-        give_up_s: float = 3600.0,
+        sync_timeout_s: float = 60.0,
+        min_sites_timeout_s: float = 3600.0,
+        **others: Any,
     ) -> None:
         from gradcomp.comm.torchdist import open_store
 
+        for name in others:
+            now = f": it is called {RENAMED[name]!r}" if name in RENAMED else ""
+            raise TypeError(f"there is no option {name!r}{now}")
         check_integer("sites", sites, 1)
         check_integer("min_sites", min_sites, 1)
-        if not 0 < patience_s <= give_up_s:
+        if not 0 < sync_timeout_s <= min_sites_timeout_s:
             raise ValueError(
-                f"patience_s must be positive and at most give_up_s ({give_up_s!r}), got"
-                f" {patience_s!r}"
+                "sync_timeout_s must be positive and at most min_sites_timeout_s"
+                f" ({min_sites_timeout_s!r}), got {sync_timeout_s!r}"
             )
-        self._state = _State(max(sites, min_sites), min_sites, patience_s, give_up_s)
+        self._state = _State(max(sites, min_sites), min_sites, sync_timeout_s, min_sites_timeout_s)
         both = not host and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, dualstack_ipv6=both)
@@ -255,9 +263,11 @@ class _State:
         blamed: number of syncs in a row that failed because of a site.
     """
 
-    def __init__(self, sites: int, min_sites: int, patience_s: float, give_up_s: float) -> None:
+    def __init__(
+        self, sites: int, min_sites: int, sync_timeout_s: float, min_sites_timeout_s: float
+    ) -> None:
         self._sites, self._min_sites = sites, min_sites
-        self._patience_s, self._give_up_s = patience_s, give_up_s
+        self._sync_timeout_s, self._min_sites_timeout_s = sync_timeout_s, min_sites_timeout_s
         self.is_closed = False
         self.store: Any = None
         self.known: dict[str, int] = {}
@@ -407,9 +417,9 @@ class _State:
                     break
             else:
                 why, waited_s = "", now - arrival.at
-                if is_short and waited_s > self._give_up_s:
+                if is_short and waited_s > self._min_sites_timeout_s:
                     why = f"{len(self.arrived)} of at least {self._min_sites} sites have come"
-                elif not arrival.synced and self.known and waited_s > self._give_up_s:
+                elif not arrival.synced and self.known and waited_s > self._min_sites_timeout_s:
                     why = "no site with anchors has come"
                 elif self.blamed[arrival.site] >= TRIES:
                     why = f"the other sites have lost this one in {TRIES} syncs in a row"
@@ -429,11 +439,13 @@ class _State:
         if not arrivals or len(arrivals) < self._min_sites:
             return f"{self._min_sites} sites"
         # if all with the newest anchors are gone, the run goes on from older ones in the end
-        patient = [one.at for one in arrivals if one.synced and now - one.at > self._give_up_s]
+        patient = [
+            one.at for one in arrivals if one.synced and now - one.at > self._min_sites_timeout_s
+        ]
         current = [one.at for one in arrivals if not self.known or one.syncs >= self.newest]
         if not current:
             return "" if patient else f"a site with the anchors of sync {self.newest}"
-        if now - min(current) > self._patience_s:
+        if now - min(current) > self._sync_timeout_s:
             return ""
         missing = self.expected.keys() - {one.site for one in arrivals}
         if missing:

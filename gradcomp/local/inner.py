@@ -139,8 +139,8 @@ class Inner:
             self._is_warned = True
             warnings.warn(
                 f"{name}.step() was called {COUNTED} times while the inner optimizer stepped {made}"
-                " times: call it after optimizer.step() and not after every minibatch, or H counts"
-                " minibatches, and syncs fall between those whose gradients add up",
+                " times: call it after optimizer.step() and not after every minibatch; otherwise"
+                " sync_every counts minibatches, and a sync can fall inside gradient accumulation",
                 stacklevel=3,
             )
         self._calls = 0
@@ -161,10 +161,9 @@ class Inner:
         # an optimizer may step another one inside its own step
         if self._inside is None and not any(_is_around(optimizer, one) for one in self._hooked):
             raise GradcompError(
-                f"a step of an optimizer that local steps do not know ({type(optimizer).__name__})"
-                " on their parameters: it would not be counted, nor are split weights its own."
-                " Make DiLoCo anew with the optimizer that trains, and load the old one's"
-                " state_dict(); or close() it, if it is over"
+                f"optimizer {type(optimizer).__name__} was not passed to DiLoCo but updates its"
+                " parameters: make a new DiLoCo with it, and load the old one's state_dict(); or"
+                " close() DiLoCo, if its training has ended"
             )
 
 

@@ -199,7 +199,7 @@ def _check_options(
         elif (value is None or isinstance(value, bool)) and not (
             given[name] is None or isinstance(given[name], bool)
         ):
-            raise ValueError(f"{where} has {name} {given[name]!r}, {value!r} here")
+            raise ValueError(f"{where} has {name} {given[name]!r}, expected {value!r}")
 
 
 def _numbers(value: object) -> list[float] | None:

@@ -118,8 +118,8 @@ class DiLoCo:
         options = Options(**common, advanced=advanced)  # type: ignore[arg-type]
         if options.advanced.transform is not None:
             raise ValueError(
-                f"transform={options.advanced.transform!r} is of gradients, and what travels here"
-                " are changes of weights"
+                f"transform={options.advanced.transform!r} is for gradients, but local steps send"
+                " changes of weights"
             )
         if options.advanced.scale_lr:
             raise ValueError(

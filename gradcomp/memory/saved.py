@@ -177,6 +177,14 @@ def check_step(step: object, name: str = "step", of: str = "") -> None:
         )
 
 
+def odd_key(state: Collection[Any], own: Collection[Any]) -> str:
+    """Return text for messages that names the first key of only one of two collections: "missing
+    key" if the state lacks it.
+    """
+    key = min(set(state) ^ set(own), key=str)
+    return f"{'unexpected' if key in state else 'missing'} key {key!r}"
+
+
 def check_tensors(
     state: Any,
     shapes: Mapping[str, Sequence[int]],
@@ -198,8 +206,7 @@ def check_tensors(
     """
     check_mapping(state, f"the {what}s by name")
     if state.keys() != shapes.keys():
-        odd = min(state.keys() ^ shapes.keys(), key=str)
-        raise ValueError(f"{what}s do not fit this model and codec: {odd!r} is on one side only")
+        raise ValueError(f"{what}s do not fit this model and codec: {odd_key(state, shapes)}")
     for name, shape in shapes.items():
         tensor = state[name]
         is_dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided
@@ -375,7 +382,7 @@ def _whole(
         if any(numel for (numel,) in shapes.values()):  # a rank may own nothing
             begun.add(bool(tensors))
     if begun == {False, True}:
-        raise ValueError(f"{part} in this state is of some ranks only")
+        raise ValueError(f"only some ranks' states have {part}")
     if True not in begun:
         return {}
     if owned:

@@ -247,7 +247,8 @@ class SplitOptimizer(torch.optim.Optimizer):
             )
         if gradient.shape != p.shape:
             raise ValueError(
-                f"the gradient of {name} has shape {tuple(gradient.shape)}, it {tuple(p.shape)}"
+                f"the gradient of {name} has shape {tuple(gradient.shape)}, the parameter"
+                f" {tuple(p.shape)}"
             )
         if isinstance(gradient, Placeholder):
             raise GradcompError(

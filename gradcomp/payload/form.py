@@ -177,6 +177,6 @@ def removal(codec: object) -> str:
     if codec != TOPK_CODE and not str(codec).lower().startswith("topk"):
         return ""
     return (
-        "; TopK was removed: use Ternary() with local steps (gradcomp.DiLoCo), which sends fewer"
+        "; TopK was removed: use TernGrad() with local steps (gradcomp.DiLoCo), which sends fewer"
         " bytes and lost no accuracy"
     )

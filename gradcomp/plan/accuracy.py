@@ -154,10 +154,8 @@ _GPT_CODE = replace(_GPT_600, what=CODE, fp32=1.7840)
 _GPT_CODE_2 = replace(_GPT_CODE, fp32=1.6862)  # its files in another order
 _GPT_SEED_0 = replace(_GPT, seeds=1, fp32=1.3438)
 # at 0.1, the largest of three learning rates at which fp32 does not diverge
-_PERCEPTRON = Training(
-    "sgd", "SGD", "a perceptron", " 128-256-10", 2, 200, 3, 0.9473, "nats", ACCURACY
-)
-_PERCEPTRON_4 = replace(_PERCEPTRON, world_size=4, fp32=0.3469)  # fp32's best rate of five
+_MLP = Training("sgd", "SGD", "an MLP", " 128-256-10", 2, 200, 3, 0.9473, "nats", ACCURACY)
+_MLP_4 = replace(_MLP, world_size=4, fp32=0.3469)  # fp32's best rate of five
 FASHION = " on Fashion-MNIST"
 _FASHION = Training("sgd", "SGD", "LeNet", FASHION, 2, 600, 3, 88.12, "points", BENCHMARKS)
 _MNIST = replace(_FASHION, what=" on MNIST", fp32=98.79)
@@ -179,7 +177,7 @@ _DIGITS = replace(
     steps=180,
     source="docs/explanation/codecs.md",
 )
-_LARGE_RATES = "a perceptron diverges with it at a learning rate at which fp32 trains"
+_LARGE_RATES = "an MLP diverges with it at a learning rate at which fp32 trains"
 _SHORT_RUNS = "runs of 600 steps lose more with it than with Block(4) (one seed)"
 _USUAL_RATE = "runs of 600 steps lose more with it at AdamW's usual rate"
 _GPT_MUON = replace(_GPT_600, family=MUON, optimizer="Muon and AdamW", fp32=1.2558)
@@ -215,11 +213,11 @@ TABLE = (
     Measured(_GPT, OneBit(rotate=True), 1.6, 1.3719, **_RARE),
     Measured(_GPT_SEED_0, OneBit(), 1.0, 1.5896, **_RARE),
     Measured(_GPT_MUON, EntropyCoded(3.2), 3.4, 1.2610),
-    Measured(_PERCEPTRON, Ternary(), 2.1, 0.9660),
-    Measured(_PERCEPTRON_4, Ternary(), 2.1, 0.3488),
-    Measured(_PERCEPTRON, TernGrad(), 2.0, 8.4572),
-    Measured(_PERCEPTRON, OneBit(), 1.3, 1.0193),
-    Measured(_PERCEPTRON, Block(4), 4.2, 0.9207),
+    Measured(_MLP, Ternary(), 2.1, 0.9660),
+    Measured(_MLP_4, Ternary(), 2.1, 0.3488),
+    Measured(_MLP, TernGrad(), 2.0, 8.4572),
+    Measured(_MLP, OneBit(), 1.3, 1.0193),
+    Measured(_MLP, Block(4), 4.2, 0.9207),
     Measured(_FASHION, TernGrad(), 2.0, 88.16),
     Measured(_MNIST, TernGrad(), 2.0, 98.66),
     Measured(_DIGITS, Ternary(), 2.1, 97.85),

@@ -17,10 +17,11 @@ from __future__ import annotations
 import json
 import statistics
 import timeit
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,6 +59,8 @@ SIZES = (1 << 13, 1 << 20)  # elements
 COPIED = (1 << 13, 25 * 2**20 // 4)  # elements of a copy; the last are those of a DDP bucket
 WORLD_SIZES = (2, 8)
 REPEATS = 5
+
+FORMAT = 2  # of rates in files; 1, which was not written: "ternary" was TernGrad
 
 Features = tuple[float, float, float, float]  # 1, N, processed values, owned values
 
@@ -128,9 +131,10 @@ class Rates:
             out[method][stage] = StageRate(*map(statistics.median, zip(*found, strict=True)))
         return Rates(out)
 
-    def to_dict(self) -> dict[str, dict[str, dict[str, float]]]:
-        """Return the rates as dictionaries for JSON: method, stage, field."""
-        return {m: {s: asdict(r) for s, r in stages.items()} for m, stages in self.stages.items()}
+    def to_dict(self) -> dict[str, Any]:
+        """Return the rates as dictionaries for JSON (method, stage, field), and their "format"."""
+        stages = {m: {s: asdict(r) for s, r in v.items()} for m, v in self.stages.items()}
+        return {"format": FORMAT, **stages}
 
     @staticmethod
     def load(path: Path) -> Rates:
@@ -139,11 +143,13 @@ class Rates:
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: the file does not contain rates, or names an unknown method or stage.
+            ValueError: the file does not contain rates, names an unknown method or stage, or is of
+                an earlier version, which called TernGrad "ternary".
         """
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            found = found.get("rates", found)
+            found = dict(found.get("rates", found))
+            _check_format(found.pop("format", 1), found)
             for method, stages in found.items():
                 names = APART.get(method) or _stages_of(find_method(method))
                 for unknown in sorted(set(stages) - set(names)):
@@ -154,6 +160,17 @@ class Rates:
 
 
 FREE = Rates()
+
+
+def _check_format(made: object, methods: Iterable[str]) -> None:
+    old = next((name for name in methods if name.startswith("ternary ")), "")
+    if made == 1 and old:
+        raise ValueError(
+            f"an earlier version wrote it, which called TernGrad 'ternary': {old!r} is"
+            f" {old.replace('ternary', 'terngrad')!r} now. Measure the rates again"
+        )
+    if made not in (1, FORMAT):
+        raise ValueError(f"format {made!r}, expected {FORMAT}")
 
 
 def _stages_of(method: Method) -> tuple[str, ...]:

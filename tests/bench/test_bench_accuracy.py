@@ -163,8 +163,7 @@ def test_every_method_of_the_papers_tables_is_read():
 
 def test_a_line_that_was_cut_off_is_run_again_and_an_odd_one_refused(tmp_path):
     file, task = tmp_path / "runs.jsonl", Task("gpt-1m", "adamw", "fp32", 2, 6)
-    older = {name: value for name, value in key_of(task).items() if name != "batch"}
-    line = json.dumps(older | {"measure": 1.0})
+    line = json.dumps(key_of(task) | {"measure": 1.0})
     file.write_text(f"{line}\n{line[:40]}")
     other = Task("gpt-1m", "adamw", "fp32", 2, 6, seed=1)
     assert [one["measure"] for one in finished(file, [other, task]).values()] == [1.0]
@@ -173,6 +172,44 @@ def test_a_line_that_was_cut_off_is_run_again_and_an_odd_one_refused(tmp_path):
     file.write_text(f"{{}}\n{line}\n")
     with pytest.raises(ValueError, match="line 1: no result of this benchmark"):
         finished(file, [task])
+
+
+def test_a_line_of_an_earlier_version_is_refused(tmp_path):
+    """A line whose "ternary" was TernGrad was taken for a result of Ternary."""
+    file, task = tmp_path / "runs.jsonl", Task("gpt-1m", "adamw", "ternary", 2, 6)
+    new = ("format", "data_crc", "link")
+    older = {name: value for name, value in key_of(task).items() if name not in new}
+    for line in (older, older | {"format": 3}):
+        file.write_text(json.dumps(line | {"measure": 1.0}) + "\n")
+        with pytest.raises(ValueError, match="line 1: .*expected 2: .* called terngrad 'ternary'"):
+            finished(file, [task])
+
+
+def test_runs_of_other_data_or_links_are_run_again(tmp_path, monkeypatch):
+    """The numbers of the first data, or of loopback, were printed again."""
+    words = "the quick brown fox jumps over the lazy dog. " * (HELD_OUT_SHARE * BLOCK // 45 + 1)
+    for name, text in (("a", words), ("b", words.upper()), ("c", words)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "prose.txt").write_text(text)
+    first = {"total_nbytes": 5, "parameters": 5, "steps_done": 3, "curve": [], "measure": 1.0}
+    run = []
+
+    def pretend(tasks, processes, link):
+        run.append(len(tasks))
+        return [(task, [first], 1.0) for task in tasks]
+
+    monkeypatch.setattr(accuracy, "_run", pretend)
+    for data, *more in (
+        ("a",),
+        ("b",),
+        ("c",),  # the same text in another folder
+        ("a", "--link", "1gbit"),
+        ("b", "--link", "1gbit"),
+        ("b", "--link", "1gbit"),
+    ):
+        options = f"--data {tmp_path / data} --out {tmp_path} --steps 3 --seeds 2 --methods fp32"
+        assert accuracy.main([*options.split(), *more]) == 0
+    assert run == [2, 2, 0, 2, 2, 0]
 
 
 def result(method, measure, *, workload="w", bits=1.0, **more):

@@ -25,6 +25,7 @@ from gradcomp import (
 )
 from gradcomp.bench import methods
 from gradcomp.codecs import RngKey
+from gradcomp.fsdp.residuals import ModelResiduals
 from gradcomp.memory.saved import Saved, write
 from gradcomp.payload import wire
 
@@ -197,6 +198,16 @@ def test_identity_takes_names_of_dtypes_and_torch_s(names):
     assert all(codec.options() == same[0].options() for codec in same)
 
 
+@pytest.mark.parametrize("names", [("fp32", "float32"), ("bf16", "bfloat16")])
+def test_second_phases_and_fsdp_residuals_take_names_of_dtypes_as_identity_does(names):
+    """They refused "float32" and "bfloat16"; ranks compare the short name."""
+    for name in (*names, getattr(torch, names[1])):
+        for kind in (Block, EntropyCoded, OneBit, TernGrad, Ternary):
+            codec = kind(second_phase=name)
+            assert codec.second_phase == names[0] and f"second_phase='{names[0]}'" in repr(codec)
+        assert ModelResiduals(name).dtype == names[0]
+
+
 @pytest.mark.parametrize(
     ("tensor", "word"),
     [
@@ -287,5 +298,5 @@ def decode_topk_payload():
     ],
 )
 def test_topk_was_removed_and_says_what_to_use(use, error):
-    with pytest.raises(error, match=r"TopK was removed: use Ternary\(\) with local steps"):
+    with pytest.raises(error, match=r"TopK was removed: use TernGrad\(\) with local steps"):
         use()

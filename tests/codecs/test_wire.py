@@ -6,6 +6,7 @@ import tracemalloc
 
 import pytest
 import torch
+from _kinds import check_kinds
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,6 +27,7 @@ CODECS = {
     "identity": Identity(),
     "bf16": Identity("bf16"),
 }
+check_kinds(CODECS, without=("ternary",))
 
 
 WORDS = st.integers(0, 2**32 - 1)

@@ -99,10 +99,10 @@ def test_bf16_where_compression_does_not_pay(clock):
         assert torch.equal(p.grad, sum(given) / 2)
         return averager.state_dict()
 
-    with logged("travel") as found:
+    with logged("gradients are sent as") as found:
         states = run_local(2, run)
     (said,) = found
-    assert f"from step {TIMED + guard.SENDING} on" in said
+    assert f"from step {TIMED + guard.SENDING} on gradients are sent as bf16: " in said
     assert "2000.0 ms" in said and "1000.0 ms in bf16" in said and "1500.0 ms with Tern" in said
     assert run_local(2, resumed, clock, states, 3) == [[BF16] * 3] * 2
 
@@ -131,7 +131,7 @@ def test_a_faster_codec_where_it_takes_less_time(clock, world_size):
         assert before.any() and after.any() and not torch.equal(before, after)
         return averager.state_dict()
 
-    with logged("travel") as found:
+    with logged("gradients are sent as") as found:
         states = run_local(world_size, run)
     (said,) = found
     assert f"from step {TIMED} on" in said and "1000.0 ms with Ternary" in said
@@ -182,7 +182,7 @@ def test_a_run_resumed_at_the_first_timed_step_decides_nothing(clock):
 def test_it_stays_on_where_it_pays_for_most_ranks(comm, clock):
     averager, p = averager_of(comm)
     seconds = (1.0, 1.1, 1.1) if comm.rank else (1.0, 0.9, 0.95)
-    with logged("travel") as found:
+    with logged("gradients are sent as") as found:
         seen = steps(clock, averager, p, TIMED + 2, seconds)
     assert seen[-2:] == [repr(averager._engine.codec)] * 2
     assert not found
@@ -276,7 +276,7 @@ def test_errors_lead_down_the_ladder(clock):
         assert averager._engine.layouts.probe.error() < 0.02
         assert averager.quality().rows["w"].cosine > 0.999
 
-    with logged("travel") as found:
+    with logged("gradients are sent as") as found:
         run_local(2, run)
     (said,) = found
     assert f"from step {looks + 1} on" in said

@@ -123,7 +123,7 @@ WRONG = {
     "residual gone": (of_rank(residual={}), "rank 1 .* has 1 tensors of 2"),
     "residual never there": (
         of_rank(residual={}, tensors=1),
-        "residual in this state is of some ranks only",
+        "only some ranks' states have residual",
     ),
     "residual of another shape": (
         residual(lambda r: r[:9]),
@@ -132,7 +132,7 @@ WRONG = {
     "residual is NaN": (residual(lambda r: r * math.nan), "has values that are not finite"),
     "owner's residual gone": (
         of_rank(owner_residual={}, tensors=1),
-        "owner_residual in this state is of some ranks only",
+        "only some ranks' states have owner_residual",
     ),
     "of another model": (lambda s: run_local(3, trained, {"w": (64, 16)}), "'w'"),
 }

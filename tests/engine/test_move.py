@@ -3,6 +3,7 @@
 import pytest
 import torch
 from _averaging import Run
+from _kinds import check_kinds
 from _ranks import run_local
 
 from gradcomp import Block, OneBit, PeerLost, Ternary
@@ -16,6 +17,7 @@ CODECS = {
     "ternary": Ternary(residual_decay=1.0),
     "block2": Block(2, residual_decay=1.0),
 }
+check_kinds(CODECS, without=("terngrad", "block4", "block8", "entropy", "identity", "bfloat16"))
 
 
 def owed(engine, ranks):

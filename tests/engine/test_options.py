@@ -84,7 +84,7 @@ MISPLACED = {
 def test_a_misplaced_option_says_where_it_goes(entry, kind, name):
     given, text = MISPLACED[name]
     if kind is ShardedOptions and name != "close":
-        rare = "register has no option 'quality_every'"
+        rare = "gradcomp.fsdp.register does not support 'quality_every'"
         text = rare if name == "rare" else "no option 'options': pass its fields by keyword"
     with pytest.raises(TypeError, match=text):
         entry(**given)
@@ -99,7 +99,9 @@ def test_options_by_position_are_refused(entry):
 def test_what_takes_no_options_is_refused_alike():
     with pytest.raises(TypeError, match="all_reduce takes keywords after 'codec': comm=, key="):
         gradcomp.all_reduce(torch.ones(4), "onebit", one_rank())
-    with pytest.raises(TypeError, match="no option 'warmup_steps': pass it beside advanced="):
+    with pytest.raises(
+        TypeError, match="does not support 'warmup_steps': pass it beside advanced="
+    ):
         gradcomp.Advanced(warmup_steps=3)
 
 
@@ -116,7 +118,7 @@ WRONG_VALUES = [
     (NODES, "nodes= needs exchange='hierarchical', got exchange='auto'"),
     ({"precondition": True, **ADAGRAD}, "AggregateAdagrad"),
     ({"advanced": {"scale_lr": "yes"}}, "scale_lr must be None, True or False, got 'yes'"),
-    ({"advanced": {"scale_lr": True}}, "scale_lr=True needs precondition=True"),
+    ({"advanced": {"scale_lr": True}}, "scale_lr=True requires precondition=True"),
     ({"exchange": "hierarchical", **ADAGRAD}, "a transform needs exchange=.*, got 'hierarchical'"),
     ({"grad_scaler": object()}, r"grad_scaler must have get_scale\(\), got object"),
     ({"atomic_steps": "yes"}, "atomic_steps must be None, True or False, got 'yes'"),
@@ -178,7 +180,7 @@ def test_ranks_compare_every_option_that_could_make_them_differ():
 def test_an_option_of_an_earlier_version_says_how_it_is_called(name):
     now = RENAMED[name]
     renamed = f"there is no option '{name}': it is called '{now}'"
-    elsewhere = f"has no option '{now}', earlier called '{name}'"
+    elsewhere = f"does not support '{now}', earlier called '{name}'"
     for call, options in (
         (gradcomp.Advanced, ()),
         (lambda **old: GradientAverager(nn.Linear(2, 2), "onebit", comm=one_rank(), **old), COMMON),
@@ -194,7 +196,7 @@ def test_functions_of_an_earlier_version_say_how_they_are_called():
     for owner, name, said in (
         (averager, "rotate", r"'rotate': it is called average_delayed\(\)"),
         (gradcomp.fsdp, "compress", "'compress': it is called gradcomp.fsdp.register"),
-        (gradcomp.codecs, "TopK", "TopK was removed: use Ternary"),
+        (gradcomp.codecs, "TopK", "TopK was removed: use TernGrad"),
         (gradcomp.onebit_sgd, "warm_start_steps", "use math.ceil"),
     ):
         with pytest.raises(AttributeError, match=said):

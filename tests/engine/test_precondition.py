@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from _averaging import Run, same
 from _expected import average
+from _kinds import check_kinds
 from _models import bits, small_model, train
 from _ranks import each_rank, logged, run_local
 from _saved import parts_of
@@ -38,6 +39,7 @@ CODECS = {
     "terngrad-block4": TernGrad(second_phase="block4"),
     "identity": Identity(),
 }
+check_kinds(CODECS, without=("ternary", "block8", "bfloat16"))
 
 
 def gradient(name, shape, step, rank):

@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from _kinds import check_kinds
 from _ranks import each_rank, run_local
 from torch import nn
 
@@ -26,6 +27,7 @@ from gradcomp.exchange.sizing import Strategy, choose
 from gradcomp.optim import SplitAdamW, SplitLAMB
 
 CODECS = [EntropyCoded(1.25), EntropyCoded(2.2), Ternary(), Block(4), OneBit(), TernGrad()]
+check_kinds(CODECS, without=("block2", "block8", "identity", "bfloat16"))
 
 
 def parameter():
@@ -231,7 +233,7 @@ def test_the_factor_of_1_bit_is_for_those_who_ask(comm):
 def test_bad_options(comm):
     asked = {"advanced": Advanced(scale_lr=True)}
     for options, why in (
-        (asked, "needs precondition=True"),
+        (asked, "requires precondition=True"),
         ({**asked, "precondition": True, "make": torch.optim.SGD}, "got SGD"),
     ):
         with pytest.raises(ValueError, match=why):

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from _kinds import check_kinds
 from _ranks import each_rank, run_local
 from _saved import bits_of
 
@@ -39,6 +40,7 @@ CODECS = {
     "identity": Identity(),
     "bf16": Identity("bf16"),
 }
+check_kinds(CODECS, without=("block8",))
 SHAPES = [(125, 300), (77,), (40, 251), (3, 8)]  # 77 and 24 values in fp32
 NUMEL, SLICES = sum(math.prod(shape) for shape in SHAPES), 5
 

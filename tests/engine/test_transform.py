@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from _averaging import Run, Scale, same
 from _expected import Adagrad, average
+from _kinds import check_kinds
 from _models import bits, small_model, train
 from _ranks import each_rank, run_local
 from _saved import parts_of
@@ -34,6 +35,7 @@ CODECS = [
     TernGrad(),
     TernGrad(scale="own", second_phase="bf16"),
 ]
+check_kinds(CODECS, without=("ternary", "block2", "block4", "block8", "bfloat16"))
 
 
 def gradient(name, shape, step, rank):

@@ -92,7 +92,9 @@ def test_a_run_that_ended_in_its_warm_up_says_so(steps, says):
 
     with logged() as found:
         run_local(2, one)
-    wanted = rf"nothing was compressed: {START} exchanges, .* \(warmup_steps={START}\)"
+    wanted = (
+        rf"nothing was compressed: {START} exchanges, .* to the warm-up \(warmup_steps={START}\)"
+    )
     assert sum(bool(re.match(wanted, text)) for text in found) == says
 
 
@@ -100,7 +102,7 @@ def test_what_is_refused():
     with pytest.raises(TypeError, match="codec must be"):
         Options(warmup_codec=3, warmup_steps=3)
     for codec, steps, said in (
-        (Block(4), 0, r"warmup_codec=Block\(bits=4.* warmup_steps is 0"),
+        (Block(4), 0, r"warmup_codec=Block\(bits=4.*requires warmup_steps > 0, got 0"),
         ("block5", 3, "unknown codec 'block5'"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _golden import tensors_in
+from _kinds import check_kinds
 from _models import bits, loss_of, minibatch, sgd
 from _ranks import each_rank
 from _saved import saved_and_loaded
@@ -176,6 +177,7 @@ ENTRIES = {
 }
 RESUME = [name for name, entry in ENTRIES.items() if entry.resumes]
 CODECS = ["ternary", "terngrad", "onebit", "block4", "entropy"]
+check_kinds(CODECS, without=("block2", "block8", "identity", "bfloat16"))
 
 
 def trained(entry, codec, steps, **options):

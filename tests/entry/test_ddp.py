@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from _kinds import check_kinds
 from _models import bits, loss_of, minibatch, sgd, small_model, train
 from _ranks import each_rank, mismatch
 from _saved import parts_of
@@ -56,6 +57,9 @@ CODECS = {
     "requantize": TernGrad(second_phase="requantize"),
     "onebit": OneBit(),
 }
+check_kinds(
+    CODECS, without=("ternary", "block2", "block4", "block8", "entropy", "identity", "bfloat16")
+)
 LAYOUTS = [{"bucket_cap_mb": 0.01}, {}, {"bucket_cap_mb": 0.01, "gradient_as_bucket_view": True}]
 
 

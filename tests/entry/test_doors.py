@@ -215,7 +215,7 @@ def test_a_communicator_of_other_ranks_is_refused(kind):
 
 @each_rank(2)
 def test_an_averager_that_is_alone_says_so():
-    said = "averages over 1 rank, LocalCommunicator says, where torch.distributed has 2"
+    said = "LocalCommunicator has 1 rank, torch.distributed has 2: gradients are not averaged"
     with pytest.warns(UserWarning, match=said):
         averager_of(one_rank())
     with warnings.catch_warnings():

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from _kinds import check_kinds
 from _ranks import each_rank
 from _saved import parts_of
 from test_fsdp import (
@@ -33,6 +34,7 @@ CODECS = [
     EntropyCoded(2.0, residual_decay=0.25),
     Ternary(error_feedback=False),
 ]
+check_kinds(CODECS, without=("terngrad", "block2", "block8", "identity", "bfloat16"))
 
 
 class Scaler:

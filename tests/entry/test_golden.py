@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from _averaging import Scale
 from _golden import Recorder, bytes_of, digest_of, tensors_in
+from _kinds import check_kinds
 from _ranks import run_local
 from _shadow import shadowed
 from torch import nn
@@ -306,6 +307,7 @@ CODECS = {
     "entropy": EntropyCoded(2.2, residual_decay=1.0),
     "entropy 1.25": EntropyCoded(1.25, residual_decay=0.25),
 }
+check_kinds(CODECS)
 EXCHANGES = ("all_gather", "reduce_scatter")
 FEW = ("ternary decays", "terngrad", "onebit", "block4", "entropy")
 GATHERS_ONLY = {"terngrad own", "onebit rotated"}

@@ -118,7 +118,7 @@ def test_in_a_with_block(run):
 @pytest.mark.parametrize("late", ["add", "drop"])
 def test_a_late_change_is_added_to_the_next_sync_or_dropped(run, late):
     """a, b and c sync while d is silent; their changes are 1 each time, the late one is 5."""
-    sites = run(sites=4, patience_s=1.0)
+    sites = run(sites=4, sync_timeout_s=1.0)
     synced = threading.Event()
 
     def site(name):
@@ -166,7 +166,7 @@ def test_a_new_site_takes_anchors_and_outer_state(run):
 
 
 def test_a_site_that_leaves_is_not_waited_for(run):
-    sites = run(sites=2, patience_s=600, give_up_s=600)
+    sites = run(sites=2, sync_timeout_s=600, min_sites_timeout_s=600)
 
     def site(name):
         model, optimizer, local = sites.site(name)
@@ -182,7 +182,7 @@ def test_a_site_that_leaves_is_not_waited_for(run):
 
 
 def test_a_sync_waits_for_enough_sites(run):
-    sites = run(sites=2, min_sites=2, patience_s=0.5, give_up_s=2.0)
+    sites = run(sites=2, min_sites=2, sync_timeout_s=0.5, min_sites_timeout_s=2.0)
 
     def site(name):
         with sites.joined(name) as (model, optimizer, local):
@@ -240,7 +240,7 @@ def test_a_site_with_an_older_checkpoint_takes_the_newer_anchors(run):
 
 
 def test_states_that_do_not_fit_are_refused(run):
-    sites = run(patience_s=1.0)
+    sites = run(sync_timeout_s=1.0)
     with sites.joined("a") as (model, optimizer, local):
         steps(model, optimizer, local, range(H), 0)
         good, before = copy.deepcopy(local.state_dict()), outcome(local)
@@ -322,8 +322,8 @@ def test_wrong_options(options, text):
     [
         ({"sites": 0}, "sites must be an integer of at least 1, got 0"),
         ({"min_sites": 1.5}, "min_sites must be an integer"),
-        ({"patience_s": 0}, "patience_s must be positive"),
-        ({"patience_s": 9, "give_up_s": 5}, "at most give_up_s"),
+        ({"sync_timeout_s": 0}, "sync_timeout_s must be positive"),
+        ({"sync_timeout_s": 9, "min_sites_timeout_s": 5}, "at most min_sites_timeout_s"),
     ],
 )
 def test_wrong_options_of_a_coordinator(options, text):
@@ -388,7 +388,7 @@ FOREIGN = [
 
 @pytest.mark.parametrize("data", FOREIGN, ids=range(len(FOREIGN)))
 def test_bytes_that_are_no_message_are_answered_and_hinder_nothing(run, data):
-    sites = run(patience_s=1.0)
+    sites = run(sync_timeout_s=1.0)
     with socket.create_connection(("127.0.0.1", sites.port), 10) as foreign:
         foreign.sendall(data)
         foreign.shutdown(socket.SHUT_WR)
@@ -438,3 +438,15 @@ def test_wrong_words_to_the_program(capsys):
     with pytest.raises(SystemExit):
         program.main(["--sites", "0"])
     assert "sites must be an integer of at least 1, got 0" in capsys.readouterr().err
+    for words, said in (
+        (["--patience", "5"], "--patience is called --sync-timeout"),
+        (["--give-up=9"], "--give-up is called --min-sites-timeout"),
+    ):
+        with pytest.raises(SystemExit):
+            program.main(words)
+        assert said in capsys.readouterr().err
+    for old, now in (("patience_s", "sync_timeout_s"), ("give_up_s", "min_sites_timeout_s")):
+        with pytest.raises(TypeError, match=f"no option '{old}': it is called '{now}'"):
+            Coordinator(port=0, **{old: 5.0})
+    with pytest.raises(TypeError, match="there is no option 'site'$"):
+        Coordinator(port=0, site=2)

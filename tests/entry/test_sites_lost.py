@@ -196,7 +196,7 @@ class Failing(ElasticDiLoCo):
 
 
 def test_the_next_run_on_the_same_coordinator(run):
-    sites = run(patience_s=0.5, give_up_s=600)
+    sites = run(sync_timeout_s=0.5, min_sites_timeout_s=600)
     for _ in range(2):
         with sites.joined("a") as (model, optimizer, local):
             steps(model, optimizer, local, range(H), 0)
@@ -421,7 +421,7 @@ def test_a_verdict_that_only_some_learned_before_the_coordinator_was_started_aga
 
 
 def test_after_a_restart_the_coordinator_waits_for_as_many_sites_as_before(run):
-    sites = run(sites=1, patience_s=20.0)
+    sites = run(sites=1, sync_timeout_s=20.0)
     both = threading.Barrier(2)
 
     def site(name):
@@ -443,7 +443,7 @@ def test_after_a_restart_the_coordinator_waits_for_as_many_sites_as_before(run):
 
 def test_a_site_that_was_alone_takes_the_others_anchors(run):
     """Both have made sync 1, each without the other."""
-    sites, one = run(sites=2), {name: run(patience_s=0.2) for name in "ab"}
+    sites, one = run(sites=2), {name: run(sync_timeout_s=0.2) for name in "ab"}
 
     def alone(name):
         model, _, local = sites.site(name, model=zeros(), **PLAIN)
@@ -481,7 +481,7 @@ def test_a_coordinator_that_is_started_again(run):
 def start(run, tmp_path, monkeypatch):
     """Return a function that starts a site in a process."""
     monkeypatch.setattr(coordinator, "SILENT_S", 1.0)
-    sites, started = run(sites=3, patience_s=2.0), []
+    sites, started = run(sites=3, sync_timeout_s=2.0), []
 
     def one(name, **more):
         options = {**more, "name": name, "address": sites.address}

@@ -194,7 +194,7 @@ class Framework:
 
 class Accelerate(Framework):
     past = BY_DDP
-    alone = "accelerate runs one process: there is nobody to send gradients to"
+    alone = "accelerate runs one process: world size is 1, so nothing is compressed"
     remedy = r"delete gradcomp-\*.pt from"
 
     def fit(
@@ -226,7 +226,7 @@ class Accelerate(Framework):
 
 class Lightning(Framework):
     past = tuple((how, "called another hook.*changed nothing yet") for how in ("no_sync", "grad"))
-    alone = "on one device: there is nobody to send gradients to"
+    alone = "on one device: world size is 1, so nothing is compressed"
     remedy = "remove its entry 'gradcomp'"
     fused = True
 
@@ -354,7 +354,7 @@ class Transformers(Accelerate):
 class Ray(Accelerate):
     """Without Ray's own processes: `register`, `save` and `load` need only its process group."""
 
-    alone = "Ray Train runs one worker: there is nobody to send gradients to"
+    alone = "Ray Train runs one worker: world size is 1, so nothing is compressed"
     fused = True
 
     def fit(self, codec, until, folder, start=None, optimizer_of=sgd, how="", **more):

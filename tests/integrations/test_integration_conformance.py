@@ -70,7 +70,7 @@ def test_a_run_resumes_bit_for_bit(tmp_path, name):
     dist.barrier()
     other = framework.fit("onebit", 4, f"{tmp_path}/bare-resumed", bare)
     assert not same(other.weights, wanted), "residuals do not matter here"
-    says = "has no gradcomp state: residuals begin at zero"
+    says = "has no gradcomp state: residuals begin at zero, and the warm-up"
     assert says in other.warned[0] if rank == 0 else not other.warned
     become_a_run_of_one()  # the same checkpoint, each rank for itself
     state = framework.fit("onebit", 3, f"{tmp_path}/{rank}", half).state

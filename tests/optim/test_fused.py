@@ -9,6 +9,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from _kinds import check_kinds
 from _ranks import each_rank
 from _saved import parts_of
 from torch import nn
@@ -51,6 +52,7 @@ CODECS = {
     "identity": ("identity", "reduce_scatter"),
     "hierarchical": (OneBit(), "hierarchical"),
 }
+check_kinds(CODECS, without=("block2", "block4", "block8", "bfloat16"))
 
 
 class Net(nn.Module):

@@ -599,7 +599,7 @@ def placeholder():
 SPARSE = torch.zeros(3, 4).to_sparse(1)
 GRADIENTS = {
     "dtype": (torch.zeros(3, 4).half(), UnsupportedTensor, "parameter 1 of group 0 is torch.fl"),
-    "shape": (torch.zeros(12), ValueError, r"has shape \(12,\)"),
+    "shape": (torch.zeros(12), ValueError, r"has shape \(12,\), the parameter \("),
     "csr": (torch.zeros(3, 4).to_sparse_csr(), UnsupportedTensor, "of parameter 1 .* is sparse"),
     "sparse": (SPARSE, UnsupportedTensor, "the gradient of parameter 1 of group 0 is sparse"),
     "placeholder": (placeholder(), GradcompError, "packed gradient of parameter 1 .* is gone"),

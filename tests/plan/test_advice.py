@@ -133,7 +133,7 @@ def test_the_worst_of_several_trainings_counts_and_few_seeds_do_not():
     # it diverged
     assert ternary.training.what == " 128-256-10" and ternary.loss == pytest.approx(7.51, abs=0.01)
     assert means.training.world_size == 8 and means.loss == pytest.approx(0.02)
-    # the perceptron speaks against it
+    # the MLP's figures speak against it
     assert expected("sgd", TernGrad(second_phase="block4")) is means and not means.counts
     # gathered, as on 2 nodes: it took the row of means, and recommended it
     assert expected("sgd", TernGrad()) is ternary
@@ -528,7 +528,7 @@ def test_no_warning_where_the_table_knows_no_better(codec, table, warns):
     assert (warning_of(codec, Options(), [ADAM], 4, table) is not None) is warns
 
 
-def perceptron(rank, register, lr, steps, dtype=torch.float32):
+def mlp(rank, register, lr, steps, dtype=torch.float32):
     """Train 128-256-10 on labels of a linear teacher; return the mean loss of the last 20 steps.
 
     `register(net, lr)` returns model, optimizer, what averages after backward, and what closes.
@@ -559,7 +559,7 @@ def averaged(comm, codec, lr, steps):
         averager = GradientAverager(net, codec, comm=comm, optimizer=optimizer)
         return net, optimizer, averager.average, averager.close
 
-    return perceptron(comm.rank, register, lr, steps)
+    return mlp(comm.rank, register, lr, steps)
 
 
 def fused(net, lr):
@@ -589,7 +589,7 @@ def sharded(codec, net, lr):
 def test_a_diverging_terngrad_warns(register, dtype, diverges):
     rank = torch.distributed.get_rank()
     with Listener() as said:
-        loss = perceptron(rank, register, 0.1, 200, dtype)
+        loss = mlp(rank, register, 0.1, 200, dtype)
     warned = sum(level == "WARNING" and "weights have grown" in text for level, text in said)
     assert (loss > 3) is diverges and warned == (rank == 0 and diverges), loss
 

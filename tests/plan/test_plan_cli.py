@@ -175,7 +175,12 @@ def test_it_calibrates_where_no_rates_are_given_and_takes_them_again(ask, tmp_pa
     assert "Codecs were timed 3 times here: onebit " in shown and len(found["rates_repeated"]) == 3
     beside = {"terngrad all_gather", "terngrad exact", "outer step"}  # of local steps
     beside.add("precondition")
-    assert found["rates"].keys() == {"onebit all_gather", "onebit reduce_scatter", *beside}
+    assert found["rates"].keys() == {
+        "format",
+        "onebit all_gather",
+        "onebit reduce_scatter",
+        *beside,
+    }
     assert 0 < found["rates"]["onebit all_gather"]["encode"]["per_value_s"] < 1e-5
     assert cli.main([*words, str(second), "--rates", str(first)]) == 0
     again = json.loads(second.read_text())

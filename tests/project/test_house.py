@@ -9,11 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from _kinds import check_kinds
 from _ranks import output_of
 
 import gradcomp
+from gradcomp import Ternary, _gc
 from gradcomp import __main__ as main
-from gradcomp import _gc
+from gradcomp.codecs import KINDS
 from gradcomp.kernels.native import library
 from gradcomp.kernels.native.library import TIER_FEATURES
 
@@ -205,6 +207,24 @@ def test_lines_of_python_and_c_have_at_most_100_columns():
     ours = [path for folder in ours for path in folder.rglob("*.*")]
     for path in (path for path in ours if path.suffix in {".py", ".c", ".h"}):
         assert max(map(len, path.read_text().splitlines()), default=0) <= 100, path
+
+
+def test_tables_of_codecs_have_every_codec_or_name_those_that_they_leave_out():
+    """A new codec was left out of resumed runs, of lost ranks and of the server without a word."""
+    tables = {"test_conformance.py", "_averages.py", "test_slices.py", "test_server_shards.py"}
+    for path in (ROOT / "tests").rglob("*.py"):
+        text = path.read_text()
+        if re.search(r"^CODECS = [\[{]", text, re.MULTILINE) and path.name != "_replicas.py":
+            assert re.search(r"^check_kinds\(\s*CODECS\b", text, re.MULTILINE), path
+            tables.discard(path.name)
+    assert not tables
+    others = tuple(kind.name for kind in KINDS if kind.name not in ("onebit", "ternary"))
+    for table in (["onebit", Ternary()], {"one": ("onebit", 1), "other": (Ternary(), 2)}):
+        check_kinds(table, without=others)
+        with pytest.raises(ValueError, match="add .'terngrad'. to this table"):
+            check_kinds(table, without=others[1:])
+    with pytest.raises(ValueError, match="add .'onebit'. to this table of codecs, or correct"):
+        check_kinds(["onebit", "ternary"], without=(*others, "onebit"))
 
 
 def test_names_that_were_used_twice():

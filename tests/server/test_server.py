@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from _forks import python
+from _kinds import check_kinds
 from _ranks import output_of, run_local
 from _serving import CUT, WHOLE, caught, flipped, meet, noise, push_payloads, run, same_bits
 from reference import codec as reference
@@ -134,6 +135,7 @@ def encode_rounds(codec, numel, workers, rounds):
 
 AVERAGED = [TernGrad(scale="own", seed=9), OneBit(group=100), Ternary(group=100)]
 AVERAGED += [gradcomp.Identity(), EntropyCoded(1), EntropyCoded(2.2)]
+check_kinds(AVERAGED, without=("block2", "block4", "block8", "bfloat16"))
 
 
 @pytest.mark.parametrize("size", [WHOLE, CUT])

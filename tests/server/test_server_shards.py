@@ -7,6 +7,7 @@ from dataclasses import replace
 import _serving
 import pytest
 import torch
+from _kinds import check_kinds
 from _ranks import run_local
 from _serving import CUT, caught, meet, noise, play, push_payloads, same_bits
 
@@ -84,6 +85,7 @@ CODECS = [
     EntropyCoded(2.2),
     EntropyCoded(1),
 ]
+check_kinds(CODECS, without=("block2", "block4", "block8", "identity", "bfloat16"))
 
 
 @pytest.mark.parametrize("codec", [*CODECS, Identity()], ids=str)

@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 from _expected import average
+from _kinds import check_kinds
 
 import gradcomp
 from gradcomp import Block, EntropyCoded, Identity, OneBit, Ternary, TernGrad
@@ -38,6 +39,7 @@ CODECS = {
     "block8": Block(8, error_feedback=False),
     "bf16": Identity("bf16"),
 }
+check_kinds(CODECS)
 
 
 def gradient(rank, numel, step=0):

@@ -27,7 +27,12 @@ class Run:
     """A coordinator, and sites that are threads."""
 
     def __init__(self, **options):
-        self.options = {"host": "127.0.0.1", "patience_s": 20, "give_up_s": 60, **options}
+        self.options = {
+            "host": "127.0.0.1",
+            "sync_timeout_s": 20,
+            "min_sites_timeout_s": 60,
+            **options,
+        }
         self.coordinator = Coordinator(port=0, **self.options)
         self.port = self.coordinator.port
 
