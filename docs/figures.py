@@ -322,7 +322,7 @@ def entropy_over_links() -> Iterator[Figure]:
         least, *_, most = (1e3 * seconds for seconds in row["exposed_rounds"])
         values += [ms(row), least, most, gain(step("mlp-rounds", "fp32"), row)]
         yield row_of(label, *cells, *rounds), tuple(values)
-    text = "2.2 bits miss it ({:.1f}), 1.25 bits meet it ({:.1f})"
+    text = "with 2.2 bits, which is missed ({:.1f}), and 25 with 1.25 bits, which is met ({:.1f})"
     yield text, (gains["entropy:bits=2.2"], gains["entropy:bits=1.25"])
     phases = [step("mlp-rounds", m)["phases"] for m in ("entropy:bits=2.2", "block2")]
     taken = [1e3 * phase[what] for what in ("encode", "decode") for phase in phases]

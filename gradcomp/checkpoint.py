@@ -337,7 +337,8 @@ def _unfinished(name: str) -> str:
 
 def _digest(state: Mapping[str, Any]) -> bytes:
     """Return a digest of an optimizer's state of one parameter, zeros if it has no plain tensor."""
-    values = [(key, state[key]) for key in sorted(state) if type(state[key]) is torch.Tensor]
+    keys = sorted((key for key in state if type(state[key]) is torch.Tensor), key=str)
+    values = [(str(key), state[key]) for key in keys]
     return digests([("", digests(values))]) if values else bytes(DIGEST_NBYTES)
 
 

@@ -285,7 +285,9 @@ def _verdict(folder: Path, status: int, starter: str) -> int:
     if failure is not None:
         killed = f"killed by {_signal_name(failure.signal)}, " if failure.signal else ""
         sys.stderr.write(failure.traceback)
-        error = failure.traceback.strip().rpartition("\n")[2]
+        lines = failure.traceback.strip().splitlines()
+        frames = [number for number, line in enumerate(lines) if line.startswith("  ")]
+        error = "".join(lines[max(frames, default=-1) + 1 :][:1])  # its first line
         _say(
             f"rank {failure.rank} (pid {failure.pid} on {failure.host}) failed first: {killed}exit"
             f" status {failure.status}{f': {error}' if error else ''}"

@@ -149,10 +149,21 @@ class Groups:
         self.notes.blame(rank, what)
         return RankGone(rank, what=what)
 
-    def find_silent(self, timeout_s: float) -> RankSilent | None:
+    def find_silent(self, timeout_s: float) -> Exception | None:
         """Ask for the rank because of which a wait of `timeout_s` timed out; None if unknown."""
-        rank = self.notes.find_silent()
+        rank = self.notes.find_silent(self.answer)
+        gone = self.notes.look(LOOK_S)  # of a rank that has asked before
+        if gone is not None:
+            return lost_rank(*gone)
         return None if rank is None else RankSilent(rank, silent(self._cards[rank], timeout_s))
+
+    def answer(self) -> None:
+        """Read the notes of all other groups of this process, which answers who asks there: a rank
+        that waits in one of them is not the one that others wait for.
+        """
+        for groups in list(_open):
+            if groups is not self and not groups.closed and groups._world_size > 1:
+                groups.notes.look(0.0)
 
     def watch(self) -> None:
         """Announce the current wait of this thread in a note if it is long, and log it once."""
@@ -326,6 +337,7 @@ class _GlooWork(Work):
         # a rank that closes these groups does not break torch's connections
         hears_close = not late or (last and not self._on_own_group)
         look = groups.notes.look_for_cause if hears_close else groups.notes.look
+        groups.answer()
         gone = look(LOOK_S)
         if gone is not None:
             # data that the peer sent before may complete the collective; the next wait returns it

@@ -27,6 +27,7 @@ from gradcomp.comm.mpi_channels import (
     call,
     end_job,
     kept_with,
+    read_all_news,
     thread_level,
 )
 from gradcomp.comm.peers import describe, silent, this_process
@@ -246,6 +247,10 @@ class MpiCommunicator(Communicator):
         if self._mpi.Is_finalized():
             return
         own = channels.lost or (self.rank, f"{this_process()} {base.gave_up(reason)}")
+        if (
+            channels.lost is None and channels.has_lost_elsewhere()
+        ):  # where ranks have other numbers
+            own = None, f"rank {self.rank} {own[1]}"
         lost, what = next(iter(channels.gone.copy().values()), own)
         call(lambda: channels.send_news(UNKNOWN if lost is None else lost, what))
 
@@ -277,7 +282,7 @@ class MpiCommunicator(Communicator):
                 if now >= news_at:
                     news_at = now + NEWS_EVERY_S
                     base.log_wait(self.rank, self._whom)
-                    channels.read_news()
+                    read_all_news()
                     gone = [news for rank, news in channels.gone.copy().items() if rank in peers]
                     if gone or channels.broken:
                         grace_until = grace_until or now + GRACE_S
@@ -295,10 +300,8 @@ class MpiCommunicator(Communicator):
         channels = self._open()
         # a peer may have found the lost rank already; a peer that itself timed out is not blamed
         channels.read_news()
-        gone = channels.gone.copy()
-        known = [news for rank, news in gone.items() if rank in peers and news[0] != rank]
-        if known:
-            return base.lost_rank(*known[0])
+        if told := self._told(peers):
+            return base.lost_rank(*told)
         lost = channels.find_lost()
         if lost is not None and lost[0] in peers:
             channels.lost = lost
@@ -306,11 +309,20 @@ class MpiCommunicator(Communicator):
         late = TimeoutError(f"no answer from a peer for {timeout_s:g} s")
         if len(peers) > 1:
             waits = channels.who_waits()
-            away = [rank for rank in peers if rank != self.rank and rank not in waits]
+            if told := self._told(peers):  # by a rank that has asked before
+                return base.lost_rank(*told)
+            known = {self.rank, *waits, *channels.gone, *channels.left}
+            away = [rank for rank in peers if rank not in known]
             if len(away) == 1:
                 late = RankSilent(away[0], silent(channels.cards[away[0]], timeout_s))
             channels.lost = base.described(late)
         return late
+
+    def _told(self, peers: Collection[int]) -> tuple[int | None, str] | None:
+        """Return the lost rank that one of `peers` has named, other than itself."""
+        gone = self._open().gone.copy()
+        told = (news for rank, news in gone.items() if rank in peers and news[0] != rank)
+        return next(told, None)
 
     def _whom(self) -> str:
         lost = self._open().find_lost()

@@ -18,6 +18,7 @@ import struct
 import sys
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -126,6 +127,7 @@ class Channels:
     gone: dict[int, tuple[int | None, str]] = field(default_factory=dict)
     lost: tuple[int | None, str] | None = None  # the same, as far as this rank itself has found out
     waits: dict[int, str] = field(default_factory=dict)  # answers to `who_waits`
+    asking: threading.Lock = field(default_factory=threading.Lock)  # held by `who_waits`
     cards: list[bytes] = field(default_factory=list)  # of all ranks, for `peers.find_lost`
     listening: socket.socket | None = None  # open until the MpiCommunicator is closed
     left: set[int] = field(default_factory=set)  # peers that are about to exit
@@ -162,13 +164,18 @@ class Channels:
 
     def who_waits(self) -> dict[int, str]:
         """Ask all ranks whether they wait, and return what those wait for that answer in time."""
-        self.waits = {}
-        call(functools.partial(self.send_news, ASKS))
-        pause, deadline = Pause(), time.monotonic() + ANSWER_S
-        while len(self.waits) < self.news.Get_size() - 1 and time.monotonic() < deadline:
-            self.read_news()
-            pause()
-        return self.waits
+        with self.asking:
+            self.waits = {}
+            call(functools.partial(self.send_news, ASKS))
+            pause, deadline = Pause(), time.monotonic() + ANSWER_S
+            while len(self.waits) < self.news.Get_size() - 1 and time.monotonic() < deadline:
+                read_all_news()
+                pause()
+            return self.waits.copy()
+
+    def has_lost_elsewhere(self) -> bool:
+        """Whether a rank was lost on other channels of this process."""
+        return any(one.lost or one.gone for one in list(_in_use) if one is not self)
 
     def find_lost(self) -> tuple[int, str] | None:
         """Return a lost rank and its description, as `peers.find_lost`."""
@@ -247,6 +254,7 @@ class Parent:
         card = peers.here(one_host, channels.listening).ljust(CARD_NBYTES)
         cards = self._gather(comm, np.frombuffer(card, np.uint8), timeout_s)
         channels.cards = [row.tobytes() for row in cards]
+        _in_use.add(channels)
         return channels
 
     def _make(self, comm: Any, timeout_s: float) -> Channels:
@@ -264,6 +272,7 @@ class Parent:
 
     def give_back(self, channels: Channels) -> None:
         """Add channels to the free ones, unless they failed or have incomplete requests."""
+        _in_use.discard(channels)
         if channels.listening is not None and not channels.broken:
             channels.listening.close()
         if left := channels.forget():
@@ -316,6 +325,14 @@ class Parent:
 _keyval: int | None = None
 
 
+def read_all_news() -> None:
+    """Read the news of all channels in use by this process, which answers who asks there: a rank
+    that waits on one of them is not the one that others wait for.
+    """
+    for channels in list(_in_use):
+        channels.read_news()
+
+
 def kept_with(comm: Any) -> Parent:
     """Return the `Parent` of an MPI communicator, which lives as long as the communicator."""
     global _keyval
@@ -331,6 +348,7 @@ def kept_with(comm: Any) -> Parent:
 # ---- the end of a program that lost a peer -------------------------------------------------------
 
 _made: list[Channels] = []
+_in_use: weakref.WeakSet[Channels] = weakref.WeakSet()
 # requests that will never complete, with their buffers, which MPI may use until the process exits
 unanswered: list[Any] = []
 

@@ -188,12 +188,13 @@ class Notes:
         call.join(patience_s)
         return {rank: what for rank, what in found.items() if what} if call.ended else None
 
-    def find_silent(self) -> int | None:
+    def find_silent(self, meanwhile: Callable[[], None]) -> int | None:
         """Ask who waits, and return the one rank that does not answer within ANSWER_S; None if not
         exactly one, or the store does not answer.
 
-        Ranks that wait answer with their next look for notes. Notes of waiting do not tell: a rank
-        may have waited too short a time for one, and that of a frozen rank stays.
+        Ranks that wait answer with their next look for notes, and call `meanwhile` every 0.1 s
+        while they ask themselves. Notes of waiting do not tell: a rank may have waited too short a
+        time for one, and that of a frozen rank stays.
         """
         others = [rank for rank in range(self._world_size) if rank != self._rank]
         silent: list[int] = []
@@ -208,7 +209,10 @@ class Notes:
         if _is_silent():
             return None
         _Call(self._store, ask)
-        time.sleep(ANSWER_S)
+        deadline = time.monotonic() + ANSWER_S
+        while time.monotonic() < deadline:
+            meanwhile()
+            time.sleep(0.1)
         call = _Call(self._store, read)
         call.join(LATE_S)
         return others[silent[0]] if call.ended and len(silent) == 1 else None

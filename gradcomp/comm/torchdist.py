@@ -207,7 +207,7 @@ class TorchCommunicator(Communicator):
 
         Args:
             start: starts it and returns torch's handle.
-            group: its process group: these ranks, or some of them.
+            group: its process group, of these ranks.
 
         Raises:
             PeerLost: (the returned function) not complete after `timeout_s` or the group's own

@@ -301,6 +301,7 @@ def test_a_collective_that_ends_just_after_a_wait_did_is_no_failure(ends, comple
     notes = SimpleNamespace(look=lambda seconds: gone, look_for_cause=lambda seconds: gone)
     lost = []
     groups = SimpleNamespace(
+        answer=lambda: None,
         pending=set(),
         broken="",
         notes=notes,

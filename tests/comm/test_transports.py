@@ -129,7 +129,8 @@ def test_a_rank_that_is_silent_or_gives_up(comm):
     recvs = [filled(3, 0) for _ in range(3)]
     with pytest.raises((TimeoutError, RankGone), match="answer") as late:
         other.start_all_gather(filled(1, 0), recvs[0], Channel.FIRST).wait(0.3)
-    assert getattr(late.value, "rank", 1) == 1
+    named = type(comm).__name__ in ("TorchCommunicator", "MpiCommunicator")
+    assert getattr(late.value, "rank", None) == (1 if named else None)
     works = [
         comm.start_all_gather(filled(1, 0), recvs[c], c) for c in (Channel.FIRST, Channel.SECOND)
     ]

@@ -44,8 +44,8 @@ GAVE_UP = r": rank 1 \(pid \d+ on \S+\) gave up because of "
     [
         ("die", TIMEOUT_S, (0, 1), r": rank 2 \(pid \d+ on \S+\) has ended: killed"),
         ("freeze", TIMEOUT_S, (0, 1), r": rank 2 \(pid \d+ on \S+\) is stopped"),
-        ("elsewhere", TIMEOUT_S, (0, 1), r": rank 2 \(pid \d+ on \S+\) did not answer within 3 s"),
-        ("stuck", TIMEOUT_S, (0, 2), r": rank 1 \(pid \d+ on \S+\) did not answer within 3 s"),
+        ("elsewhere", TIMEOUT_S, (0, 1), r": rank 2 \(pid \d+ on \S+\) did not answer for 3 s"),
+        ("stuck", TIMEOUT_S, (0, 2), r": rank 1 \(pid \d+ on \S+\) did not answer for 3 s"),
         ("return", 60, (0, 2), CLOSED),
         pytest.param("close", 60, (0, 2), CLOSED, marks=pytest.mark.long),
         pytest.param("exits", 60, (0, 2), CLOSED, marks=pytest.mark.long),
