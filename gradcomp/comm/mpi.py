@@ -300,8 +300,8 @@ class MpiCommunicator(Communicator):
         channels = self._open()
         # a peer may have found the lost rank already; a peer that itself timed out is not blamed
         channels.read_news()
-        if told := self._told(peers):
-            return base.lost_rank(*told)
+        if lost := self._named_lost(peers):
+            return base.lost_rank(*lost)
         lost = channels.find_lost()
         if lost is not None and lost[0] in peers:
             channels.lost = lost
@@ -309,8 +309,8 @@ class MpiCommunicator(Communicator):
         late = TimeoutError(f"no answer from a peer for {timeout_s:g} s")
         if len(peers) > 1:
             waits = channels.who_waits()
-            if told := self._told(peers):  # by a rank that has asked before
-                return base.lost_rank(*told)
+            if lost := self._named_lost(peers):  # by a rank that has asked before
+                return base.lost_rank(*lost)
             known = {self.rank, *waits, *channels.gone, *channels.left}
             away = [rank for rank in peers if rank not in known]
             if len(away) == 1:
@@ -318,11 +318,11 @@ class MpiCommunicator(Communicator):
             channels.lost = base.described(late)
         return late
 
-    def _told(self, peers: Collection[int]) -> tuple[int | None, str] | None:
+    def _named_lost(self, peers: Collection[int]) -> tuple[int | None, str] | None:
         """Return the lost rank that one of `peers` has named, other than itself."""
         gone = self._open().gone.copy()
-        told = (news for rank, news in gone.items() if rank in peers and news[0] != rank)
-        return next(told, None)
+        named = (news for rank, news in gone.items() if rank in peers and news[0] != rank)
+        return next(named, None)
 
     def _whom(self) -> str:
         lost = self._open().find_lost()
