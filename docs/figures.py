@@ -515,9 +515,11 @@ def steps_and_decays() -> Iterator[Figure]:
         yield row_of(label, "{:.4f}", "{:+.3f}"), (loss, loss - base)
     for label, method in (
         ("`Block(2), precondition=True`, d = 1: four fixed levels, the baseline", f"{BLOCK2}1"),
-        ("`Ternary(step=1.8, residual_decay=0.25)`, seeds 0 and 1", TERNARY),
+        ("`Ternary(step=1.8, residual_decay=0.25)`", TERNARY),
         ("d = 1, seed 0", f"{ternary},decay=1"),
         ("step 1.5, seed 0", f"{ternary},step=1.5,decay=0.25"),
+        ("without `precondition`, seed 0", "ternary:exempt=vectors,decay=0.25"),
+        ("`Block(4)`, seed 0", "block4:exempt=vectors,precondition,decay=0.25"),
     ):
         found = losses(method, "residual-decay-again.jsonl")
         plain = fmean(losses("fp32", REPEATED)[: len(found)])
