@@ -45,8 +45,9 @@ NOTE_S = 2.0  # a wait longer than this is announced to peers in a note
 GRACE_S = 0.1  # messages that a peer sent before it gave up may still arrive
 CONNECT_S = 60.0  # longest wait for a connection between ranks that have met
 # pauses between probes for the rank that broke a connection: a process that exits closes its
-# sockets one by one, and may close its connections before its listening socket
-ENDING_S = (0.05, 0.2, 0.5)
+# sockets one by one, and may close its connections before its listening socket; the last pause is
+# for a rank whose wait has timed out, which breaks its connections and then asks who waits
+ENDING_S = (0.05, 0.2, 0.5, 1.5)
 OWN_DESCRIPTORS = 4  # file descriptors of a gloo group besides one socket for each peer
 DATA = (Channel.SCALE, Channel.FIRST, Channel.SECOND)
 
