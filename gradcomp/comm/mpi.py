@@ -247,9 +247,8 @@ class MpiCommunicator(Communicator):
         if self._mpi.Is_finalized():
             return
         own = channels.lost or (self.rank, f"{this_process()} {base.gave_up(reason)}")
-        if (
-            channels.lost is None and channels.has_lost_elsewhere()
-        ):  # where ranks have other numbers
+        # there, where ranks may have other numbers, another one was lost
+        if channels.lost is None and channels.has_lost_elsewhere():
             own = None, f"rank {self.rank} {own[1]}"
         lost, what = next(iter(channels.gone.copy().values()), own)
         call(lambda: channels.send_news(UNKNOWN if lost is None else lost, what))
