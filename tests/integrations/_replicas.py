@@ -100,6 +100,7 @@ def main(
     state=(),
     width=64,
     retries=0,
+    called=None,
 ):
     os.environ["TORCHFT_LIGHTHOUSE"] = lighthouse
     logging.getLogger("gradcomp").addHandler(logging.StreamHandler(sys.stdout))
@@ -121,7 +122,7 @@ def main(
         state_dict=lambda: {"model": model.state_dict(), "inner": inner.state_dict()},
         min_replica_size=least,
         use_async_quorum=not sync,
-        replica_id=f"group_{group}",
+        replica_id=f"group_{group if called is None else called}",
         store_addr="localhost",
         store_port=store.port,
         rank=rank,

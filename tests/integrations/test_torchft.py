@@ -151,6 +151,13 @@ def test_a_group_that_comes_late_takes_part(start):
 
 
 @pytest.mark.long
+def test_groups_of_one_name_are_two(start):
+    """torchft adds an id of its own to names."""
+    done = ended([start(g, called=0, **MORE | {"until": 2}) for g in range(2)])
+    assert [one["groups"][-1] for one in done] == [2, 2]
+
+
+@pytest.mark.long
 def test_a_group_that_was_frozen_comes_back(start):
     """Longer than the others wait for it: they go on without it, and it gets what they have."""
     more = {**MORE, "timeout_s": 3}
