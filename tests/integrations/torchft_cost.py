@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import logging
 import statistics
@@ -96,7 +97,9 @@ class Kind:
             self._manager.shutdown(wait=False)
 
 
-def measure(group: int, args: argparse.Namespace, addresses: list[str], port: int, out: Any) -> None:
+def measure(
+    group: int, args: argparse.Namespace, addresses: list[str], port: int, out: Any
+) -> None:
     """Measure all kinds in turn, as one of two groups; put the medians of all blocks into `out`."""
     torch.set_num_threads(1)
     logging.disable(logging.INFO)
@@ -144,7 +147,7 @@ def main() -> None:
         server.shutdown()
     ms = {kind: [round(1e3 * s, 3) for s in found[kind]] for kind in KINDS}
     print(", ".join(f"{kind} {statistics.median(ms[kind]):.1f} ms" for kind in KINDS))
-    for more, less in zip(KINDS, KINDS[1:], strict=False):
+    for more, less in itertools.pairwise(KINDS):
         apart = sorted(a - b for a, b in zip(ms[more], ms[less], strict=True))
         middle = statistics.median(apart)
         print(

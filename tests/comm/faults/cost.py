@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import statistics
 import time
@@ -42,11 +43,7 @@ def net() -> nn.Module:
     """Return an MLP of 25 million parameters."""
     torch.manual_seed(0)
     sizes = (784, *[WIDTH] * 7, 10)
-    layers = [
-        layer
-        for a, b in zip(sizes, sizes[1:], strict=False)
-        for layer in (nn.Linear(a, b), nn.ReLU())
-    ]
+    layers = [layer for a, b in itertools.pairwise(sizes) for layer in (nn.Linear(a, b), nn.ReLU())]
     return nn.Sequential(*layers[:-1])
 
 
