@@ -35,7 +35,7 @@ NAME = "gradcomp.launch"
 USAGE = "python -m gradcomp.launch -n RANKS [options] (SCRIPT | -m MODULE) [ARG ...]"
 BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
 NO_FOLDER = "-"
-KILLED = "killed"  # file with the time at which a watcher's death was noticed
+KILLED = "killed"  # file with the ranks whose watchers died first, and when that was noticed
 # Open MPI (5, 4) names its session folder by process id only. A folder that a killed mpirun left in
 # /tmp makes a later run fail with "PMIx server's listener thread failed to start".
 SESSION_BASE = ("PRTE_MCA_prte_local_tmpdir_base", "OMPI_MCA_orte_local_tmpdir_base")
@@ -234,7 +234,7 @@ def first_failure(folder: Path) -> Ended | None:
     failure the MPI stops the other ranks, by SIGTERM.
     """
     stopped = {
-        int(path.suffix[1:]): json.loads(path.read_text(encoding="utf-8"))["time_ns"]
+        _rank_of(path): json.loads(path.read_text(encoding="utf-8"))["time_ns"]
         for path in folder.glob("stopped.*")
     }
     for one in failures(folder):
@@ -244,14 +244,20 @@ def first_failure(folder: Path) -> Ended | None:
 
 
 def is_ending(folder: Path) -> bool:
-    """Return whether a rank has failed, or the process that watched it was killed; note when that
-    was seen first. MPICH's mpirun does not end while a process that such a rank started is left.
+    """Return whether a rank has failed, or the process that watched it was killed; note which ranks
+    these were at first, and when. MPICH's mpirun does not end while a process that such a rank
+    started is left.
     """
     note = folder / KILLED
-    if not note.exists() and any(map(_is_unwatched, folder.glob("started.*"))):
+    if not note.exists() and (lost := [*filter(_is_unwatched, folder.glob("started.*"))]):
+        found = {"ranks": sorted(map(_rank_of, lost)), "time_ns": time.time_ns()}
         with contextlib.suppress(OSError):  # a full disk must not end ranks that run
-            note.write_text(str(time.time_ns()), encoding="utf-8")
+            note.write_text(json.dumps(found), encoding="utf-8")
     return note.exists() or bool(failures(folder))
+
+
+def _rank_of(record: Path) -> int:
+    return int(record.suffix[1:])
 
 
 def _is_unwatched(started: Path) -> bool:
@@ -279,9 +285,12 @@ def _verdict(folder: Path, status: int, starter: str) -> int:
     """Print the first failure's traceback and, in the last line, why the ranks ended; return the
     exit status.
     """
-    failure, note = first_failure(folder), folder / KILLED
-    if failure and note.exists() and int(note.read_text(encoding="utf-8")) < failure.time_ns:
-        failure = None  # it failed because of the rank whose watcher was killed
+    failure, note, lost = first_failure(folder), folder / KILLED, []
+    with contextlib.suppress(OSError, ValueError):  # there is none, or the disk was full
+        noted = json.loads(note.read_text(encoding="utf-8"))
+        lost = noted["ranks"]  # others may have been killed because of these
+        if failure and noted["time_ns"] < failure.time_ns:
+            failure = None
     if failure is not None:
         killed = f"killed by {_signal_name(failure.signal)}, " if failure.signal else ""
         sys.stderr.write(failure.traceback)
@@ -294,10 +303,9 @@ def _verdict(folder: Path, status: int, starter: str) -> int:
         )
         return failure.status
     started, ended, stopped = (
-        {int(path.suffix[1:]) for path in folder.glob(f"{kind}.*")}
-        for kind in ("started", "ended", "stopped")
+        set(map(_rank_of, folder.glob(f"{kind}.*"))) for kind in ("started", "ended", "stopped")
     )
-    lost = sorted(started - ended - stopped)
+    lost = lost or sorted(started - ended - stopped)
     if not status and (others := failures(folder)):
         status = others[0].status
     if status and lost:
