@@ -60,6 +60,8 @@ class Kind:
         self._work = torch.randn(256, 256)
 
     def _manage(self, group: int, address: str) -> Manager:
+        self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
         def load(state: dict[str, Any]) -> None:
             self.model.load_state_dict(state["model"])
 
@@ -71,7 +73,7 @@ class Kind:
             replica_id=f"group_{group}",
             lighthouse_addr=address,
             store_addr="localhost",
-            store_port=dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False).port,
+            store_port=self._store.port,
             rank=0,
             world_size=1,
             timeout=TIMEOUT,

@@ -34,13 +34,13 @@ from gradcomp.exchange import bucket, phase
 from gradcomp.exchange.phase import Phase
 from gradcomp.payload import wire
 
-CODECS = ("ternary", "entropy:bits=1.25", "onebit")
+CODECS = gradcomp.Ternary(), gradcomp.EntropyCoded(1.25), gradcomp.OneBit()
 STEP_MS = 100.0
-WIDTH, BATCH = 2048, 32
+WIDTH, BATCH = 1024, 8
 
 
 def net() -> nn.Module:
-    """Return an MLP of 25 million parameters."""
+    """Return an MLP of seven million parameters."""
     torch.manual_seed(0)
     sizes = (784, *[WIDTH] * 7, 10)
     layers = [layer for a, b in itertools.pairwise(sizes) for layer in (nn.Linear(a, b), nn.ReLU())]
@@ -89,8 +89,8 @@ def no_checks():
         yield
 
 
-def measure(codec: str, blocks: int, steps: int) -> dict[str, list[float]]:
-    """Return the median seconds of a step in each block, with checks and without."""
+def measure(codec: gradcomp.Codec, args: argparse.Namespace) -> dict[str, list[float]]:
+    """Return for each pair of blocks what checks add to a step, in ms, and the median step."""
     model = nn.parallel.DistributedDataParallel(net())
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     state = gradcomp.ddp.register(model, codec, optimizer=optimizer)
@@ -104,22 +104,28 @@ def measure(codec: str, blocks: int, steps: int) -> dict[str, list[float]]:
         optimizer.step()
         return time.perf_counter() - begun
 
-    def block(count: int) -> float:
+    def block(count: int) -> tuple[float, float]:
         dist.barrier()
-        return statistics.median(step() for _ in range(count))
+        begun = time.process_time()
+        step_s = statistics.median(step() for _ in range(count))
+        return 1e3 * step_s, 1e3 * (time.process_time() - begun) / count
 
-    found: dict[str, list[float]] = {"with": [], "without": []}
+    found: dict[str, list[float]] = {"step": [], "time": [], "cpu": []}
     block(5)
-    for number in range(blocks):
-        for name in sorted(found, reverse=bool(number % 2)):
-            with no_checks() if name == "without" else contextlib.nullcontext():
-                found[name].append(block(steps))
+    for number in range(args.blocks):
+        took = {}
+        for checks in (True, False) if number % 2 else (False, True):
+            with contextlib.nullcontext() if checks else no_checks():
+                took[checks] = block(args.steps)
+        found["step"].append(took[True][0])
+        found["time"].append(took[True][0] - took[False][0])
+        found["cpu"].append(took[True][1] - took[False][1])
     state.close()
     return found
 
 
 def main() -> None:
-    """Measure every codec and print a table on rank 0."""
+    """Measure every codec and print a line for each on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--blocks", type=int, default=7, help="blocks of each kind (default: 7)")
     parser.add_argument("--steps", type=int, default=30, help="steps of a block (default: 30)")
@@ -127,24 +133,25 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    found = {}
-    for codec in CODECS:
-        of = measure(codec, args.blocks, args.steps)
-        pairs = zip(of["with"], of["without"], strict=True)
-        cost_ms = sorted(1e3 * (a - b) for a, b in pairs)
-        found[codec] = {k: [round(1e3 * s, 3) for s in of[k]] for k in of}
-        if dist.get_rank() == 0:
-            with_ms, without_ms = (1e3 * statistics.median(of[k]) for k in ("with", "without"))
-            middle = statistics.median(cost_ms)
+    found = {codec.name: measure(codec, args) for codec in CODECS}
+    if dist.get_rank() == 0:
+        for name, of in found.items():
+            more, least, most = spread(of["time"])
+            share = f"{more / STEP_MS:.2%} of {STEP_MS:g} ms"
+            cpu, *cpu_range = spread(of["cpu"])
             print(
-                f"{codec}: {with_ms:.1f} ms a step with checks, {without_ms:.1f} without;"
-                f" difference {middle:.2f} ms ({cost_ms[0]:.2f} to {cost_ms[-1]:.2f}):"
-                f" {100 * middle / STEP_MS:.2f} % of a {STEP_MS:g} ms step",
-                flush=True,
+                f"{name}: a step takes {statistics.median(of['step']):.1f} ms, checks {more:.2f}"
+                f" of it ({least:.2f} to {most:.2f}), {share}; of its CPU time {cpu:.2f}"
+                f" ({cpu_range[0]:.2f} to {cpu_range[1]:.2f})"
             )
-    if dist.get_rank() == 0 and args.json:
-        args.json.write_text(json.dumps({**about(), "step_ms": found}) + "\n")
+        if args.json:
+            args.json.write_text(json.dumps({**about(), "ms": found}) + "\n")
     dist.destroy_process_group()
+
+
+def spread(values: list[float]) -> tuple[float, float, float]:
+    """Return median, least and largest value."""
+    return statistics.median(values), min(values), max(values)
 
 
 if __name__ == "__main__":
