@@ -118,8 +118,8 @@ GC_AVX512_INLINE void put_symbols(gc_writer *to, __m512i symbols)
     code = _mm512_or_si512(_mm512_and_si512(code, low32),
                            _mm512_sllv_epi64(_mm512_srli_epi64(code, 32), first));
     length = _mm512_add_epi64(first, _mm512_srli_epi64(length, 32));
-    __m512i both = _mm512_add_epi64(length,
-                                    _mm512_unpackhi_epi64(length, length)); /* in lanes 0, 2, .. */
+    /* of eight symbols, in every other lane */
+    __m512i both = _mm512_add_epi64(length, _mm512_unpackhi_epi64(length, length));
     int narrow = !_mm512_mask_cmpgt_epi64_mask(0x55, both, _mm512_set1_epi64(MOST));
     if (narrow) {
         code = _mm512_or_si512(code, _mm512_sllv_epi64(_mm512_unpackhi_epi64(code, code), length));
