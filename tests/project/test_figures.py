@@ -35,7 +35,7 @@ def test_pages_say_what_results_say():
 @pytest.mark.parametrize(
     ("page", "right", "wrong"),
     [
-        ("README.md", "| 32 | 837 |", "| 32 | 836 |"),
+        ("README.md", "| 32 | 834 |", "| 32 | 833 |"),
         ("README.md", "| 54 | 97.85 ± 0.13 |", "| 54 | 97.85 ± 1.13 |"),
         ("docs/howto/benchmarks.md", "9,108 (1.0x; -11 %)", "9,108 (1.0x; +11 %)"),
         ("docs/howto/benchmarks.md", "57.76 ± 0.61", "57.76 ± 0.62"),
