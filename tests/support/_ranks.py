@@ -426,10 +426,14 @@ def with_communicator(kind, function, *args):
 
 
 def output_of(*command, timeout=120, **options):
-    """Return the ended process of a command, what it printed as text."""
+    """Return the ended process of a command, what it printed as text, without the NUL that Open MPI
+    ends its own messages with, at times in front of the launcher's last line.
+    """
     words = list(map(str, command))
     pipes = {"capture_output": True, "text": True, "timeout": timeout}
-    return subprocess.run(words, check=False, **pipes, **options)
+    done = subprocess.run(words, check=False, **pipes, **options)
+    done.stdout, done.stderr = (text.replace("\0", "") for text in (done.stdout, done.stderr))
+    return done
 
 
 @contextlib.contextmanager
