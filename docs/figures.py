@@ -826,6 +826,15 @@ def entropy_images() -> Iterator[Figure]:
             method = f"entropy:bits={bits}{more},exempt=vectors"
             values += with_mean(losses(method, "entropy.jsonl", **settings))
         yield row_of(label, cell, cell, cell), values
+    for label, workload, steps, batch in (
+        ("the demo, 16 images a rank", "lenet-demo", 600, 16),
+        ("LeNet, a falling rate", "lenet", 600, 0),
+        ("the ResNet, 300 steps", "resnet", 300, 0),
+    ):
+        settings = {"optimizer": "sgd", "workload": workload, "steps": steps, "batch": batch}
+        methods = ("fp32", *(f"entropy:bits={bits},exempt=vectors" for bits in ("2.2", "1.25")))
+        runs = [with_mean(losses(m, "images-4-ranks.jsonl", **settings)) for m in methods]
+        yield row_of(label, cell, cell, cell), sum(runs, ())
     methods = "fp32", "entropy:bits=1.25,exempt=vectors"
     plain, packed = (losses(m, "entropy.jsonl", **resnet | TWICE) for m in methods)
     text = f"which is above fp32's best | {cell} | | {cell} |"
