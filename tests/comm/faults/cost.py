@@ -4,7 +4,7 @@
 
 Without: no CRC-32C of messages, no comparison of headers, no validation of payload bodies and
 shared scales, no table of waits, no look at the notes of peers during a wait, no check of who has
-claimed a channel, of new parameters and of a failed pipeline before each forward.
+claimed a channel, and of new parameters before each forward.
 
 The bad day is not measured: a rank is named after the step has failed.
 """
