@@ -121,7 +121,7 @@ def test_no_option_is_forgotten(name):
     ("name", "row"),
     [(name, row) for name in CALLS for row in ROWS if option(row) in options_of(name)],
 )
-@each_rank(2)
+@each_rank(2, by="ranks")
 def test_ranks_with_other_options_are_told_both(name, row):
     word, (values, field, both) = option(row), ROWS[row]
     given = {**(both or {}), word: values[dist.get_rank()]}

@@ -1,32 +1,33 @@
-"""Long runs of every entry point: memory, threads, file descriptors and residuals stay as they are.
-
-`make soak` runs it; SOAK_STEPS and SOAK_REGISTRATIONS change how long.
+"""Long runs of every entry point, of the parameter server and of sites (`make soak`): memory,
+threads, open files and residuals stay as they are.
 """
 
-import gc
-import os
-import re
-from pathlib import Path
+import threading
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from test_conformance import ENTRIES
+from _elastic import steps as sites_steps
+from _soak import GROWTH_MB, REGISTRATIONS, STEPS, WAIT_S, due, flat, held
+from test_conformance import ENTRIES, Averager
 
-pytestmark = [pytest.mark.long, pytest.mark.soak]
+from gradcomp import Advanced, OneBit
+from gradcomp.comm import TorchCommunicator
+from gradcomp.server import ParameterClient, serve
 
-STEPS = int(os.environ.get("SOAK_STEPS", "20000"))
-REGISTRATIONS = int(os.environ.get("SOAK_REGISTRATIONS", "1000"))
-SAMPLES = 10  # the first two are of a run that still fills its caches
-GROWTH_MB = 4.0  # that is no leak: 20,000 steps that lose 1 kB each would take 20
+pytestmark = [pytest.mark.long, pytest.mark.soak, pytest.mark.timeout(WAIT_S)]
 
 
-def held(run=None):
-    """Return what this process holds: MB of memory, threads, descriptors, norm of residuals."""
-    gc.collect()
-    memory = int(re.search(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024
-    threads, files = (len(os.listdir(f"/proc/self/{name}")) for name in ("task", "fd"))
-    return memory, threads, files, residual_norm(run) if run else 0.0
+class Hierarchical(Averager):
+    """Two nodes of two ranks."""
+
+    def open(self, codec, **options):
+        options |= {"exchange": "hierarchical", "advanced": Advanced(nodes=((0, 1), (2, 3)))}
+        return super().open(codec, **options)
+
+
+RUNS = {name: (2, entry) for name, entry in ENTRIES.items()} | {"hierarchical": (4, Hierarchical)}
 
 
 def residual_norm(run):
@@ -41,23 +42,23 @@ def residual_norm(run):
 
 
 def trained(entry, codec, steps):
-    run, samples = entry(codec), []
+    run, samples, norms = entry(codec), [], []
     for step in range(steps):
         run.step(step)
-        if (step + 1) % (steps // SAMPLES) == 0:
-            samples.append(held(run))
+        if due(step, steps):
+            samples.append(held())
+            norms.append(residual_norm(run))
     run.close()
-    return samples
+    return samples, norms
 
 
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("codec", ["onebit", "entropy"])
-@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize("name", RUNS)
 def test_nothing_grows_over_steps(gloo, name, codec):
-    for samples in gloo(2, trained, ENTRIES[name], codec, STEPS, timeout_s=3600):
-        memory, threads, files, norms = zip(*samples[2:], strict=True)
-        assert max(memory) - memory[0] < GROWTH_MB, memory
-        assert max(threads) <= min(threads) + 2 and max(files) <= min(files) + 2, (threads, files)
+    world, entry = RUNS[name]
+    for samples, norms in gloo(world, trained, entry, codec, STEPS, timeout_s=WAIT_S):
+        flat(samples)
+        norms = norms[2:]
         half = len(norms) // 2
         assert max(norms[half:]) < 2 * max(*norms[:half], 1e-3), norms
 
@@ -71,16 +72,66 @@ def registered(entry, count):
         if number % 2 or not run.resumes:
             run.close()  # else it is only dropped
         del run
-        if (number + 1) % (count // SAMPLES) == 0:
+        if due(number, count):
             dist.barrier()
             samples.append(held())
     return samples
 
 
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize("name", RUNS)
 def test_nothing_grows_over_registrations(gloo, name):
-    for samples in gloo(2, registered, ENTRIES[name], REGISTRATIONS, timeout_s=3600):
-        memory, threads, files, _ = zip(*samples[2:], strict=True)
-        assert max(memory) - memory[0] < 2 * GROWTH_MB, memory
-        assert max(threads) <= min(threads) + 4 and max(files) <= min(files) + 8, (threads, files)
+    world, entry = RUNS[name]
+    for samples in gloo(world, registered, entry, REGISTRATIONS, timeout_s=WAIT_S):
+        flat(samples, 2 * GROWTH_MB, 4, 8)
+
+
+def served(rounds):
+    """Serve as rank 2, or push and pull values and payloads."""
+    comm, samples, codec = TorchCommunicator(timeout_s=60), [], OneBit()
+    if comm.rank == 2:
+        work = threading.Thread(target=partial(serve, comm, [2], timeout_s=60))
+        work.start()
+        for step in range(rounds):
+            if due(step, rounds):
+                dist.barrier()
+                samples.append(held())
+        work.join()
+        return samples
+    values = torch.randn(64, 40)
+    payload = codec.encode(values)
+    with ParameterClient(comm, [2], timeout_s=60) as client:
+        client.init_parameter("values", values.shape)
+        client.init_parameter("payloads", payload.shape, "uint8", codec=codec)
+        for step in range(rounds):
+            client.push_parameter("values", values)
+            client.push_parameter("payloads", payload)
+            client.pull_parameter("values", "mean")
+            client.pull_parameter("payloads", "decode_average")
+            if due(step, rounds):
+                dist.barrier()
+                samples.append(held())
+    return samples
+
+
+def test_nothing_grows_over_rounds_of_a_server(gloo):
+    for samples in gloo(3, served, STEPS, timeout_s=WAIT_S):
+        flat(samples)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("codec", ["onebit", "entropy"])
+def test_nothing_grows_over_syncs_of_sites(run, codec):
+    sites, samples, both = run(sites=2), [], threading.Barrier(2)
+
+    def site(name):
+        with sites.joined(name, codec=codec) as (model, optimizer, local):
+            for step in range(STEPS):
+                sites_steps(model, optimizer, local, [step], "ab".index(name))
+                if due(step, STEPS):
+                    both.wait()
+                    if name == "a":
+                        samples.append(held())
+                    both.wait()
+
+    sites.each("ab", site, wait_s=WAIT_S)
+    flat(samples)

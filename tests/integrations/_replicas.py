@@ -16,6 +16,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from _soak import held
 from torch import nn
 from torch.nn.functional import mse_loss
 from torchft import Manager, Optimizer, ProcessGroupGloo
@@ -101,6 +102,7 @@ def main(
     width=64,
     retries=0,
     called=None,
+    sample_every=0,
 ):
     os.environ["TORCHFT_LIGHTHOUSE"] = lighthouse
     logging.getLogger("gradcomp").addHandler(logging.StreamHandler(sys.stdout))
@@ -156,7 +158,7 @@ def main(
         time.sleep(0.01)
     loop = train_rarely if fragments else train
     parts = manager, model, inner, averager, happens
-    ended = loop(*parts, rank=rank, steps=steps, least=until)
+    ended = loop(*parts, rank=rank, steps=steps, least=until, sample_every=sample_every)
     weights = {name: p.detach() for name, p in model.named_parameters()}
     found = {"model": weights, "inner": inner.state_dict()["state"]}
     if fragments:
@@ -180,13 +182,21 @@ def flat(nested):
     return {f"{key}.{way}": t for key, one in items for way, t in flat(one).items()}
 
 
+def said(step, groups, sample_every):
+    """Print the number of a step and of its groups, or every so often what this process holds."""
+    if not sample_every:
+        print("step", step, "groups", groups, flush=True)
+    elif step % sample_every == 0:
+        print("held", json.dumps(held()), flush=True)
+
+
 def batch_of(rank, number, mine, count):
     draw = torch.Generator().manual_seed(1000 * rank + number)
     x = torch.randn(BATCH, 40, generator=draw)[mine::count]
     return x, x.sum(1, keepdim=True).sin()
 
 
-def train(manager, model, inner, averager, happens, *, rank, steps, least):
+def train(manager, model, inner, averager, happens, *, rank, steps, least, sample_every):
     managed, lost, groups = Optimizer(manager, inner), [], []
     count = 0
     while (step := manager.current_step()) < steps or count < least:
@@ -200,13 +210,13 @@ def train(manager, model, inner, averager, happens, *, rank, steps, least):
         managed.step()
         if manager.current_step() > at:
             groups.append(count)
-            print("step", at, "groups", count, flush=True)
+            said(at, count, sample_every)
         elif at == step:
             lost.append(at)
     return {"lost": lost, "groups": groups}
 
 
-def train_rarely(manager, model, inner, diloco, happens, *, rank, steps, least):
+def train_rarely(manager, model, inner, diloco, happens, *, rank, steps, least, sample_every):
     lost, groups, number = [], [], 0
     with diloco:
         while (step := manager.current_step()) < steps or groups[-1:] < [least]:
@@ -222,7 +232,7 @@ def train_rarely(manager, model, inner, diloco, happens, *, rank, steps, least):
                 lost += [step] * (at == step)
                 if at > step:
                     groups.append(manager.num_participants())
-                    print("step", step, "groups", groups[-1], flush=True)
+                    said(step, groups[-1], sample_every)
     return {"lost": lost, "groups": groups}
 
 

@@ -3,6 +3,7 @@ others one step at most, and all groups end with the same bits.
 """
 
 import gc
+import json
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ import pytest
 import torch
 from _averaging import Run
 from _ranks import run_local
+from _soak import SAMPLES, STEPS, WAIT_S, flat
 from _spoken import PATIENCE_S, Spoken
 from gradcomp.launch.ports import free_port
 
@@ -300,6 +302,20 @@ def test_local_steps_lose_a_sync_at_most(start, fragments, fault):
     state.
     """
     lose_and_find(start, fault, sync=True, fragments=fragments, until=3)
+
+
+@LONG
+@pytest.mark.soak
+@pytest.mark.timeout(WAIT_S)
+@pytest.mark.parametrize("fragments", [0, 2])
+def test_nothing_grows_over_steps(start, fragments):
+    """With fragments a step is a sync, after four steps of training."""
+    steps = STEPS // 4 if fragments else STEPS
+    more = {"fragments": fragments, "sync": True, "codec": "onebit", "until": 2}
+    groups = [start(g, steps=steps, sample_every=steps // SAMPLES, **more) for g in range(2)]
+    for group in groups:
+        group.result(WAIT_S)
+        flat([json.loads(line[5:]) for line in group.lines if line.startswith("held ")])
 
 
 def accuracy_of(address, seed, *, disturbed):

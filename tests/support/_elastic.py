@@ -61,7 +61,7 @@ class Run:
         assert all(one == first for one in others), (first, others)
         return first
 
-    def each(self, names, body):
+    def each(self, names, body, wait_s=WAIT_S):
         """Return ``body(name)`` of each site, all at once; the first error is raised."""
         found, errors = {}, []
 
@@ -75,7 +75,7 @@ class Run:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(WAIT_S)
+            thread.join(wait_s)
             assert not thread.is_alive(), "a site hangs"
         if errors:
             raise errors[0]

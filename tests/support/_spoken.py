@@ -31,7 +31,7 @@ class Spoken:
                 self.lines.append(line.strip())
                 self._came.notify_all()
 
-    def said(self, pattern, enough=bool):
+    def said(self, pattern, enough=bool, wait_s=PATIENCE_S):
         """Wait for a line that the pattern matches, and whose match is enough."""
 
         def found():
@@ -39,7 +39,7 @@ class Spoken:
             return next((m for m in matches if m and enough(m)), None)
 
         with self._came:
-            match = self._came.wait_for(found, PATIENCE_S)
+            match = self._came.wait_for(found, wait_s)
         assert match, (pattern, self.text())
         return match
 
@@ -47,8 +47,8 @@ class Spoken:
         self.program._errors.seek(0)
         return "\n".join([*self.lines[-30:], self.program._errors.read()[-6000:]])
 
-    def result(self):
+    def result(self, wait_s=PATIENCE_S):
         """Return what the program said at its end, and the state that it has saved."""
-        done = json.loads(self.said(r"done (.*)")[1])
+        done = json.loads(self.said(r"done (.*)", wait_s=wait_s)[1])
         assert self.program.wait(PATIENCE_S) == 0, self.text()
         return done, torch.load(self.out, weights_only=False)

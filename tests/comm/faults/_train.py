@@ -7,6 +7,8 @@ Usage: _train.py PORT RANK WORLD HOW TIMEOUT_S. Rank 0 hosts the store, as witho
 - "return", "close", or a fault of _cells.py: rank 1 ends before the step: its program returns, or
   closes its state and lives on, or has the fault;
 - "stuck": rank 1 sleeps before the step;
+- "nodes": the last of four ranks does, of two nodes with two ranks each, so that the others wait
+  for it on three communicators: its node's, the other node's and that of both nodes;
 - "elsewhere": as "freeze", and no rank sees the processes of another, as if all had other hosts;
 - "buffers": the model has a BatchNorm, and rank 1 is killed before the step, so that the others may
   lose it in torch's own broadcast;
@@ -47,7 +49,13 @@ def main(port, rank, world, how, timeout_s):
     model = DDP(nn.Sequential(*layers), bucket_cap_mb=0.01)
     freezes = how in ("freeze", "elsewhere")
     codec = "terngrad" if freezes else "onebit"
-    state = gradcomp.ddp.register(model, codec, comm=comm, min_numel=0, timeout_s=timeout_s)
+    options = {"comm": comm, "min_numel": 0, "timeout_s": timeout_s}
+    sleeper = 1
+    if how == "nodes":
+        sleeper = world - 1
+        nodes = gradcomp.Advanced(nodes=((0, 1), (2, 3)))
+        options |= {"exchange": "hierarchical", "advanced": nodes}
+    state = gradcomp.ddp.register(model, codec, **options)
     step = 0
 
     def strike(grad):
@@ -58,11 +66,11 @@ def main(port, rank, world, how, timeout_s):
     for step in range(STEPS):
         if step == STEP and (rank, how) == (0, "host"):
             FAULTS["frozen"]()
-        if step == STEP and rank == 1 and how in ("return", "close", "buffers", "stuck", *FAULTS):
+        if step == STEP and rank == sleeper and how in ("stuck", "nodes"):
+            time.sleep(600)
+        if step == STEP and rank == 1 and how in ("return", "close", "buffers", *FAULTS):
             if how == "buffers":
                 FAULTS["killed"]()
-            elif how == "stuck":
-                time.sleep(600)
             elif how == "close":
                 state.close()
                 time.sleep(30)

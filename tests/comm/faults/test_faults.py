@@ -46,6 +46,7 @@ GAVE_UP = r": rank 1 \(pid \d+ on \S+\) gave up because of "
         ("freeze", TIMEOUT_S, (0, 1), r": rank 2 \(pid \d+ on \S+\) is stopped"),
         ("elsewhere", TIMEOUT_S, (0, 1), r": rank 2 \(pid \d+ on \S+\) did not answer for 3 s"),
         ("stuck", TIMEOUT_S, (0, 2), r": rank 1 \(pid \d+ on \S+\) did not answer for 3 s"),
+        ("nodes", TIMEOUT_S, (0, 1, 2), r": rank 3 \(pid \d+ on \S+\) did not answer for 3 s"),
         ("return", 60, (0, 2), CLOSED),
         pytest.param("close", 60, (0, 2), CLOSED, marks=pytest.mark.long),
         pytest.param("exits", 60, (0, 2), CLOSED, marks=pytest.mark.long),
@@ -63,7 +64,8 @@ def test_survivors_end_soon_and_blame_no_survivor(how, timeout_s, survivors, wan
     survivor. Where a rank was stuck, or stopped on another host, survivors blamed each other.
     """
     for _ in range(trials):
-        with started("_train.py", free_port(), 3, how, timeout_s) as ranks:
+        world = 4 if how == "nodes" else 3
+        with started("_train.py", free_port(), world, how, timeout_s, world=world) as ranks:
             begun = time.monotonic()
             for rank in survivors:
                 out, errors = ranks[rank].communicate(timeout=90 - (time.monotonic() - begun))
