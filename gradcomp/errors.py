@@ -111,7 +111,8 @@ class PeerLost(GradcompError):
         bucket: number of the bucket in its step; -1 outside of buckets.
         waited_s: seconds waited.
         detail: the reason, as far as it is known.
-        rank: the lost rank, or None if it is unknown.
+        rank: number of the lost rank in the job (the default process group, MPI.COMM_WORLD); None:
+            unknown.
     """
 
     _arguments = ("phase", "bucket", "waited_s", "detail", "rank")

@@ -125,9 +125,8 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def name_waiting(rank: int, world_size: int, waits: Mapping[int, str]) -> str:
-    """Describe whom `rank` waits for, when the ranks in `waits` wait for others, too."""
-    others = [other for other in range(world_size) if other != rank]
+def name_waiting(others: Sequence[int], waits: Mapping[int, str]) -> str:
+    """Describe which of the `others` a wait is for, when those in `waits` wait, too."""
     away = [other for other in others if other not in waits]
     if away:
         return f"{name_ranks(away)}, not waiting for any rank"

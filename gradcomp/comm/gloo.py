@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -51,8 +51,8 @@ ENDING_S = (0.05, 0.2, 0.5, 1.5)
 OWN_DESCRIPTORS = 4  # file descriptors of a gloo group besides one socket for each peer
 DATA = (Channel.SCALE, Channel.FIRST, Channel.SECOND)
 
-# reason of the first failure in a job, and whether a peer was lost, by default process group
-_failed: weakref.WeakKeyDictionary[Any, tuple[str, bool]] = weakref.WeakKeyDictionary()
+# reason of the first failure in a job, and the peer that was lost, by default process group
+_failed: weakref.WeakKeyDictionary[Any, tuple[str, Lost | None]] = weakref.WeakKeyDictionary()
 # gloo groups kept alive because of collectives in progress, and these collectives
 _stuck: list[tuple[list[Any], set[_GlooWork]]] = []
 _open: weakref.WeakSet[Groups] = weakref.WeakSet()  # all that this process has made
@@ -65,6 +65,8 @@ class Groups:
 
     Args:
         store: store used by these ranks only.
+        rank: of this process among them.
+        numbers: of all of them in the job, by which errors and notes name them.
         timeout_s: timeout of a collective in gloo, and of a connection, in seconds.
         job: returns the default process group that the ranks belong to; None if there is none. A
             failure on some groups of a job is the reason that others report when they are closed.
@@ -75,19 +77,19 @@ class Groups:
         self,
         store: Any,
         rank: int,
-        world_size: int,
+        numbers: Sequence[int],
         timeout_s: float,
         job: Callable[[], Any],
         *,
         one_host: bool,
     ) -> None:
         self._store, self._timeout_s, self._one_host = store, timeout_s, one_host
-        self._rank, self._world_size = rank, world_size
+        self._rank, self._numbers, self._world_size = rank, numbers, len(numbers)
         self._made: dict[Channel, Any] = {}
         self._cards: list[bytes] = []  # of all ranks, for `find_lost`
         self._lock = threading.Lock()
         self._job = job
-        self.notes = Notes(store, rank, world_size)
+        self.notes = Notes(store, rank, numbers)
         self.pending: set[_GlooWork] = set()
         self.broken = ""  # why these groups have failed; "" if they have not
         self._lost: Lost | None = None  # the lost rank because of which they have failed
@@ -121,7 +123,7 @@ class Groups:
             self.broken, self._lost = reason, lost
         job = self._job()
         if job is not None:
-            _failed.setdefault(job, (self.broken, self._lost is not None))
+            _failed.setdefault(job, (self.broken, self._lost))
 
     def find_ending(self, look: Look) -> ConnectionError | None:
         """Find a lost rank as `find_lost` does; wait for one whose process is just ending."""
@@ -144,7 +146,7 @@ class Groups:
             return lost_rank(*gone)
         if found is None:
             return None
-        rank, what = found
+        rank, what = self._numbers[found[0]], found[1]
         if store_is_gone(self._store) and self._world_size > 2:
             what += "; the ranks' store was lost with it, so another rank may have ended before"
         self.notes.blame(rank, what)
@@ -156,7 +158,9 @@ class Groups:
         gone = self.notes.look(LOOK_S)  # of a rank that has asked before
         if gone is not None:
             return lost_rank(*gone)
-        return None if rank is None else RankSilent(rank, silent(self._cards[rank], timeout_s))
+        if rank is None:
+            return None
+        return RankSilent(self._numbers[rank], silent(self._cards[rank], timeout_s))
 
     def answer(self) -> None:
         """Read the notes of all other groups of this process, which answers who asks there: a rank
@@ -173,15 +177,16 @@ class Groups:
             if not wait.noted:
                 wait.noted = True
                 self.notes.wait_for(wait.what)
-            log_wait(self._rank, self._whom)
+            log_wait(self._numbers[self._rank], self._whom)
 
     def _whom(self) -> str:
         """Describe whom a long wait is for: a lost rank, or those without a note of waiting."""
         found = find_lost(self._cards, self._rank)
         if found is not None:
-            return describe(found)
-        waits = self.notes.who_waits(self._world_size, LOOK_S)
-        return "" if waits is None else name_waiting(self._rank, self._world_size, waits)
+            return describe((self._numbers[found[0]], found[1]))
+        waits = self.notes.who_waits(LOOK_S)
+        others = [number for number in self._numbers if number != self._numbers[self._rank]]
+        return "" if waits is None else name_waiting(others, waits)
 
     def give_up(self, reason: str) -> None:
         """End every wait on these groups within a second, on this rank and, by a note, on peers."""
@@ -233,17 +238,21 @@ class Groups:
 
     def _tell(self, reason: str) -> None:
         """Leave a note that this rank gives up, which names it only if it fails by itself."""
+        before = self._failed_before()[1]  # on other groups of the job
         if self._lost is not None:
             self.notes.blame(*self._lost)
-        elif self._failed_before()[1]:  # other groups of the job, where ranks have other numbers
-            self.notes.blame(None, f"rank {self._rank} {this_process()} {gave_up(reason)}")
-        else:
+        elif before is None:
             self.notes.give_up(reason)
+        elif before[0] is None:
+            own = self._numbers[self._rank]
+            self.notes.blame(None, f"rank {own} {this_process()} {gave_up(reason)}")
+        else:
+            self.notes.blame(*before)
 
-    def _failed_before(self) -> tuple[str, bool]:
-        """Return the reason of the job's first failure, "" if none, and whether a peer was lost."""
+    def _failed_before(self) -> tuple[str, Lost | None]:
+        """Return the reason of the job's first failure, "" if none, and the lost peer, if any."""
         job = self._job()
-        return ("", False) if job is None else _failed.get(job, ("", False))
+        return ("", None) if job is None else _failed.get(job, ("", None))
 
     def connect(self, channel: Channel) -> Any:
         """Return the gloo group of a channel. The first call connects it (collective, PeerLost)."""
@@ -268,8 +277,9 @@ class Groups:
                 self._made[channel] = make_gloo(prefix, *ranks, CONNECT_S, self._timeout_s)
             except RuntimeError as error:
                 raise ConnectionError(
-                    f"rank {self._rank} could not connect with all the others: one has ended, or a"
-                    f" firewall or GLOO_SOCKET_IFNAME keeps them apart [{first_line(error)}]"
+                    f"rank {self._numbers[self._rank]} could not connect with all the others: one"
+                    " has ended, or a firewall or GLOO_SOCKET_IFNAME keeps them apart"
+                    f" [{first_line(error)}]"
                 ) from error
         # wait for all: others would take a rank that closes before they connect for a failure
         name, card, look = f"connected {channels[0]:d}", here(self._one_host), self.notes.look
@@ -282,7 +292,7 @@ class Groups:
         self, prefix: str, mine: bytes, timeout_s: float, what: str, look: Look
     ) -> list[bytes]:
         store = store_below(self._store, prefix)
-        return meet(store, self._rank, self._world_size, mine, timeout_s, what, look)
+        return meet(store, self._rank, self._numbers, mine, timeout_s, what, look)
 
 
 class _GlooWork(Work):

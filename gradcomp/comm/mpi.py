@@ -43,6 +43,7 @@ RANK_VARIABLES = (
     ("PMI_RANK", "PMI_SIZE"),
 )
 GRACE_S = 0.5  # messages that a peer sent before it gave up may still arrive
+NAMED_S = 1.5  # time in which a peer that waits elsewhere may name the lost rank
 
 
 def _mpi() -> Any:
@@ -141,7 +142,8 @@ class MpiCommunicator(Communicator):
 
     Args:
         comm: an mpi4py intracommunicator; None: ``MPI.COMM_WORLD``.
-        timeout_s: timeout of the setup, and default timeout of a wait for a peer, in seconds.
+        timeout_s: timeout of the setup, and default timeout of a wait for a peer, in seconds, equal
+            on every rank.
         abort: log the error and end the whole MPI job by MPI_Abort as soon as a peer is lost, for
             programs whose other ranks must not continue.
 
@@ -152,6 +154,7 @@ class MpiCommunicator(Communicator):
         ValueError: MPI has one process, but the environment has the ranks of another launcher
             (torchrun, or the mpirun of another MPI), so every rank would train alone.
         PeerLost: another rank did not create its communicator within `timeout_s`.
+        PeerMismatch: ranks have different `timeout_s`.
     """
 
     def __init__(self, comm: Any = None, *, timeout_s: float = 300.0, abort: bool = False) -> None:
@@ -246,10 +249,9 @@ class MpiCommunicator(Communicator):
         channels.broken = True
         if self._mpi.Is_finalized():
             return
-        own = channels.lost or (self.rank, f"{this_process()} {base.gave_up(reason)}")
-        # there, where ranks may have other numbers, another one was lost
-        if channels.lost is None and channels.has_lost_elsewhere():
-            own = None, f"rank {self.rank} {own[1]}"
+        own = channels.lost or (channels.number, f"{this_process()} {base.gave_up(reason)}")
+        if channels.lost is None and (elsewhere := channels.lost_elsewhere()):
+            own = elsewhere if elsewhere[0] is not None else (None, f"rank {own[0]} {own[1]}")
         lost, what = next(iter(channels.gone.copy().values()), own)
         call(lambda: channels.send_news(UNKNOWN if lost is None else lost, what))
 
@@ -280,7 +282,7 @@ class MpiCommunicator(Communicator):
                     raise self._late(timeout_s, peers)
                 if now >= news_at:
                     news_at = now + NEWS_EVERY_S
-                    base.log_wait(self.rank, self._whom)
+                    base.log_wait(channels.number, self._whom)
                     read_all_news()
                     gone = [news for rank, news in channels.gone.copy().items() if rank in peers]
                     if gone or channels.broken:
@@ -301,33 +303,40 @@ class MpiCommunicator(Communicator):
         channels.read_news()
         if lost := self._named_lost(peers):
             return base.lost_rank(*lost)
-        lost = channels.find_lost()
-        if lost is not None and lost[0] in peers:
+        lost, numbers = channels.find_lost(), channels.numbers
+        if lost is not None and lost[0] in [numbers[rank] for rank in peers]:
             channels.lost = lost
             return RankGone(lost[0], what=lost[1])
         late = TimeoutError(f"no answer from a peer for {timeout_s:g} s")
         if len(peers) > 1:
-            waits = channels.who_waits()
-            if lost := self._named_lost(peers):  # by a rank that has asked before
-                return base.lost_rank(*lost)
+            waits, until = channels.who_waits(), time.monotonic() + NAMED_S
             known = {self.rank, *waits, *channels.gone, *channels.left}
             away = [rank for rank in peers if rank not in known]
+            # a peer that waits on another communicator may name the rank for which it does
+            while not away and not self._named_lost(peers) and time.monotonic() < until:
+                read_all_news()
+                time.sleep(NEWS_EVERY_S)
+            if lost := self._named_lost(peers):
+                return base.lost_rank(*lost)
             if len(away) == 1:
-                late = RankSilent(away[0], silent(channels.cards[away[0]], timeout_s))
+                late = RankSilent(numbers[away[0]], silent(channels.cards[away[0]], timeout_s))
             channels.lost = base.described(late)
         return late
 
     def _named_lost(self, peers: Collection[int]) -> tuple[int | None, str] | None:
         """Return the lost rank that one of `peers` has named, other than itself."""
-        gone = self._open().gone.copy()
-        named = (news for rank, news in gone.items() if rank in peers and news[0] != rank)
+        gone, numbers = self._open().gone.copy(), self._open().numbers
+        named = (news for rank, news in gone.items() if rank in peers and news[0] != numbers[rank])
         return next(named, None)
 
     def _whom(self) -> str:
-        lost = self._open().find_lost()
+        channels = self._open()
+        lost, numbers = channels.find_lost(), channels.numbers
         if lost is not None:
             return describe(lost)
-        return base.name_waiting(self.rank, self.world_size, self._open().who_waits())
+        others = [number for number in numbers if number != channels.number]
+        waits = {numbers[rank]: what for rank, what in channels.who_waits().items()}
+        return base.name_waiting(others, waits)
 
     def _meet(self, members: Sequence[int], timeout_s: float) -> None:
         """Wait until every rank of `members` is about to create the subset, a call that blocks.
@@ -364,7 +373,9 @@ class MpiCommunicator(Communicator):
                 call(waiting[rank].Cancel)
                 call(waiting[rank].Wait)
             self.abort(str(error))
-            why = f"ranks {missing} of {list(members)} did not make their communicator ({error})"
+            missing = [channels.numbers[rank] for rank in missing]
+            named = [channels.numbers[rank] for rank in members]
+            why = f"ranks {missing} of {named} did not make their communicator ({error})"
             lost = missing[0] if len(missing) == 1 else None
             raise base.lost_in_setup(begun, why, lost) from error
 

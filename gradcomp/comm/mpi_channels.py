@@ -32,6 +32,7 @@ from torch import Tensor
 from gradcomp.comm import peers
 from gradcomp.comm.addresses import host_identity
 from gradcomp.comm.base import Channel, given_up_on, lost_in_setup
+from gradcomp.errors import PeerMismatch
 from gradcomp.waits import current
 
 T = TypeVar("T")
@@ -122,6 +123,7 @@ class Channels:
     point: Any  # MPI communicator for point-to-point messages
     news: Any  # MPI communicator for notifications: a rank gave up, is about to exit, or waits
     serial: int  # number of these channels, equal on every rank
+    numbers: Sequence[int]  # of all ranks in the job, by which errors and notifications name them
     # by peer that has given up: the lost rank (None: not known) and its description; several
     # threads write this, so iterate over a copy
     gone: dict[int, tuple[int | None, str]] = field(default_factory=dict)
@@ -141,6 +143,11 @@ class Channels:
     def tag(self) -> int:
         return self.uses % TAGS
 
+    @property
+    def number(self) -> int:
+        rank: int = self.news.Get_rank()
+        return self.numbers[rank]
+
     def read_news(self) -> None:
         """Receive pending notifications, update `gone`, `left` and `waits`, and answer others."""
         status, byte = mpi().Status(), mpi().BYTE
@@ -157,7 +164,7 @@ class Channels:
                 call(functools.partial(self.send_news, WAITS, mine, [sender]))
             elif word == WAITS:
                 self.waits[sender] = what
-            elif word == self.news.Get_rank():
+            elif word == self.number:
                 self.gone[sender] = given_up_on(word, what)
             else:
                 self.gone[sender] = (None if word == UNKNOWN else word, what)
@@ -173,13 +180,16 @@ class Channels:
                 pause()
             return self.waits.copy()
 
-    def has_lost_elsewhere(self) -> bool:
-        """Whether a rank was lost on other channels of this process."""
-        return any(one.lost or one.gone for one in list(_in_use) if one is not self)
+    def lost_elsewhere(self) -> tuple[int | None, str] | None:
+        """Return what was lost on other channels of this process: a known rank first."""
+        others = [one for one in list(_in_use) if one is not self]
+        found = [lost for one in others for lost in (one.lost, *one.gone.copy().values()) if lost]
+        return min(found, key=lambda lost: lost[0] is None, default=None)
 
     def find_lost(self) -> tuple[int, str] | None:
         """Return a lost rank and its description, as `peers.find_lost`."""
-        return peers.find_lost(self.cards, self.news.Get_rank())
+        found = peers.find_lost(self.cards, self.news.Get_rank())
+        return None if found is None else (self.numbers[found[0]], found[1])
 
     def send_news(self, word: int, what: str = "", to: Sequence[int] | None = None) -> None:
         """Send `to` (None: every peer) the lost rank, or a word in its place, and a text."""
@@ -231,7 +241,8 @@ class Parent:
 
     def take_channels(self, comm: Any, timeout_s: float) -> Channels:
         """Return channels that are free on every rank, or new ones. Collective over `comm`;
-        PeerLost if a rank did not take part in time, now or earlier.
+        PeerLost if a rank did not take part in time, now or earlier, PeerMismatch if ranks have
+        different `timeout_s`.
         """
         if self.spoiled:
             why = "an earlier MpiCommunicator here was not made on every rank"
@@ -240,8 +251,13 @@ class Parent:
             self.give_back(self.dropped.pop())
         offered = sorted(channels.serial for channels in self.free)[-OFFERS:]
         host = zlib.crc32(host_identity().encode())
-        padded = [*offered, *[0] * (OFFERS - len(offered)), host]
+        own = mpi().COMM_WORLD.Get_rank()
+        padded = [*offered, *[0] * (OFFERS - len(offered)), host, own, round(1e3 * timeout_s)]
         everyone = self._gather(comm, np.array(padded, np.int64), timeout_s)
+        first_ms, *others_ms = everyone[:, OFFERS + 2].tolist()
+        for rank, theirs_ms in enumerate(others_ms, 1):
+            if theirs_ms != first_ms:
+                raise PeerMismatch("timeout_s", rank, first_ms / 1e3, theirs_ms / 1e3)
         one_host = len({*everyone[:, OFFERS].tolist()}) == 1
         common = set(offered).intersection(*everyone[:, :OFFERS].tolist())
         if common:
@@ -249,7 +265,10 @@ class Parent:
             self.free.remove(channels)
             channels.uses += 1
         else:
-            channels = self._make(comm, timeout_s)
+            numbers = everyone[:, OFFERS + 1].tolist()
+            if len({*numbers}) < len(numbers):  # ranks of several jobs (MPI_Comm_spawn)
+                numbers = [*range(len(numbers))]
+            channels = self._make(comm, timeout_s, numbers)
         channels.lost, channels.listening = None, peers.make_socket(one_host)
         card = peers.here(one_host, channels.listening).ljust(CARD_NBYTES)
         cards = self._gather(comm, np.frombuffer(card, np.uint8), timeout_s)
@@ -257,7 +276,7 @@ class Parent:
         _in_use.add(channels)
         return channels
 
-    def _make(self, comm: Any, timeout_s: float) -> Channels:
+    def _make(self, comm: Any, timeout_s: float, numbers: Sequence[int]) -> Channels:
         """Return new channels. Collective over `comm`."""
         copies = call(lambda: [comm.Idup() for _ in range(len(Channel) + 2)])
         self._wait([request for _, request in copies], copies, timeout_s)
@@ -266,7 +285,7 @@ class Parent:
             copy.Set_errhandler(mpi().ERRORS_RETURN)
         self.made += 1
         by_channel = dict(zip(Channel, comms, strict=False))
-        channels = Channels(by_channel, comms[-2], comms[-1], self.made)
+        channels = Channels(by_channel, comms[-2], comms[-1], self.made, numbers)
         _made.append(channels)
         return channels
 

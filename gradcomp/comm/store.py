@@ -15,7 +15,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gradcomp.comm.base import (
@@ -65,7 +65,7 @@ def setup_timeout_s(timeout_s: float) -> float:
 def meet(
     store: Any,
     rank: int,
-    world_size: int,
+    numbers: Sequence[int],
     mine: bytes,
     timeout_s: float,
     what: str,
@@ -78,6 +78,8 @@ def meet(
 
     Args:
         store: a store used for this meeting only.
+        rank: of this process among those of the store.
+        numbers: of all of them in the job, by which errors name them.
         what: what a missing rank has not done, for the error ("called register").
         look: called every second while ranks are missing; if it returns a lost rank, this rank
             raises ConnectionError.
@@ -87,9 +89,10 @@ def meet(
         ConnectionError: see `look`; RankGone, if the lost rank is known.
     """
     begun = looked = time.monotonic()
-    keys = [f"rank{r}" for r in range(world_size)]
+    keys = {number: f"rank{r}" for r, number in enumerate(numbers)}
+    own, world_size = numbers[rank], len(numbers)
     try:
-        store.set(keys[rank], mine)
+        store.set(keys[own], mine)
         if store.add("count", 1) == world_size:
             store.set("end", b"all")
         pause = 0.0005
@@ -97,20 +100,20 @@ def meet(
             if time.monotonic() - begun > timeout_s:
                 count = store.add("count", _LEFT)
                 if count % _LEFT < world_size:  # otherwise the last rank has just arrived
-                    store.set("end", str(rank).encode())
+                    store.set("end", str(own).encode())
                     break
             if time.monotonic() - looked > LOOK_EVERY_S:
                 looked = time.monotonic()
                 if gone := look(0.0):
                     raise lost_rank(*gone)
-                log_wait(rank, lambda: f"{name_ranks(absent(store, keys))} to have {what}")
+                log_wait(own, lambda: f"{name_ranks(absent(store, keys))} to have {what}")
             time.sleep(pause)
             pause = min(1.5 * pause, LONGEST_PAUSE_S)
         end = bytes(store.get("end"))
         if end == b"all":
-            found = [bytes(store.get(key)) for key in keys]
+            found = [bytes(store.get(key)) for key in keys.values()]
             if store.add("read", 1) == world_size:
-                for key in ("count", "end", *keys, "read"):
+                for key in ("count", "end", *keys.values(), "read"):
                     store.delete_key(key)
             return found
         missing = absent(store, keys)
@@ -120,16 +123,16 @@ def meet(
             f" has ended; read its output [{first_line(error)}]"
         )
         raise lost_in_setup(begun, why) from error
-    if int(end) != rank and not missing:
+    if int(end) != own and not missing:
         why = f"rank {end.decode()} gave up waiting before this rank came"
     else:
         why = f"{name_ranks(missing)} {'have' if len(missing) > 1 else 'has'} not {what}"
     raise lost_in_setup(begun, why, missing[0] if len(missing) == 1 else None)
 
 
-def absent(store: Any, keys: list[str]) -> list[int]:
+def absent(store: Any, keys: Mapping[int, str]) -> list[int]:
     """Return the ranks whose keys are not in the store."""
-    return [rank for rank, key in enumerate(keys) if not store.check([key])]
+    return [rank for rank, key in keys.items() if not store.check([key])]
 
 
 def wait_until_read(store: Any) -> None:
@@ -145,10 +148,16 @@ class Notes:
 
     Calls of a store block if its host is frozen. Each call therefore runs in a thread, and waits
     for the thread are short. No such thread outlives the interpreter (`_end_calls`).
+
+    Args:
+        store: a store used by these ranks only.
+        rank: of this process among them.
+        numbers: of all of them in the job, by which notes name them.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int) -> None:
-        self._store, self._rank, self._world_size = store, rank, world_size
+    def __init__(self, store: Any, rank: int, numbers: Sequence[int]) -> None:
+        self._store, self._rank, self._numbers = store, rank, numbers
+        self._number = numbers[rank]
         # reentrant: the garbage collector may close a communicator at any time
         self._lock = threading.RLock()
         self._reading: _Call | None = None
@@ -158,7 +167,7 @@ class Notes:
     def give_up(self, reason: str) -> None:
         """Leave a note that this rank has given up, unless this or another rank has left one."""
         what = f"{this_process()} {gave_up(reason[:REASON_LENGTH])}"
-        self._leave("note", self._rank, what)
+        self._leave("note", self._number, what)
 
     def blame(self, rank: int | None, what: str) -> None:
         """Leave a note of a lost rank, unless this or another rank has left one."""
@@ -166,21 +175,21 @@ class Notes:
 
     def close(self) -> None:
         """Leave a note that this rank has closed, unless this or another rank has left one."""
-        self._leave("closed", self._rank, f"{this_process()} {CLOSED}")
+        self._leave("closed", self._number, f"{this_process()} {CLOSED}")
 
     def wait_for(self, what: str) -> None:
         """Leave a note of what this rank is waiting for; "" clears it."""
         if not _is_silent():
             _Call(self._store, lambda: self._store.set(f"wait {self._rank}", what.encode()))
 
-    def who_waits(self, world_size: int, patience_s: float) -> dict[int, str] | None:
+    def who_waits(self, patience_s: float) -> dict[int, str] | None:
         """Return what each rank with such a note waits for; None if the store does not answer."""
         found: dict[int, str] = {}
 
         def read() -> None:
-            for rank in range(world_size):
+            for rank, number in enumerate(self._numbers):
                 if self._store.check([f"wait {rank}"]):
-                    found[rank] = bytes(self._store.get(f"wait {rank}")).decode()
+                    found[number] = bytes(self._store.get(f"wait {rank}")).decode()
 
         if _is_silent():
             return None
@@ -196,7 +205,7 @@ class Notes:
         while they ask themselves. Notes of waiting do not tell: a rank may have waited too short a
         time for one, and that of a frozen rank stays.
         """
-        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        others = [rank for rank in range(len(self._numbers)) if rank != self._rank]
         silent: list[int] = []
 
         def ask() -> None:
@@ -204,7 +213,7 @@ class Notes:
             self._store.set("asked", b"")
 
         def read() -> None:
-            silent.extend(absent(self._store, [f"answer {rank}" for rank in others]))
+            silent.extend(absent(self._store, {rank: f"answer {rank}" for rank in others}))
 
         if _is_silent():
             return None
@@ -215,7 +224,7 @@ class Notes:
             time.sleep(0.1)
         call = _Call(self._store, read)
         call.join(LATE_S)
-        return others[silent[0]] if call.ended and len(silent) == 1 else None
+        return silent[0] if call.ended and len(silent) == 1 else None
 
     def look(self, patience_s: float) -> Lost | None:
         """Return a rank that has given up or is lost, and its description; None if there is no
@@ -258,7 +267,7 @@ class Notes:
         for key in ("note", "closed"):
             if key not in self._found and self._store.check([key]):
                 rank, what = json.loads(bytes(self._store.get(key)))
-                if rank != self._rank:
+                if rank != self._number:
                     self._found[key] = rank, what
                     self._know(rank)
                 elif not self._written:
@@ -271,7 +280,7 @@ class Notes:
         """Count this rank among those that know of the lost one, unless it is that one."""
         if not self._knows:
             self._knows = True
-            if lost != self._rank:
+            if lost != self._number:
                 self._store.add("known", 1)
             _informed.append(self)
 
@@ -283,7 +292,7 @@ class Notes:
             nonlocal known
             known = self._store.add("known", 0)
 
-        while known < self._world_size - 1 and time.monotonic() < deadline:
+        while known < len(self._numbers) - 1 and time.monotonic() < deadline:
             if _is_silent() or store_is_gone(self._store):
                 return
             _Call(self._store, read).join(WRITE_S)

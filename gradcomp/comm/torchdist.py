@@ -163,7 +163,7 @@ class TorchCommunicator(Communicator):
         what, seconds = "called register, or made its communicator", setup_timeout_s(timeout_s)
         host = hashlib.blake2b(host_identity().encode(), digest_size=16).digest()
         mine = _CARD.pack(timeout_s, secrets.token_bytes(8), host)
-        everyone = meet(store, self.rank, self.world_size, mine, seconds, what)
+        everyone = meet(store, self.rank, members, mine, seconds, what)
         timeouts_s, _, hosts = zip(*map(_CARD.unpack, everyone), strict=True)
         for rank, theirs_s in enumerate(timeouts_s):
             if theirs_s != timeouts_s[0]:
@@ -173,7 +173,7 @@ class TorchCommunicator(Communicator):
         inner = private.store_below(store, prefix)
         one_host = len(set(hosts)) == 1
         self._groups = Groups(
-            inner, self.rank, self.world_size, timeout_s, rendezvous.job, one_host=one_host
+            inner, self.rank, members, timeout_s, rendezvous.job, one_host=one_host
         )
         self._end = weakref.finalize(self, self._groups.drop)
         if self.world_size > 1:
@@ -413,7 +413,7 @@ def same_ranks(
 
     def gather(mine: bytes, what: str) -> tuple[Any, list[bytes]]:
         store = _default_rendezvous().meeting(members, what)
-        return store, meet(store, here, len(members), mine, seconds, what)
+        return store, meet(store, here, members, mine, seconds, what)
 
     card = _RANK.pack(comm.rank, comm.world_size, native)
     store, cards = gather(card, "registered this model")

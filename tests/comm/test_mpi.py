@@ -146,7 +146,7 @@ def test_channels_with_something_under_way_do_not_serve_again(monkeypatch):
     for done, free in ((True, 1), (False, 0)):
         request = SimpleNamespace(Test=lambda done=done: done)
         parent = mpi_channels.Parent()
-        used = mpi_channels.Channels({}, None, None, 1, pending={0: (request, "buffers")})
+        used = mpi_channels.Channels({}, None, None, 1, [0], pending={0: (request, "buffers")})
         parent.give_back(used)
         assert len(parent.free) == free and not used.pending
     assert "buffers" in str(mpi_channels.unanswered)

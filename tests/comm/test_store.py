@@ -38,7 +38,8 @@ def test_a_meeting_gives_everyone_the_records_and_leaves_nothing_behind():
     store = dist.HashStore()
     for records in ([b"0", b"1", b"2"], [b"3", b"4", b"5"]):
         ranks = [
-            lambda r=r, mine=mine: meet(store, r, 3, mine, 20, "") for r, mine in enumerate(records)
+            lambda r=r, mine=mine: meet(store, r, range(3), mine, 20, "")
+            for r, mine in enumerate(records)
         ]
         assert at_once(*ranks) == [records] * 3
     assert store.num_keys() == 0
@@ -50,16 +51,18 @@ def test_a_meeting_names_who_is_missing_and_who_comes_later_fails_at_once():
     def first_to_give_up():
         while not store.check(["rank2"]):
             time.sleep(0.001)
-        return meet(store, 0, 4, b"", 0.2, "called register")
+        return meet(store, 0, range(4), b"", 0.2, "called register")
 
-    waiting = at_once(first_to_give_up, lambda: meet(store, 2, 4, b"", 20, "called register"))
+    waiting = at_once(
+        first_to_give_up, lambda: meet(store, 2, range(4), b"", 20, "called register")
+    )
     for error in waiting:
         assert isinstance(error, PeerLost) and error.phase == "setup"
         assert error.detail == "ranks 1, 3 have not called register"
     begun = time.monotonic()
-    (late,) = at_once(lambda: meet(store, 3, 4, b"", 20, "called register"))
+    (late,) = at_once(lambda: meet(store, 3, range(4), b"", 20, "called register"))
     assert isinstance(late, PeerLost) and "rank 1 has not called register" in str(late)
-    (last,) = at_once(lambda: meet(store, 1, 4, b"", 20, "called register"))
+    (last,) = at_once(lambda: meet(store, 1, range(4), b"", 20, "called register"))
     assert isinstance(last, PeerLost) and "gave up waiting before this rank came" in str(last)
     assert time.monotonic() - begun < 15
 
@@ -72,7 +75,7 @@ def test_a_store_that_does_not_answer_is_a_lost_peer():
     with pytest.raises(
         PeerLost, match="store does not answer: .*; read its output .Connection reset by peer.$"
     ):
-        meet(Gone(), 0, 2, b"", 1, "come")
+        meet(Gone(), 0, range(2), b"", 1, "come")
 
 
 @pytest.mark.parametrize(
@@ -92,7 +95,7 @@ def test_the_setup_timeout_is_a_positive_number_and_bounded(text, wanted, monkey
 
 def test_the_first_note_stays():
     store = dist.HashStore()
-    notes = [Notes(store, rank, 3) for rank in range(3)]
+    notes = [Notes(store, rank, range(3)) for rank in range(3)]
     assert notes[0].look(5) is None
     notes[1].give_up("out of memory")
     notes[2].give_up("lost rank 1")
@@ -129,7 +132,7 @@ def test_the_only_rank_that_does_not_wait_is_found(waits, found, monkeypatch):
     """Notes of waiting do not tell: rank 3 left one before it was frozen, rank 1 none yet."""
     monkeypatch.setattr("gradcomp.comm.store.ANSWER_S", 3.0)
     store = dist.HashStore()
-    notes = [Notes(store, rank, 4) for rank in range(4)]
+    notes = [Notes(store, rank, range(4)) for rank in range(4)]
     notes[3].wait_for("first_phase of bucket 0")
     with waiting(*(notes[rank] for rank in waits)):
         assert notes[0].find_silent(lambda: None) == found
@@ -137,7 +140,7 @@ def test_the_only_rank_that_does_not_wait_is_found(waits, found, monkeypatch):
 
 def test_a_rank_on_which_others_gave_up_hears_of_it_and_is_not_called_lost():
     store = dist.HashStore()
-    notes = [Notes(store, rank, 3) for rank in range(3)]
+    notes = [Notes(store, rank, range(3)) for rank in range(3)]
     notes[0].blame(2, "did not answer")
     assert notes[1].look(5) == (2, "did not answer")
     assert notes[2].look(5) == (None, "other ranks gave up on this one: rank 2 did not answer")
@@ -148,11 +151,12 @@ def test_a_rank_that_gave_up_because_of_a_peer_is_not_blamed_for_it(same):
     """Peers that wait for it, on these groups or on others of the job, raised with its number."""
     store, job = dist.HashStore(), threading.Event()  # an object with weak references
     first, second = (
-        Groups(dist.PrefixStore(name, store), 1, 3, 5, lambda: job, one_host=True) for name in "ab"
+        Groups(dist.PrefixStore(name, store), 1, range(3), 5, lambda: job, one_host=True)
+        for name in "ab"
     )
     first.lose("nobody answers", (None, "nobody answers"))
     (first if same else second).give_up("PeerLost: nobody answers")
-    rank, what = Notes(dist.PrefixStore("a" if same else "b", store), 0, 3).look(5)
+    rank, what = Notes(dist.PrefixStore("a" if same else "b", store), 0, range(3)).look(5)
     assert rank is None
     assert what == "nobody answers" if same else re.match(r"rank 1 \(pid .*: nobody answers", what)
 
@@ -168,7 +172,7 @@ def test_a_rank_ends_when_all_survivors_know_who_was_lost(monkeypatch):
         return time.monotonic() - begun
 
     store = dist.HashStore()
-    notes = [Notes(store, rank, 3) for rank in range(3)]
+    notes = [Notes(store, rank, range(3)) for rank in range(3)]
     notes[0].blame(2, "has ended")
     assert seconds(notes[0]) >= 1
     waits = threading.Thread(target=notes[0].wait_until_known)
@@ -177,7 +181,7 @@ def test_a_rank_ends_when_all_survivors_know_who_was_lost(monkeypatch):
     waits.join(10)
     assert not waits.is_alive() and seconds(notes[1]) < 1
     assert informed == notes[:2]
-    gone = [Notes(store, rank, 2) for rank in range(2)]
+    gone = [Notes(store, rank, range(2)) for rank in range(2)]
     gone[1].close()  # at the end of a program: nobody waits
     assert informed == notes[:2]
 
@@ -185,7 +189,7 @@ def test_a_rank_ends_when_all_survivors_know_who_was_lost(monkeypatch):
 def test_a_probe_does_not_blame_a_rank_that_gave_up_because_of_another(monkeypatch):
     """It had not, when this rank looked for notes, but has ended when it probes."""
     store = dist.HashStore()
-    one, other = (Groups(store, rank, 3, 5, lambda: None, one_host=True) for rank in (0, 1))
+    one, other = (Groups(store, rank, range(3), 5, lambda: None, one_host=True) for rank in (0, 1))
     monkeypatch.setattr("gradcomp.comm.gloo.find_lost", lambda cards, rank: (0, "has ended"))
     assert other.notes.look_for_cause(5) is None
     one.notes.blame(2, "is stopped")
@@ -204,7 +208,7 @@ def test_a_store_that_blocks_holds_nobody_up():
         def add(self, key, value):
             raise RuntimeError("gone")
 
-    notes, answers = Notes(Blocked(), 0, 3), threading.Event()
+    notes, answers = Notes(Blocked(), 0, range(3)), threading.Event()
     begun = time.monotonic()
     assert notes.look(0.05) is None and notes.look(0.05) is None
     notes.give_up("anything")

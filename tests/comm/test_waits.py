@@ -157,10 +157,10 @@ def test_ranks_that_wait_for_each_other_are_all_named(monkeypatch):
     class Notes:
         found = {0: "first_phase of bucket 0", 1: "second_phase of bucket 4"}  # noqa: RUF012
 
-        def who_waits(self, world_size, patience_s):
+        def who_waits(self, patience_s):
             return self.found
 
-    one = groups.Groups(None, 0, 2, 1.0, Notes, one_host=True)
+    one = groups.Groups(None, 0, range(2), 1.0, Notes, one_host=True)
     one.notes = Notes()
     monkeypatch.setattr(groups, "find_lost", lambda *_: None)
     assert one._whom() == "ranks that wait, too: 1 in second_phase of bucket 4"

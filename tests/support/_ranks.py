@@ -22,6 +22,7 @@ import traceback
 import warnings
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
+from unittest import mock
 
 import _forks
 import pytest
@@ -467,16 +468,21 @@ def unpacked(comm, function, given):
 
 
 def with_mpi_beneath(function, *args):
-    """Return function(*args) where `gradcomp.ddp.register` takes MPI by itself, as it would take
-    gloo.
+    """Return function(*args) where `gradcomp.ddp.register`, averagers and local steps take MPI by
+    themselves, as they would take gloo.
     """
-    from gradcomp import ddp
+    from gradcomp import averager, ddp
+    from gradcomp.local import steps
 
-    before, ddp.TorchCommunicator = ddp.TorchCommunicator, mpi_like
-    try:
+    def by_mpi(timeout_s):
+        return mpi_like(timeout_s=timeout_s)
+
+    with (
+        mock.patch.object(ddp, "TorchCommunicator", mpi_like),
+        mock.patch.object(averager, "torch_communicator", by_mpi),
+        mock.patch.object(steps, "torch_communicator", by_mpi),
+    ):
         return function(*args)
-    finally:
-        ddp.TorchCommunicator = before
 
 
 _subsets = {}

@@ -120,6 +120,7 @@ SHORT = {("mpich", "freeze"), ("openmpi", "close")}  # the others are for `make 
         for row in (
             # survivors hear of it
             ("freeze", 1, r"rank 2 \(pid \d+ on \S+\) is stopped"),
+            ("nodes", 1, r"rank 3 \(pid \d+ on \S+\) did not answer for 3 s"),
             ("close", 1, f"{RANK_1}closed its communicator"),
             ("return", 1, f"{RANK_1}(has ended|closed its communicator)"),
             # MPI ends them, and the launcher says it
@@ -137,9 +138,10 @@ def test_the_lost_rank_is_named_over_mpi(flavour, how, status, wanted, trials):
     launcher's grace is over. It was "no answer from a peer for 3 s".
     """
     grace_s = 20.0
-    command = [mpi_python(flavour), "-m", "gradcomp.launch", "-n", "3", "--grace", grace_s]
+    world = 4 if how == "nodes" else 3
+    command = [mpi_python(flavour), "-m", "gradcomp.launch", "-n", world, "--grace", grace_s]
     for _ in range(trials):
-        program = [HERE / "_train.py", free_port(), "mpi", 3, how, TIMEOUT_S]
+        program = [HERE / "_train.py", free_port(), "mpi", world, how, TIMEOUT_S]
         done = output_of(*command, *program, env=mpi_environment())
         ended = time.time()
         assert done.returncode == status, done
