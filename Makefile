@@ -24,7 +24,7 @@ TORCH_TESTS := amp averager bench_measure codecs ddp double_buffer exchange fuse
 NATIVE := $(shell find native -type f \( -name '*.[ch]' -o -name '*.txt' -o -name '*.py' \))
 EXTENSION := gradcomp/_gc.abi3.so
 
-.PHONY: help demo docs figures test quick test-torch test-framework promises coverage mutants soak test-tiers test-long test-triton test-triton-long test-cuda lint native-test native-test-avx512 native-test-aarch64 fuzz fuzz-kernels wheels release hashes build tools everything mpi test-together test-timed clean distclean
+.PHONY: help demo docs figures test quick test-torch test-framework promises coverage mutants soak test-tiers test-long test-triton test-triton-long test-cuda lint native-test native-test-avx512 native-test-aarch64 races fuzz fuzz-kernels fuzz-python wheels release hashes build tools everything mpi test-together test-timed clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -45,6 +45,7 @@ help:
 	@echo 'make native-test  the C tests under the address, undefined-behaviour and thread sanitizers'
 	@echo 'make native-test-avx512  the C tests of the AVX-512 kernels on a processor with AVX2, emulated (Debian: libsimde-dev)'
 	@echo 'make native-test-aarch64  the C tests for aarch64 under qemu (Debian: gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user)'
+	@echo 'make races        stages of exchanges, which are threads, with kernels under the thread sanitizer (gcc)'
 	@echo 'make fuzz         kernels, payloads, messages and states under coverage-guided fuzzing: an hour each (FUZZ_SECONDS=60; Debian: clang, libclang-rt-dev)'
 	@echo 'make wheels       wheels for x86_64 and aarch64 in dist, checked       (WHEEL_PYTHONS="python3.10 python3.13", WHEEL_AARCH64=root)'
 	@echo 'make release      make wheels, the source archive, a list of all packages (SBOM), known vulnerabilities, checksums: all in dist'
@@ -198,8 +199,22 @@ FUZZED := codecs/test_wire.py::test_any_header_with_a_right_checksum_is_safe \
 fuzz-kernels:
 	bash tests/native/run.sh fuzz $(FUZZ_SECONDS) build/fuzz/kernels
 
-fuzz: tools fuzz-kernels $(VENV)-fuzz/.installed
+fuzz-python: tools $(VENV)-fuzz/.installed
 	$(VENV)-fuzz/bin/python tests/support/_fuzz.py build/fuzz $(FUZZ_SECONDS) $(FUZZED:%=tests/%)
+
+fuzz: fuzz-kernels fuzz-python
+
+# Stages of exchanges, which are threads, and ranks that are threads: the kernels they run are compiled with the thread
+# sanitizer, in a copy of the package. A race ends it with status 66, and build/tsan/race.PID says where.
+RACES := engine/test_pipeline.py engine/test_slices.py engine/test_exchange.py engine/test_stages.py
+
+races: tools
+	rm -rf build/tsan && mkdir -p build/tsan
+	cp -r gradcomp launch native tests pyproject.toml build/tsan && rm -f build/tsan/gradcomp/_gc*.so
+	CFLAGS='-g1 -O1 -fsanitize=thread' LDFLAGS=-fsanitize=thread $(BIN)/python setup.py -q build_ext --build-lib build/tsan --build-temp build/tsan/temp
+	cd build/tsan && LD_PRELOAD=$$(gcc -print-file-name=libtsan.so) OMP_NUM_THREADS=1 \
+		TSAN_OPTIONS='exitcode=66 die_after_fork=0 log_path=race' setarch -R $(abspath $(BIN))/python -m pytest -q -p no:xdist \
+		-m 'not slow and not long' $(PYTEST_ARGS) $(RACES:%=tests/%)
 
 wheels: build
 	test -x $(VENV)-wheels/bin/python || $(PYTHON) -m venv $(VENV)-wheels
