@@ -171,7 +171,7 @@ class MpiCommunicator(Communicator):
         kept = kept_with(parent)
         self._channels: Channels | None = kept.take_channels(parent, timeout_s)
         # a finalizer may run at any time, so it must not call MPI or take a lock
-        self._dropped = weakref.finalize(self, kept.dropped.append, self._channels)
+        self._dropped = weakref.finalize(self, kept.drop, self._channels)
         self._dropped.atexit = False
 
     def check_overlap(self) -> None:

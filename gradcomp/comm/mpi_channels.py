@@ -134,6 +134,7 @@ class Channels:
     listening: socket.socket | None = None  # open until the MpiCommunicator is closed
     left: set[int] = field(default_factory=set)  # peers that are about to exit
     broken: bool = False  # this rank has given up
+    dropped: bool = False  # their `MpiCommunicator` is gone, and was not closed
     uses: int = 0  # how often these channels were reused; separates messages by tag
     pending: dict[int, tuple[Any, object]] = field(default_factory=dict)  # requests and buffers
     arriving: list[Arriving] = field(default_factory=list)  # messages being received
@@ -182,7 +183,7 @@ class Channels:
 
     def lost_elsewhere(self) -> tuple[int | None, str] | None:
         """Return what was lost on other channels of this process: a known rank first."""
-        others = [one for one in list(_in_use) if one is not self]
+        others = [one for one in list(_in_use) if one is not self and not one.dropped]
         found = [lost for one in others for lost in (one.lost, *one.gone.copy().values()) if lost]
         return min(found, key=lambda lost: lost[0] is None, default=None)
 
@@ -239,6 +240,11 @@ class Parent:
     # a rank missed a collective setup call, so its next call would be matched with the wrong one
     spoiled: bool = False
 
+    def drop(self, channels: Channels) -> None:
+        """Keep channels for `give_back`; calls no MPI, since a finalizer calls this."""
+        channels.dropped = True
+        self.dropped.append(channels)
+
     def take_channels(self, comm: Any, timeout_s: float) -> Channels:
         """Return channels that are free on every rank, or new ones. Collective over `comm`;
         PeerLost if a rank did not take part in time, now or earlier, PeerMismatch if ranks have
@@ -269,6 +275,7 @@ class Parent:
             if len({*numbers}) < len(numbers):  # ranks of several jobs (MPI_Comm_spawn)
                 numbers = [*range(len(numbers))]
             channels = self._make(comm, timeout_s, numbers)
+        channels.dropped = False
         channels.lost, channels.listening = None, peers.make_socket(one_host)
         card = peers.here(one_host, channels.listening).ljust(CARD_NBYTES)
         cards = self._gather(comm, np.frombuffer(card, np.uint8), timeout_s)
