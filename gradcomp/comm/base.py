@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("gradcomp")
 
 CLOSED = "closed its communicator, or its program ended, while other ranks were waiting for it"
+SAME_LENGTH = 60  # of the descriptions of a lost rank that are compared; reasons are cut
 Counts = Sequence[int]  # bytes to or from each rank
 Message = tuple[int, Tensor]  # rank of the sender, and its message, ``(n,)`` uint8
 
@@ -131,6 +132,11 @@ def name_waiting(others: Sequence[int], waits: Mapping[int, str]) -> str:
     if away:
         return f"{name_ranks(away)}, not waiting for any rank"
     return "ranks that wait, too: " + ", ".join(f"{other} in {waits[other]}" for other in others)
+
+
+def is_because_of(what: str, reason: str) -> bool:
+    """Return whether `reason`, for which a rank gives up, may be the loss that `what` describes."""
+    return not reason or what[:SAME_LENGTH] in reason
 
 
 def given_up_on(rank: int, what: str) -> tuple[None, str]:

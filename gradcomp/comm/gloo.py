@@ -29,6 +29,7 @@ from gradcomp.comm.base import (
     described,
     first_line,
     gave_up,
+    is_because_of,
     log_wait,
     lost_rank,
     name_waiting,
@@ -241,7 +242,7 @@ class Groups:
         before = self._failed_before()[1]  # on other groups of the job
         if self._lost is not None:
             self.notes.blame(*self._lost)
-        elif before is None:
+        elif before is None or not is_because_of(before[1], reason):
             self.notes.give_up(reason)
         elif before[0] is None:
             own = self._numbers[self._rank]

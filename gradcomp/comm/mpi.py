@@ -250,7 +250,8 @@ class MpiCommunicator(Communicator):
         if self._mpi.Is_finalized():
             return
         own = channels.lost or (channels.number, f"{this_process()} {base.gave_up(reason)}")
-        if channels.lost is None and (elsewhere := channels.lost_elsewhere()):
+        elsewhere = None if channels.lost else channels.lost_elsewhere(reason)
+        if elsewhere is not None:
             own = elsewhere if elsewhere[0] is not None else (None, f"rank {own[0]} {own[1]}")
         lost, what = next(iter(channels.gone.copy().values()), own)
         call(lambda: channels.send_news(UNKNOWN if lost is None else lost, what))

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from gradcomp.comm import peers
 from gradcomp.comm.addresses import host_identity
-from gradcomp.comm.base import Channel, given_up_on, lost_in_setup
+from gradcomp.comm.base import Channel, given_up_on, is_because_of, lost_in_setup
 from gradcomp.errors import PeerMismatch
 from gradcomp.waits import current
 
@@ -181,10 +181,13 @@ class Channels:
                 pause()
             return self.waits.copy()
 
-    def lost_elsewhere(self) -> tuple[int | None, str] | None:
-        """Return what was lost on other channels of this process: a known rank first."""
+    def lost_elsewhere(self, reason: str) -> tuple[int | None, str] | None:
+        """Return what was lost on other channels of this process, if that may be the `reason` for
+        which it gives up: a known rank first.
+        """
         others = [one for one in list(_in_use) if one is not self and not one.dropped]
-        found = [lost for one in others for lost in (one.lost, *one.gone.copy().values()) if lost]
+        losses = (lost for one in others for lost in (one.lost, *one.gone.copy().values()))
+        found = [lost for lost in losses if lost and is_because_of(lost[1], reason)]
         return min(found, key=lambda lost: lost[0] is None, default=None)
 
     def find_lost(self) -> tuple[int, str] | None:
