@@ -49,6 +49,7 @@ CONNECT_S = 60.0  # longest wait for a connection between ranks that have met
 # sockets one by one, and may close its connections before its listening socket; the last pause is
 # for a rank whose wait has timed out, which breaks its connections and then asks who waits
 ENDING_S = (0.05, 0.2, 0.5, 1.5)
+NAMED_S = 1.5  # time in which a rank that waits on other groups may name the lost rank
 OWN_DESCRIPTORS = 4  # file descriptors of a gloo group besides one socket for each peer
 DATA = (Channel.SCALE, Channel.FIRST, Channel.SECOND)
 
@@ -157,6 +158,11 @@ class Groups:
         """Ask for the rank because of which a wait of `timeout_s` timed out; None if unknown."""
         rank = self.notes.find_silent(self.answer)
         gone = self.notes.look(LOOK_S)  # of a rank that has asked before
+        deadline = time.monotonic() + NAMED_S
+        while rank is None and gone is None and time.monotonic() < deadline:
+            self.answer()
+            time.sleep(0.1)
+            gone = self.notes.look(LOOK_S)
         if gone is not None:
             return lost_rank(*gone)
         if rank is None:
