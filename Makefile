@@ -41,7 +41,7 @@ help:
 	@echo 'make mutants      change one thing in a function and see that a test notices: 85 % of them (MUTANTS=50 SEED=0 MUTATED=codecs/)'
 	@echo 'make test-tiers   the tests with the kernels of processors without AVX-512, and without AVX2'
 	@echo 'make test-long    the tests that take minutes: accuracy of whole trainings, whole tables on every transport'
-	@echo 'make soak         20,000 steps of every entry point and 1,000 registrations: nothing grows (SOAK_STEPS=2000)'
+	@echo 'make soak         20,000 steps of every entry point, of a server, sites and torchft, 1,000 registrations: nothing grows (SOAK_STEPS=2000)'
 	@echo 'make native-test  the C tests under the address, undefined-behaviour and thread sanitizers'
 	@echo 'make native-test-avx512  the C tests of the AVX-512 kernels on a processor with AVX2, emulated (Debian: libsimde-dev)'
 	@echo 'make native-test-aarch64  the C tests for aarch64 under qemu (Debian: gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user)'
@@ -99,7 +99,7 @@ test-long: everything mpi test-triton-long
 	$(BIN)/python -m pytest -rfEs -m 'not long and not timed' --every-row --hypothesis-profile long $(SPREAD) $(PYTEST_ARGS)
 	$(MAKE) --no-print-directory test-tiers
 
-soak: tools
+soak: everything
 	$(BIN)/python -m pytest -v -m soak -n 1 $(PYTEST_ARGS)
 
 promises: tools
